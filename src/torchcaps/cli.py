@@ -1,0 +1,287 @@
+"""The command `torchcaps`: recipes, train, evaluate, predict, data, info."""
+
+import ctypes
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from torchcaps.errors import BadInput, nearest
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+except ImportError as missing:
+    raise SystemExit(f"error: the command line needs {missing.name}: pip install 'torchcaps[train]'") from missing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+data_app = typer.Typer(no_args_is_help=True, help="Datasets: list them, fetch them, verify their checksums.")
+app.add_typer(data_app, name="data")
+
+DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
+RunFolder = Annotated[Path, typer.Argument(help="A folder made by `torchcaps train`.")]
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that `train` knows."""
+    from torchcaps.recipes import RECIPES
+
+    table = Table("recipe", "model", "data", "epochs", "what it is")
+    for name, recipe in RECIPES.items():
+        summary = (recipe.__doc__ or "").strip().splitlines()[0]
+        table.add_row(name, recipe().model, recipe().data, str(recipe().epochs), summary)
+    Console().print(table)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe's name; see `torchcaps recipes`.")],
+    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of your own images.")] = None,
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/RECIPE-seedN.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training images.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Images a step, over all devices.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of split, weights, order and shifts.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, float32 or auto.")] = None,
+    devices: Annotated[int, typer.Option(help="Processes to train with (DistributedDataParallel).")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; any setting of a recipe.")] = None,
+) -> None:
+    """Train a recipe; the epoch is chosen on validation images, the test images are read once, at the end."""
+    from torchcaps.data import load_splits
+    from torchcaps.recipes import create_recipe
+    from torchcaps.training import fit
+
+    changes = dict(_setting(text) for text in settings or [])
+    flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
+    flags["precision"] = precision
+    changes |= {key: str(value) for key, value in flags.items() if value is not None}
+    chosen = create_recipe(recipe, changes)
+    folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
+    _writable(folder)
+    splits = load_splits(
+        chosen.data,
+        data_dir,
+        validation_fraction=chosen.validation_fraction,
+        seed=chosen.seed,
+        **chosen.data_options,
+    )
+    channels, height, width = splits.train.image_shape
+    if _first_process():
+        print(
+            f"{chosen.name}: {len(splits.train)} training, {len(splits.validation)} validation, "
+            f"{len(splits.test)} test images of {channels}×{height}×{width}, "
+            f"{len(splits.train.class_names)} classes → {folder}",
+            flush=True,
+        )
+    metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+    if _first_process():
+        table = Table("result", chosen.name, title=str(folder))
+        for key, value in metrics.items():
+            table.add_row(key, f"{value:,}" if isinstance(value, int | float) else str(value))
+        Console().print(table)
+        if (folder / "reconstructions.png").exists():
+            print(f"images beside their reconstructions: {folder / 'reconstructions.png'}")
+
+
+@app.command()
+def evaluate(
+    run: RunFolder,
+    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
+    data_dir: DataDir = Path("data"),
+    precision: Annotated[str, typer.Option(help="bf16, float32 or auto.")] = "auto",
+) -> None:
+    """Accuracy of a trained run on the test split of its dataset, or of another with the same classes."""
+    from torchcaps.data import DATASETS, load_splits
+    from torchcaps.training import evaluate as accuracy_of
+
+    model, said = _load_run(run)
+    recipe = said["recipe"]
+    name = data or recipe["data"]
+    channels, height, width = said["image_shape"]
+    options = dict(recipe["data_options"]) if name == recipe["data"] else {}
+    if name not in DATASETS:
+        options |= {"image_size": (height, width), "channels": channels}
+    splits = load_splits(
+        name, data_dir, validation_fraction=recipe["validation_fraction"], seed=recipe["seed"], **options
+    )
+    if list(splits.test.class_names) != said["class_names"]:
+        raise BadInput(
+            f"{name} has the classes {', '.join(splits.test.class_names)}, but {run} knows "
+            f"{', '.join(said['class_names'])}: name data with the same classes"
+        )
+    if splits.test.image_shape != (channels, height, width):
+        raise BadInput(
+            f"{name} has images of {splits.test.image_shape}, but {run} was trained on {said['image_shape']}"
+        )
+    accuracy = accuracy_of(model, splits.test, precision=precision)
+    table = Table("run", "data", "test images", "accuracy %", "error %")
+    table.add_row(str(run), name, f"{len(splits.test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")
+    Console().print(table)
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    images: Annotated[list[Path], typer.Argument(help="Image files; resized to the size the run was trained on.")],
+) -> None:
+    """The class of each image, its score, and the runner-up."""
+    import torch
+
+    from torchcaps.data import read_image
+
+    model, said = _load_run(run)
+    channels, height, width = said["image_shape"]
+    batch = torch.stack([read_image(path, channels, (height, width)) for path in images])
+    with torch.inference_mode():
+        scores = model.eval()(batch.float() / 255).scores
+    best = scores.topk(2, dim=1)
+    table = Table("image", "class", "score", "runner-up", "score")
+    for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):
+        first, second = (said["class_names"][index] for index in classes)
+        table.add_row(str(path), first, f"{values[0]:.3f}", second, f"{values[1]:.3f}")
+    Console().print(table)
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The datasets known by name."""
+    from torchcaps.data import DATASETS
+
+    table = Table("name", "what", "splits", "source")
+    for name, dataset in DATASETS.items():
+        table.add_row(name, dataset.description, dataset.splits, dataset.source)
+    Console().print(table)
+
+
+@data_app.command("fetch")
+def data_fetch(name: str, data_dir: DataDir = Path("data")) -> None:
+    """Download what is absent of a dataset; checksums are verified before a file is put in place."""
+    dataset = _dataset(name)
+    if dataset.fetch is None:
+        print(f"{name} needs no download")
+        return
+    dataset.fetch(data_dir)
+    print(f"{name} is complete in {data_dir / name}")
+
+
+@data_app.command("verify")
+def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
+    """Check the files of a dataset against their checksums."""
+    dataset = _dataset(name)
+    if dataset.verify is None:
+        dataset.load(data_dir)
+        print(f"{name} loads; it has no files of its own to check")
+        return
+    found = dataset.verify(data_dir)
+    for file, state in found:
+        print(f"{file}: {state}")
+    if any(state != "ok" for _, state in found):
+        raise BadInput(f"{name} in {data_dir} is not complete: see above; `torchcaps data fetch {name}` mends it")
+
+
+@app.command()
+def info() -> None:
+    """Versions, hardware and what they mean for training."""
+    from torchcaps.training import environment, resolve_precision
+
+    facts = environment()
+    table = Table("what", "here")
+    for key, value in facts.pop("versions").items():
+        table.add_row(key, str(value))
+    for key, value in facts.items():
+        table.add_row(key, str(value))
+    table.add_row("precision auto", resolve_precision("auto"))
+    table.add_row("routing backends", "reference")
+    Console().print(table)
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
+    return key, value
+
+
+def _dataset(name: str) -> Any:
+    from torchcaps.data import DATASETS
+
+    if name not in DATASETS:
+        raise BadInput(f"unknown dataset {name!r}{nearest(name, DATASETS)}")
+    return DATASETS[name]
+
+
+def _load_run(run: Path) -> tuple["nn.Module", dict[str, Any]]:
+    from torchcaps.models import MODELS
+
+    for needed in ("recipe.json", "config.json", "model.safetensors"):
+        if not (run / needed).is_file():
+            raise BadInput(f"{run} has no {needed}: name the folder of a finished `torchcaps train`")
+    try:
+        said = json.loads((run / "recipe.json").read_text())
+        model = said["recipe"]["model"]
+        said["image_shape"], said["class_names"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise BadInput(f"{run / 'recipe.json'} is damaged ({error}): train the run again") from error
+    if model not in MODELS:
+        raise BadInput(f"{run / 'recipe.json'} names the unknown model {model!r}{nearest(model, MODELS)}")
+    return MODELS[model].from_pretrained(run), said  # type: ignore[attr-defined]
+
+
+def _writable(folder: Path) -> None:
+    """Find out before hours of training whether the run folder can be written to."""
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
+    if not existed:
+        folder.rmdir()
+
+
+def _first_process() -> bool:
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def _keep_heap_warm() -> None:
+    """On Linux, keep freed memory in the process: handing every large tensor back to the kernel costs training time."""
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on standard error and exit code 2."""
+    warnings.filterwarnings("ignore", module=r"lightning|torch|tensorboard|requests")
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    _keep_heap_warm()
+    try:
+        app()
+    except (BadInput, OSError) as error:
+        sys.stdout.flush()
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted: `--resume` goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

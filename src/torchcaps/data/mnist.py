@@ -1,0 +1,164 @@
+"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images, 28 x 28 grey, ten classes.
+
+MNIST: LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86, 1998.
+Fashion-MNIST: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine learning
+algorithms", arXiv:1708.07747, 2017.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from torchcaps.data.download import download
+from torchcaps.data.idx import idx_content, parse_idx, read_idx, uncompressed_md5
+from torchcaps.data.images import Images
+from torchcaps.errors import BadInput
+
+
+@dataclass(frozen=True)
+class IdxFiles:
+    """Where a data set in MNIST's four files is found, and how each file is told to be right."""
+
+    mirrors: tuple[str, ...]
+    md5: dict[str, str]
+    class_names: tuple[str, ...]
+
+
+FILES = {
+    "mnist": IdxFiles(
+        mirrors=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+        md5={
+            "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+            "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+            "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+            "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c629615203637",
+        },
+        class_names=tuple("0123456789"),
+    ),
+    "fashion-mnist": IdxFiles(
+        mirrors=(
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+        ),
+        md5={
+            "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+            "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+            "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+            "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+        },
+        class_names=(
+            "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+        ),
+    ),
+}  # fmt: skip
+"""Data set → mirrors (each serves file + ".gz"), files with the md5 of their uncompressed content, class names."""
+
+
+def load_mnist(data_dir: Path) -> tuple[Images, Images]:
+    """MNIST as `(train, test)`, 60,000 and 10,000 digits, from `data_dir/mnist/`.
+
+    The four IDX files, raw or with `.gz`, are downloaded there when absent, and their checksums verified at every load.
+
+    Raises:
+        BadInput: a file is damaged or is another, or cannot be downloaded.
+    Example:
+        >>> train, test = load_mnist(Path("data"))  # doctest: +SKIP
+    """
+    return _load("mnist", data_dir)
+
+
+def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
+    """Fashion-MNIST as `(train, test)`, 60,000 and 10,000 pictures, from `data_dir/fashion-mnist/`.
+
+    Files, checks and errors are those of `load_mnist`.
+
+    Example:
+        >>> train, test = load_fashion_mnist(Path("data"))  # doctest: +SKIP
+    """
+    return _load("fashion-mnist", data_dir)
+
+
+def fetch_mnist(name: str, data_dir: Path, progress: bool = True) -> None:
+    """Download what is absent of `name` ("mnist" or "fashion-mnist") to `data_dir/name/`; leave what is there.
+
+    Raises:
+        BadInput: a file cannot be downloaded (see `download`).
+    """
+    for file in FILES[name].md5:
+        _fetched(name, file, data_dir, progress)
+
+
+def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
+    """Check the four files of `name` without loading or downloading: `(file, "ok" or the problem)` for each."""
+    found = []
+    for file, md5 in FILES[name].md5.items():
+        path = _present(data_dir / name / file)
+        try:
+            problem = _difference(path, uncompressed_md5(path), md5) if path else f"absent from {data_dir / name}"
+        except BadInput as error:
+            problem = str(error)
+        found.append((file, problem or "ok"))
+    return found
+
+
+def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> Images:
+    """One split from a file of images and a file of labels in the IDX format, with no checksum known.
+
+    Raises:
+        BadInput: a file is damaged, the two hold different numbers, or a label has no name.
+    Example:
+        >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
+    """
+    return _pair((images, read_idx(images)), (labels, read_idx(labels)), class_names)
+
+
+def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
+    def read(file: str):
+        path = _fetched(name, file, data_dir, progress=True)
+        content = idx_content(path)
+        problem = _difference(path, hashlib.md5(content, usedforsecurity=False).hexdigest(), FILES[name].md5[file])
+        if problem:
+            raise BadInput(problem)
+        return path, parse_idx(content, str(path))
+
+    def split(prefix: str) -> Images:
+        return _pair(read(f"{prefix}-images-idx3-ubyte"), read(f"{prefix}-labels-idx1-ubyte"), FILES[name].class_names)
+
+    return split("train"), split("t10k")
+
+
+def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
+    (images_path, pixels), (labels_path, classes) = images, labels
+    if pixels.ndim != 3 or classes.ndim != 1:
+        raise BadInput(f"{images_path} must hold images and {labels_path} labels; they do not: check their order")
+    if len(pixels) != len(classes):
+        raise BadInput(
+            f"{images_path} holds {len(pixels)} images but {labels_path} {len(classes)} labels; get both files again"
+        )
+    try:
+        return Images(torch.from_numpy(pixels)[:, None], torch.from_numpy(classes).long(), class_names)
+    except BadInput as error:
+        raise BadInput(f"{labels_path}: {error}") from error
+
+
+def _fetched(name: str, file: str, data_dir: Path, progress: bool) -> Path:
+    path = _present(data_dir / name / file)
+    if path is None:
+        path = data_dir / name / f"{file}.gz"
+        download([f"{mirror}{file}.gz" for mirror in FILES[name].mirrors], path, FILES[name].md5[file], progress)
+    return path
+
+
+def _present(path: Path) -> Path | None:
+    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
+
+
+def _difference(path: Path, found: str, right: str) -> str | None:
+    if found == right:
+        return None
+    return f"{path}: its content has md5 {found}, not {right}; delete it, and it will be downloaded again"

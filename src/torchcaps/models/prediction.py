@@ -1,0 +1,62 @@
+"""What every model returns, and how every model is saved and loaded."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from huggingface_hub import PyTorchModelHubMixin
+from jaxtyping import Float
+from torch import Tensor
+
+from torchcaps.capsules import Capsules
+from torchcaps.errors import BadInput
+
+
+class Prediction(NamedTuple):
+    """A model's answer to a batch of images.
+
+    Arguments:
+        scores: ``[B, classes]``; the largest is the predicted class. Lengths in [0, 1] of class capsules, or logits.
+        capsules: the class capsules, or None for a network without any.
+        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
+    """
+
+    scores: Float[Tensor, "B classes"]
+    capsules: Capsules | None = None
+    reconstruction: Float[Tensor, "B channels height width"] | None = None
+
+
+class Pretrained(PyTorchModelHubMixin):
+    """`save_pretrained` and `from_pretrained`: weights as safetensors, options as config.json; loading is strict."""
+
+    @classmethod
+    def _from_pretrained(cls, *, model_id: str, strict: bool = True, **options: Any) -> Self:
+        folder = Path(model_id)
+        if folder.is_dir() and not (folder / "model.safetensors").is_file():
+            raise BadInput(f"{folder} holds no model.safetensors: name a folder made by save_pretrained or `train`")
+        try:
+            return super()._from_pretrained(model_id=model_id, strict=strict, **options)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(f"the weights in {model_id} are not those of this {cls.__name__}: {reason}") from error
+
+    @classmethod
+    def _load_as_pickle(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
+        raise BadInput(f"{model_file} is a pickle, which can run code: only model.safetensors is loaded")
+
+
+def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
+    """The shape (channels, height, width) as given, unless the network's kernels do not fit into it.
+
+    Raises:
+        BadInput: not (channels, height, width), or height or width below ``smallest``.
+    """
+    if len(image_shape) != 3 or image_shape[0] < 1:
+        raise BadInput(f"image_shape must be (channels, height, width); got {tuple(image_shape)}")
+    channels, height, width = image_shape
+    if min(height, width) < smallest:
+        raise BadInput(
+            f"images of {height}×{width} are too small for {network}: its kernels need at least "
+            f"{smallest}×{smallest}; resize them (data.image_size={smallest} or more)"
+        )
+    return channels, height, width

@@ -1,0 +1,182 @@
+"""Dynamic routing: Sabour, Frosst & Hinton 2017, and its reading as clustering by Su 2018."""
+
+from typing import Literal, get_args, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, SquashForm, lengths, squash
+from torchcaps.routing_map import RoutingMap
+
+Logits = Literal["cumulative", "latest"]
+GradientPasses = Literal["all", "last"]
+
+
+@overload
+def dynamic_routing(
+    pose: Tensor,
+    transform: Tensor,
+    routing_map: RoutingMap,
+    *,
+    iterations: int = ...,
+    logits: Logits = ...,
+    squash_form: SquashForm = ...,
+    inner_squash_form: SquashForm | None = ...,
+    gradient_passes: GradientPasses = ...,
+    leaky: bool = ...,
+    return_couplings: Literal[False] = ...,
+) -> Capsules: ...
+@overload
+def dynamic_routing(
+    pose: Tensor,
+    transform: Tensor,
+    routing_map: RoutingMap,
+    *,
+    iterations: int = ...,
+    logits: Logits = ...,
+    squash_form: SquashForm = ...,
+    inner_squash_form: SquashForm | None = ...,
+    gradient_passes: GradientPasses = ...,
+    leaky: bool = ...,
+    return_couplings: Literal[True],
+) -> tuple[Capsules, Tensor]: ...
+def dynamic_routing(
+    pose: Float[Tensor, "B S C R Q"],
+    transform: Float[Tensor, "K C J Q N"],
+    routing_map: RoutingMap,
+    *,
+    iterations: int = 3,
+    logits: Logits = "cumulative",
+    squash_form: SquashForm = "sabour",
+    inner_squash_form: SquashForm | None = None,
+    gradient_passes: GradientPasses = "all",
+    leaky: bool = False,
+    return_couplings: bool = False,
+) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
+    """Route votes to parents by agreement: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1.
+
+    ::
+
+        û_ij = u_i W_ij            b_ij = 0
+        repeat `iterations` times:
+            c_i = softmax over every parent that child i reaches (b_i)
+            v_j = squash(Σ_i c_ij û_ij)
+            b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
+
+    A child's activation is the length of its pose, so a child of zero length counts for nothing. Computed in the
+    wider of the two dtypes, never in reduced precision, whatever autocast says.
+
+    Arguments:
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        transform: ``[K, C, J, Q, N]``, the map's transforms.
+        routing_map: which child site feeds which parent site.
+        iterations: T, at least 1. With 1 the couplings are uniform.
+        logits: ``cumulative`` (the paper), or ``latest`` pass only: then more passes are simply better.
+        squash_form: applied to the parents in the last pass; see `squash`.
+        inner_squash_form: applied in all passes before the last; None means the same. Su's code is
+            ``logits="latest", squash_form="su", inner_squash_form="unit"``.
+        gradient_passes: ``all``, or ``last``: the couplings of the last pass are constants to the gradient.
+        leaky: a "none of the above" parent with logit 0 takes part in the softmax, as in the paper's CIFAR-10 net.
+        return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``, in the order of the map's edges.
+
+    Returns:
+        Capsules with pose ``[B, P, J, R, N]`` and activation = length of pose; with the couplings where asked for.
+
+    Raises:
+        ValueError: shapes disagree with the map, fewer than one iteration, or an unknown option.
+
+    Example:
+        >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
+        >>> dynamic_routing(pose, transform, RoutingMap.dense(6)).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+    _check_options(iterations, logits, gradient_passes)
+    dtype = torch.promote_types(pose.dtype, transform.dtype)
+    with torch.autocast(pose.device.type, enabled=False):
+        votes = routing_map.votes(pose.to(dtype), transform.to(dtype))
+        logit = votes.new_zeros(votes.shape[:4])
+        for iteration in range(iterations):
+            last = iteration == iterations - 1
+            seen = votes.detach() if gradient_passes == "last" and not last else votes
+            couplings = routing_map.log_couplings(logit, none_of_the_above=leaky).exp()
+            form = squash_form if last or inner_squash_form is None else inner_squash_form
+            parents = squash(routing_map.sum_over_children(couplings, seen), form)
+            if not last:
+                agreement = routing_map.agreement(seen, parents)
+                logit = logit + agreement if logits == "cumulative" else agreement
+        pose_of_parents = parents.transpose(1, 2)
+        capsules = Capsules(pose_of_parents, lengths(pose_of_parents))
+    return (capsules, couplings) if return_couplings else capsules
+
+
+def _check_options(iterations: int, logits: str, gradient_passes: str) -> None:
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1; got {iterations}")
+    for name, value, allowed in (
+        ("logits", logits, get_args(Logits)),
+        ("gradient_passes", gradient_passes, get_args(GradientPasses)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+
+
+class DynamicRouting(nn.Module):
+    """`dynamic_routing` with its options fixed, as the rule of a capsule layer.
+
+    Arguments: those of `dynamic_routing`.
+
+    Raises:
+        ValueError: an option is out of range or unknown.
+
+    Example:
+        >>> rule = DynamicRouting(iterations=3)
+        >>> rule(torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).activation.shape
+        torch.Size([2, 1, 10])
+    """
+
+    def __init__(
+        self,
+        iterations: int = 3,
+        logits: Logits = "cumulative",
+        squash_form: SquashForm = "sabour",
+        inner_squash_form: SquashForm | None = None,
+        gradient_passes: GradientPasses = "all",
+        leaky: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_options(iterations, logits, gradient_passes)
+        for form in (squash_form, inner_squash_form or "none"):
+            squash(torch.zeros(1, 1), form)
+        self.iterations = iterations
+        self.logits: Logits = logits
+        self.squash_form: SquashForm = squash_form
+        self.inner_squash_form: SquashForm | None = inner_squash_form
+        self.gradient_passes: GradientPasses = gradient_passes
+        self.leaky = leaky
+
+    @overload
+    def forward(
+        self, pose: Tensor, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
+    ) -> Capsules: ...
+    @overload
+    def forward(
+        self, pose: Tensor, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
+    ) -> tuple[Capsules, Tensor]: ...
+    def forward(self, pose, transform, routing_map, return_couplings=False):
+        """Parents' capsules, and the couplings where asked for; see `dynamic_routing`."""
+        return dynamic_routing(
+            pose,
+            transform,
+            routing_map,
+            iterations=self.iterations,
+            logits=self.logits,
+            squash_form=self.squash_form,
+            inner_squash_form=self.inner_squash_form,
+            gradient_passes=self.gradient_passes,
+            leaky=self.leaky,
+            return_couplings=return_couplings,
+        )
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, logits={self.logits!r}, squash_form={self.squash_form!r}"

@@ -1,0 +1,161 @@
+"""The routing map: which child site feeds which parent site through which transform."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingMap:
+    """A bipartite graph between child sites and parent sites; every edge names its transform.
+
+    Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ in
+    their map alone: edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
+    parent site ``p`` with transform ``k``. Make one with `dense`, `shared` or `conv`.
+
+    Arguments:
+        edges: ``[E, 3]``, rows of (child site, parent site, transform), sorted by parent site.
+        child_sites: S.
+        parent_sites: P.
+        transforms: K.
+        parent_grid: (height, width) of the parent sites, row by row.
+
+    Raises:
+        ValueError: edges are not ``[E, 3]``.
+
+    Example:
+        >>> RoutingMap.conv((3, 3), kernel_size=2).edges[:4].tolist()
+        [[0, 0, 0], [1, 0, 1], [3, 0, 2], [4, 0, 3]]
+    """
+
+    edges: Int64[Tensor, "E 3"]
+    child_sites: int
+    parent_sites: int
+    transforms: int
+    parent_grid: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.edges.ndim != 2 or self.edges.shape[1] != 3:
+            raise ValueError(
+                f"edges must be [E, 3]: (child site, parent site, transform); got {list(self.edges.shape)}"
+            )
+
+    @classmethod
+    def dense(cls, child_sites: int, device: torch.device | None = None) -> Self:
+        """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
+        sites = torch.arange(child_sites, device=device)
+        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))
+
+    @classmethod
+    def shared(cls, child_sites: int, device: torch.device | None = None) -> Self:
+        """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
+        sites = torch.arange(child_sites, device=device)
+        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))
+
+    @classmethod
+    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> Self:
+        """Each parent site sees a window of child sites, one transform per kernel offset (K = kernel_size²).
+
+        Sites are numbered row by row, kernel offsets too. Zero padding adds no edges: a window that hangs over the
+        border simply has fewer children.
+
+        Raises:
+            ValueError: a size below 1, padding outside [0, kernel_size), or a window larger than the padded grid.
+        """
+        height, width = child_grid
+        if min(height, width, kernel_size, stride) < 1 or not 0 <= padding < kernel_size:
+            raise ValueError(
+                f"grid {height}×{width}, kernel {kernel_size}, stride {stride} must be at least 1 "
+                f"and padding {padding} in [0, kernel_size)"
+            )
+        if min(height, width) + 2 * padding < kernel_size:
+            raise ValueError(
+                f"kernel {kernel_size} is larger than the {height}×{width} grid with padding {padding}: "
+                "use a larger image, a smaller kernel or more padding"
+            )
+        parent_height = (height + 2 * padding - kernel_size) // stride + 1
+        parent_width = (width + 2 * padding - kernel_size) // stride + 1
+        parent_row, parent_column, kernel_row, kernel_column = torch.meshgrid(
+            *(torch.arange(n) for n in (parent_height, parent_width, kernel_size, kernel_size)), indexing="ij"
+        )
+        row = parent_row * stride - padding + kernel_row
+        column = parent_column * stride - padding + kernel_column
+        inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+        child = row * width + column
+        parent = parent_row * parent_width + parent_column
+        transform = kernel_row * kernel_size + kernel_column
+        edges = torch.stack([child[inside], parent[inside], transform[inside]], dim=1)
+        return cls(edges, height * width, parent_height * parent_width, kernel_size**2, (parent_height, parent_width))
+
+    def votes(
+        self, pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"]
+    ) -> Float[Tensor, "B J E C R N"]:
+        """Write out every vote: ``V = pose · transform`` along every edge, for every parent type.
+
+        Parent types come first, so that all the votes for one parent lie together in memory.
+
+        Raises:
+            ValueError: pose, transform and map disagree in shape.
+        """
+        self._check(pose, transform)
+        child, _, kernel = self.edges.unbind(1)
+        return torch.einsum("becrq,ecjqn->bjecrn", pose[:, child], transform[kernel]).contiguous()
+
+    def _check(self, pose: Tensor, transform: Tensor) -> None:
+        if pose.ndim != 5 or transform.ndim != 5:
+            raise ValueError(
+                f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
+                f"got {list(pose.shape)} and {list(transform.shape)}"
+            )
+        if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
+            raise ValueError(
+                f"the map has {self.child_sites} child sites and {self.transforms} transforms; "
+                f"pose has {pose.shape[1]} sites and transform has {transform.shape[0]}"
+            )
+        if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
+            raise ValueError(
+                f"child types and pose columns must agree: pose has C={pose.shape[2]}, Q={pose.shape[4]}; "
+                f"transform has C={transform.shape[1]}, Q={transform.shape[3]}"
+            )
+
+    def log_couplings(
+        self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
+    ) -> Float[Tensor, "B J E C"]:
+        """Log-softmax of each child over all the parents it reaches, every type at every site.
+
+        Arguments:
+            logits: ``[B, J, E, C]``.
+            none_of_the_above: a further parent with logit 0 takes part and is dropped (leaky routing).
+        """
+        total = logits.logsumexp(dim=1)
+        if self.parent_sites > 1:
+            child = self.edges[:, 0].expand_as(total.mT).mT
+            shape = (total.shape[0], self.child_sites, total.shape[2])
+            largest = total.new_full(shape, -torch.inf).scatter_reduce(1, child, total.detach(), "amax")
+            spread = (total - largest.gather(1, child)).exp()
+            per_child = largest + total.new_zeros(shape).scatter_add(1, child, spread).log()
+            total = per_child.gather(1, child)
+        if none_of_the_above:
+            total = torch.logaddexp(total, torch.zeros_like(total))
+        return logits - total.unsqueeze(1)
+
+    def sum_over_children(
+        self, couplings: Float[Tensor, "B J E C"], votes: Float[Tensor, "B J E C R N"]
+    ) -> Float[Tensor, "B J P R N"]:
+        """Per parent, the sum of its votes weighted by their couplings: ``s = Σ c V``."""
+        if self.parent_sites == 1:
+            return torch.einsum("bjec,bjecrn->bjrn", couplings, votes).unsqueeze(2)
+        per_edge = torch.einsum("bjec,bjecrn->bjern", couplings, votes)
+        per_parent = per_edge.new_zeros(*per_edge.shape[:2], self.parent_sites, *per_edge.shape[3:])
+        return per_parent.index_add(2, self.edges[:, 1], per_edge)
+
+    def agreement(
+        self, votes: Float[Tensor, "B J E C R N"], parents: Float[Tensor, "B J P R N"]
+    ) -> Float[Tensor, "B J E C"]:
+        """Scalar product of every vote with the parent it is for: ``û · v``."""
+        if self.parent_sites == 1:
+            return torch.einsum("bjecrn,bjrn->bjec", votes, parents.squeeze(2))
+        return torch.einsum("bjecrn,bjern->bjec", votes, parents[:, :, self.edges[:, 1]])

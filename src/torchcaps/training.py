@@ -1,0 +1,536 @@
+"""Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
+
+import csv
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from torchcaps.data import Images, Splits, shift, shift_offsets
+from torchcaps.errors import BadInput
+from torchcaps.losses import LOSSES, reconstruction_loss
+from torchcaps.models import create_model
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a training depends on, frozen.
+
+    Arguments:
+        name: of the recipe.
+        model, model_options: a key of `MODELS` and arguments of that model; shape and classes come from the data.
+        data, data_options: a key of `DATASETS` or a folder of images, and options of its loader.
+        loss, loss_options: a key of `LOSSES` and its arguments.
+        reconstruction_weight: of the summed squared error of a model that reconstructs.
+        shift: training images are moved by up to so many pixels each way, with zero padding.
+        optimizer, learning_rate, weight_decay: a key of `OPTIMIZERS` and its settings.
+        decay_rate, decay_steps: the learning rate is multiplied by rate^(step / steps), at every step.
+        gradient_clip: largest norm of the gradient; 0 is off.
+        batch_size: images a step, over all devices together.
+        epochs: passes over the training split.
+        patience: stop after so many epochs without a better validation accuracy; 0 is off.
+        validation_fraction: share of the training data held out to choose the epoch, in (0, 0.5].
+        seed: of the split, the weights, the order and the shifts.
+        precision: bf16, float32, or auto: bf16 where the hardware multiplies it.
+    """
+
+    name: str
+    model: str
+    data: str
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    data_options: Mapping[str, Any] = field(default_factory=dict)
+    loss: str = "margin"
+    loss_options: Mapping[str, Any] = field(default_factory=dict)
+    reconstruction_weight: float = 0.0
+    shift: int = 0
+    optimizer: str = "adam"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    decay_rate: float = 1.0
+    decay_steps: int = 1000
+    gradient_clip: float = 0.0
+    batch_size: int = 128
+    epochs: int = 10
+    patience: int = 0
+    validation_fraction: float = 0.1
+    seed: int = 0
+    precision: str = "auto"
+
+    def __post_init__(self) -> None:
+        choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
+        lowest = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "shift": 0, "patience": 0, "seed": 0}
+        lowest |= {"gradient_clip": 0, "reconstruction_weight": 0, "weight_decay": 0}
+        for key, least in lowest.items():
+            if not getattr(self, key) >= least:
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more")
+        for key in ("learning_rate", "decay_rate"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0")
+
+
+def resolve_precision(precision: str) -> str:
+    """bf16 where ``auto`` finds hardware that multiplies it, else float32; anything else as it is."""
+    if precision != "auto":
+        return precision
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bf16" if native else "float32"
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and hardware: what has to stand beside every number."""
+    versions: dict[str, str | None] = {}
+    for package in ("torchcaps", "torch", "lightning", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _commit(),
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _commit() -> str | None:
+    source = Path(__file__).resolve().parent
+    git = shutil.which("git")
+    if git is None or not (source.parents[1] / ".git").exists():
+        return None
+    run = [git, "-C", str(source)]
+    head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """The whole content or nothing: written beside the file, then renamed over it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Checkpoints that are whole or absent: written beside the file, then renamed over it; loaded without pickle."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(target.name + ".part")
+        try:
+            with part.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.replace(target)
+        except (OSError, RuntimeError) as error:
+            part.unlink(missing_ok=True)
+            raise BadInput(
+                f"{target} could not be written ({error}): free some space and continue with --resume; "
+                "the checkpoint before it is untouched"
+            ) from error
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+
+
+class ImageBatches(Dataset):
+    """Whole batches of an in-memory split: float images in [0, 1], moved by each image's own offset."""
+
+    def __init__(self, images: Images, offsets: Tensor | None = None) -> None:
+        self.images = images
+        self.offsets = offsets
+
+    def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        chosen = torch.from_numpy(indices)
+        pixels = self.images.pixels[chosen]
+        if self.offsets is not None:
+            pixels = shift(pixels, self.offsets[chosen])
+        return pixels.float().div_(255).contiguous(memory_format=torch.channels_last), self.images.labels[chosen]
+
+
+def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLoader:
+    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    return DataLoader(batches, sampler=parts, batch_size=None)
+
+
+class SplitBatches(lightning.LightningDataModule):
+    """Order and shifts of every epoch, a function of (seed, epoch, index) alone; each device takes its share."""
+
+    def __init__(self, splits: Splits, recipe: Recipe) -> None:
+        super().__init__()
+        self.splits = splits
+        self.recipe = recipe
+
+    def train_dataloader(self) -> DataLoader:
+        recipe, images, trainer = self.recipe, self.splits.train, self.trainer
+        assert trainer is not None
+        epoch, devices = trainer.current_epoch, trainer.world_size
+        order = np.random.default_rng([recipe.seed, epoch]).permutation(len(images))
+        order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
+        offsets = shift_offsets(recipe.seed, epoch, len(images), recipe.shift) if recipe.shift else None
+        return _loader(ImageBatches(images, offsets), order, recipe.batch_size // devices)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._share(self.splits.validation)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._share(self.splits.test)
+
+    def _share(self, images: Images) -> DataLoader:
+        assert self.trainer is not None
+        mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
+        return _loader(ImageBatches(images), mine, self.recipe.batch_size)
+
+
+class Classifier(lightning.LightningModule):
+    """A model, its loss and its optimiser, as the recipe says."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, classes: int) -> None:
+        super().__init__()
+        self.model = model
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        self.recipe = recipe
+        self.accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+        recipe = self.recipe
+        prediction = self.model(images, labels)
+        loss = LOSSES[recipe.loss](prediction.scores, labels, **recipe.loss_options)
+        if prediction.reconstruction is not None and recipe.reconstruction_weight:
+            loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
+        if not torch.isfinite(loss):
+            phase = "training" if train else "validation"
+            raise BadInput(
+                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
+                f"first not finite: {self._first_not_finite(images, labels)}; "
+                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
+            )
+        return loss, prediction.scores
+
+    def _first_not_finite(self, images: Tensor, labels: Tensor) -> str:
+        if not torch.isfinite(images).all():
+            return "the input images"
+        for name, parameter in self.model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                return f"weights {name}"
+        found: list[str] = []
+
+        def look(name: str) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                tensors = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+                if not all(bool(torch.isfinite(x).all()) for x in tensors):
+                    found.append(name)
+
+            return hook
+
+        handles = [m.register_forward_hook(look(name)) for name, m in self.model.named_modules() if name]
+        with torch.no_grad():
+            self.model(images, labels)
+        for handle in handles:
+            handle.remove()
+        return f"output of module {found[0]}" if found else "the loss itself"
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
+        loss, _ = self._loss(*batch, train=True)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        loss, scores = self._loss(*batch, train=False)
+        self.accuracy.update(scores, batch[1])
+        self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validation_accuracy_percent", 100 * self.accuracy.compute(), prog_bar=True)
+        self.accuracy.reset()
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+        self.accuracy.update(self.model(batch[0]).scores, batch[1])
+
+    def on_test_epoch_end(self) -> None:
+        self.log("accuracy_percent", 100 * self.accuracy.compute())
+        self.accuracy.reset()
+
+    def on_train_epoch_start(self) -> None:
+        key = [self.recipe.seed, self.current_epoch, self.global_rank]
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+
+    def configure_optimizers(self) -> Any:
+        recipe = self.recipe
+        optimizer = OPTIMIZERS[recipe.optimizer](
+            self.parameters(),
+            lr=recipe.learning_rate,  # type: ignore[call-arg]
+            weight_decay=recipe.weight_decay,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: recipe.decay_rate ** (step / recipe.decay_steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class EpochLog(Callback):
+    """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
+
+    def __init__(self, path: Path, images: int) -> None:
+        self.path = path
+        self.images = images
+        self.rows: list[dict[str, Any]] = []
+        self.start = self.train_seconds = 0.0
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if self.path.exists():
+            with self.path.open(newline="") as stream:
+                self.rows = [row for row in csv.DictReader(stream) if int(row["epoch"]) <= trainer.current_epoch]
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.train_seconds = time.perf_counter() - self.start
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        seen = trainer.callback_metrics
+        row: dict[str, Any] = {
+            "epoch": trainer.current_epoch + 1,
+            "train_loss": f"{float(seen['train_loss']):.6f}",
+            "validation_loss": f"{float(seen['validation_loss']):.6f}",
+            "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
+            "learning_rate": f"{trainer.optimizers[0].param_groups[0]['lr']:.8f}",
+            "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
+            "seconds": f"{time.perf_counter() - self.start:.2f}",
+        }
+        self.rows.append(row)
+        lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
+        write_atomically(self.path, "\n".join(lines) + "\n")
+        left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
+        print(
+            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
+            f"validation {float(row['validation_accuracy_percent']):.2f} %  "
+            f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
+            flush=True,
+        )
+
+
+def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resume: bool = False) -> dict[str, Any]:
+    """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
+
+    Arguments:
+        recipe: all settings; what it says can be repeated from the folder's recipe.json.
+        splits: train, validation and test images.
+        folder: made if absent; gets recipe.json, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors,
+            config.json, tensorboard/, and reconstructions.png where the model reconstructs.
+        devices: processes to train with, through DistributedDataParallel; must divide the batch size.
+        resume: go on from the folder's last.ckpt, to the same bits as a run that was never stopped.
+
+    Returns:
+        The content of metrics.json.
+
+    Raises:
+        BadInput: a setting does not fit, a checkpoint cannot be read or written, the loss is not finite.
+    """
+    if devices < 1 or recipe.batch_size % devices:
+        raise BadInput(f"devices is {devices}: use a number that divides the batch size {recipe.batch_size}")
+    recipe = replace(recipe, precision=resolve_precision(recipe.precision))
+    torch.manual_seed(recipe.seed)
+    classes = len(splits.train.class_names)
+    options = {"image_shape": splits.train.image_shape, "classes": classes, **recipe.model_options}
+    model = create_model(recipe.model, **options)
+    first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    last = folder / "last.ckpt"
+    if first_process:
+        _prepare(folder, recipe, splits, resume)
+    module = Classifier(model, recipe, classes)
+    best = ModelCheckpoint(
+        folder,
+        "best",
+        monitor="validation_accuracy_percent",
+        mode="max",
+        save_on_train_epoch_end=True,
+        enable_version_counter=False,
+    )
+    latest = ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False)
+    callbacks: list[Callback] = [EpochLog(folder / "metrics.csv", len(splits.train)), best, latest]
+    if recipe.patience:
+        callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
+    show_bar = sys.stdout.isatty()
+    trainer = lightning.Trainer(
+        max_epochs=recipe.epochs,
+        accelerator="auto",
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
+        precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
+        logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+        callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
+        gradient_clip_val=recipe.gradient_clip or None,
+        plugins=[AtomicCheckpoints()],
+        deterministic=True,
+        enable_progress_bar=show_bar,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+    )
+    data = SplitBatches(splits, recipe)
+    trainer.fit(module, data, ckpt_path=_checked(last, module) if resume and last.exists() else None)
+    module.load_state_dict(_checked(folder / "best.ckpt", module, load=True)["state_dict"])
+    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
+    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
+    rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+    metrics = {
+        "test_error_percent": round(100 - test, 4),
+        "test_accuracy_percent": round(test, 4),
+        "validation_accuracy_percent": round(validation, 4),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "train_images_per_second": float(np.median([float(row["train_images_per_second"]) for row in rows])),
+        "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
+        "epochs": len(rows),
+        "best_epoch": int(max(rows, key=lambda row: float(row["validation_accuracy_percent"]))["epoch"]),
+        "precision": recipe.precision,
+        "train_images": len(splits.train),
+        "validation_images": len(splits.validation),
+        "test_images": len(splits.test),
+    }
+    if trainer.is_global_zero:
+        model.save_pretrained(folder)  # type: ignore[operator]
+        (folder / "README.md").unlink(missing_ok=True)
+        save_reconstructions(model, splits.validation, folder / "reconstructions.png")
+        write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def _prepare(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> None:
+    written = folder / "recipe.json"
+    if written.exists() and not resume:
+        raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
+    if resume and written.exists():
+        before = json.loads(written.read_text())["recipe"]
+        for key, value in json.loads(json.dumps(asdict(recipe))).items():
+            if before.get(key) != value and key != "epochs":
+                raise BadInput(f"{folder} was begun with {key}={before.get(key)}, not {value}: resume with the same")
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "recipe": asdict(recipe),
+        "class_names": splits.train.class_names,
+        "image_shape": splits.train.image_shape,
+        "environment": environment(),
+    }
+    write_atomically(written, json.dumps(content, indent=2) + "\n")
+
+
+def _checked(path: Path, module: nn.Module, load: bool = False) -> Any:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        expected = {name: value.shape for name, value in module.state_dict().items()}
+        found = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(f"{path} is not a readable checkpoint ({reason}): remove it, or name another --out") from error
+    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different:
+        raise BadInput(
+            f"{path} is the checkpoint of another model: {different[0]} is "
+            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
+            "name the folder of this recipe's run with --out"
+        )
+    return checkpoint if load else path
+
+
+def evaluate(model: nn.Module, images: Images, *, batch_size: int = 128, precision: str = "auto") -> float:
+    """Accuracy in per cent of a model on a split, on one device.
+
+    Arguments:
+        model: any model of `MODELS`.
+        images: the split.
+        batch_size: images at a time; the result does not depend on it.
+        precision: auto, bf16 or float32.
+    """
+    recipe = Recipe("evaluate", "", "", batch_size=batch_size)
+    module = Classifier(model, recipe, len(images.class_names))
+    trainer = lightning.Trainer(
+        devices=1,
+        precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=sys.stdout.isatty(),
+        enable_model_summary=False,
+    )
+    batches = _loader(ImageBatches(images), np.arange(len(images)), batch_size)
+    return trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
+
+
+def save_reconstructions(model: nn.Module, images: Images, path: Path, count: int = 10) -> bool:
+    """Draw images above their reconstructions, one column each; False for a model without a decoder."""
+    from matplotlib.figure import Figure
+
+    step = max(1, len(images) // count)
+    chosen = images.subset(torch.arange(0, len(images), step)[:count])
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        prediction = model(chosen.pixels.float() / 255)
+    model.train(was_training)
+    if prediction.reconstruction is None:
+        return False
+    figure = Figure(figsize=(1.1 * len(chosen), 2.9), layout="constrained")
+    axes = figure.subplots(2, len(chosen), squeeze=False)
+    drawn = prediction.reconstruction.clamp(0, 1)
+    winners = prediction.scores.argmax(dim=1)
+    for column in range(len(chosen)):
+        for row, image in enumerate((chosen.pixels[column].float() / 255, drawn[column])):
+            axis = axes[row, column]
+            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+        axes[0, column].set_title(chosen.class_names[int(chosen.labels[column])], fontsize=9)
+        axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9)
+    axes[0, 0].set_ylabel("image")
+    axes[1, 0].set_ylabel("reconstruction")
+    part = path.with_name(path.stem + ".part.png")
+    figure.savefig(part, dpi=120)
+    part.replace(path)
+    return True
