@@ -1,7 +1,6 @@
 """The routing map: which child site feeds which parent site through which transform."""
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Float, Int64
@@ -44,19 +43,19 @@ class RoutingMap:
             )
 
     @classmethod
-    def dense(cls, child_sites: int, device: torch.device | None = None) -> Self:
+    def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
         sites = torch.arange(child_sites, device=device)
         return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))
 
     @classmethod
-    def shared(cls, child_sites: int, device: torch.device | None = None) -> Self:
+    def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
         sites = torch.arange(child_sites, device=device)
         return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))
 
     @classmethod
-    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> Self:
+    def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
         """Each parent site sees a window of child sites, one transform per kernel offset (K = kernel_size²).
 
         Sites are numbered row by row, kernel offsets too. Zero padding adds no edges: a window that hangs over the

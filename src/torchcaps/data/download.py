@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -120,7 +121,7 @@ def _fault(part: Path, md5: str) -> str | None:
 
 @contextmanager
 def _bar(name: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
-    if not shown:
+    if not shown or find_spec("rich") is None:
         yield lambda received: None
         return
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,8 @@ def read_image(
         >>> read_image(Path("digit.png"), channels=1, image_size=28).shape  # doctest: +SKIP
         torch.Size([1, 28, 28])
     """
+    if find_spec("PIL") is None:
+        raise BadInput(f"{path}: Pillow, which reads images, is not installed; install torchcaps[train]")
     from PIL import Image, ImageOps
 
     if channels not in (None, 1, 3):
@@ -158,7 +161,7 @@ def _read_all(
 
 
 def _tracked(files: list[Path], shown: bool) -> Iterable[Path]:
-    if not shown:
+    if not shown or find_spec("rich") is None:
         return files
     from rich.console import Console
     from rich.progress import track

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
@@ -30,7 +30,7 @@ class Pretrained(PyTorchModelHubMixin):
     """`save_pretrained` and `from_pretrained`: weights as safetensors, options as config.json; loading is strict."""
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, strict: bool = True, **options: Any) -> Self:
+    def _from_pretrained(cls, *, model_id: str, strict: bool = True, **options: Any) -> "Pretrained":
         folder = Path(model_id)
         if folder.is_dir() and not (folder / "model.safetensors").is_file():
             raise BadInput(f"{folder} holds no model.safetensors: name a folder made by save_pretrained or `train`")

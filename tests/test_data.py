@@ -1,0 +1,353 @@
+"""Images in memory, the IDX format, the named data sets and the splits."""
+
+import gzip
+import os
+import struct
+from contextlib import contextmanager
+from hashlib import md5
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchcaps.data import (
+    DATASETS,
+    Images,
+    cut,
+    load_idx_pair,
+    load_mnist,
+    load_mnist_5k,
+    load_splits,
+    parse_idx,
+    read_idx,
+    shift,
+    shift_offsets,
+    uncompressed_md5,
+    verify_mnist,
+)
+from torchcaps.data.mnist import FILES
+from torchcaps.errors import BadInput
+
+
+@contextmanager
+def refused(*parts: str):
+    """BadInput, in one line that holds every part."""
+    with pytest.raises(BadInput) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">{array.ndim + 1}I", 0x800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def numbered(labels: list[int], classes: int) -> Images:
+    """One-pixel images whose pixel is their own index."""
+    pixels = torch.arange(len(labels), dtype=torch.uint8).reshape(-1, 1, 1, 1)
+    return Images(pixels, torch.tensor(labels), tuple(f"class {i}" for i in range(classes)))
+
+
+def indices(images: Images) -> list[int]:
+    return images.pixels.flatten().tolist()
+
+
+# Images
+
+
+def test_images_know_their_size_and_their_subset():
+    images = Images(torch.zeros(3, 2, 4, 5, dtype=torch.uint8), torch.tensor([0, 1, 1]), ("a", "b"))
+    assert len(images) == 3
+    assert images.image_shape == (2, 4, 5)
+    assert images.subset([2, 0]).labels.tolist() == [1, 0]
+    assert len(images.subset([])) == 0
+
+
+def test_images_that_do_not_fit_together_are_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it: no checker comes first
+    pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
+    with refused("2 images but 1 labels"):
+        Images(pixels, labels[:1], ("a", "b"))
+    for wrong in ([0, 2], [-1, 0]):
+        with refused("2 class names"):
+            Images(pixels, torch.tensor(wrong), ("a", "b"))
+    with refused("float32", "uint8"):
+        Images(pixels.float(), labels, ("a", "b"))
+    with refused("[2, 4, 4]"):
+        Images(pixels[:, 0], labels, ("a", "b"))
+    with refused("int64"):
+        Images(pixels, labels.int(), ("a", "b"))
+
+
+def test_cut_is_stratified_complete_disjoint_and_sorted():
+    images = numbered([i % 3 for i in range(90)], 3)
+    rest, held_out = cut(images, 0.2, seed=5)
+    assert held_out.labels.bincount().tolist() == [6, 6, 6]
+    assert sorted(indices(rest) + indices(held_out)) == list(range(90))
+    assert indices(rest) == sorted(indices(rest))
+    assert indices(held_out) == sorted(indices(held_out))
+    assert held_out.labels.tolist() == [i % 3 for i in indices(held_out)]
+
+
+def test_cut_is_fixed_by_its_seed():
+    images = numbered([i % 3 for i in range(90)], 3)
+    assert indices(cut(images, 0.2, seed=5)[1]) == indices(cut(images, 0.2, seed=5)[1])
+    assert indices(cut(images, 0.2, seed=5)[1]) != indices(cut(images, 0.2, seed=6)[1])
+    assert indices(cut(numbered([0] * 10, 1), 0.3, seed=0)[1]) == [1, 2, 3]  # for all time, on every machine
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 2**40))
+@settings(max_examples=100, deadline=None, database=None)
+def test_cut_leaves_every_class_of_two_on_both_sides(labels, fraction, seed):
+    rest, held_out = cut(numbered(labels, 4), fraction, seed)
+    assert sorted(indices(rest) + indices(held_out)) == list(range(len(labels)))
+    for label in set(labels):
+        count = labels.count(label)
+        held = held_out.labels.tolist().count(label)
+        assert held == (min(max(round(fraction * count), 1), count - 1) if count > 1 else 0)
+
+
+def test_cut_refuses_fractions_and_seeds_out_of_range():
+    for fraction in (0.0, 1.0, -1.0, float("nan")):
+        with refused("fraction"):
+            cut(numbered([0, 0], 1), fraction, seed=0)
+    with refused("seed is -1"):
+        cut(numbered([0, 0], 1), 0.5, seed=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_shift_equals_a_loop_over_pixels(dtype):
+    pixels = torch.arange(6 * 2 * 3 * 5, dtype=dtype).reshape(6, 2, 3, 5)
+    offsets = torch.tensor([[0, 0], [1, 0], [0, -2], [-2, 4], [3, 0], [0, -99]])
+    expected = torch.zeros_like(pixels)
+    for n, (down, right) in enumerate(offsets.tolist()):
+        for y in range(3):
+            for x in range(5):
+                if 0 <= y - down < 3 and 0 <= x - right < 5:
+                    expected[n, :, y, x] = pixels[n, :, y - down, x - right]
+    assert torch.equal(shift(pixels, offsets), expected)
+
+
+def test_shift_pads_with_zero_even_beside_infinities():
+    shifted = shift(torch.full((1, 1, 2, 2), torch.inf), torch.tensor([[1, 0]]))
+    assert shifted.flatten().tolist() == [0, 0, torch.inf, torch.inf]
+
+
+def test_shift_offsets_keep_their_prefix_and_their_range():
+    long = shift_offsets(seed=1, epoch=2, count=1001, pixels=2)
+    for count in (0, 1, 7, 1000):
+        assert torch.equal(shift_offsets(1, 2, count, 2), long[:count])
+    assert long.dtype == torch.int64
+    assert long.unique().tolist() == [-2, -1, 0, 1, 2]
+    assert not torch.equal(long, shift_offsets(1, 3, 1001, 2))
+    assert not torch.equal(long, shift_offsets(2, 2, 1001, 2))
+    assert not shift_offsets(0, 0, 5, pixels=0).any()
+
+
+# IDX
+
+
+@pytest.mark.parametrize("array", [np.arange(7), np.arange(2 * 3 * 5).reshape(2, 3, 5)])
+def test_idx_round_trip_raw_and_gzipped_whatever_the_name(array, tmp_path):
+    content = idx(array)
+    assert np.array_equal(parse_idx(content, "x"), array)
+    for name, stored in (("raw.gz", content), ("zipped", gzip.compress(content))):
+        (tmp_path / name).write_bytes(stored)
+        found = read_idx(tmp_path / name)
+        assert found.dtype == np.uint8
+        assert found.flags.writeable
+        assert np.array_equal(found, array)
+        assert uncompressed_md5(tmp_path / name) == md5(content).hexdigest()
+
+
+def test_idx_refuses_what_is_not_an_idx_file():
+    good = idx(np.arange(6).reshape(1, 2, 3))
+    for content, part in (
+        (b"", "not an IDX file"),
+        (b"\0\0\x08", "not an IDX file"),
+        (b"\0\0\x0d\x03" + good[4:], "0x00000d03"),
+        (b"<html><body>not found", "0x3c68746d"),
+        (good[:9], "within its header"),
+        (good[:-1], "21 bytes"),
+        (good + b"\0", "more"),
+        (struct.pack(">4I", 0x803, *3 * [2**32 - 1]), "4294967295 x 4294967295"),
+        (struct.pack(">4I", 0x803, 0, 2**32 - 1, 2**32 - 1), "0 x 4294967295"),
+    ):
+        with refused("file-name", part):
+            parse_idx(content, "file-name")
+
+
+def test_read_idx_refuses_damaged_files(tmp_path):
+    path = tmp_path / "labels.gz"
+    zipped = gzip.compress(idx(np.arange(200)))
+    corrupt = bytearray(zipped)
+    corrupt[-8] ^= 1  # in the CRC: all bytes are there, and one lies
+    for stored in (zipped[:-1], zipped[:20], zipped[:2], bytes(corrupt), zipped + b"rubbish"):
+        path.write_bytes(stored)
+        with refused(str(path), "get it again"):
+            read_idx(path)
+        with refused(str(path)):
+            uncompressed_md5(path)
+    with refused("absent.gz"):
+        read_idx(tmp_path / "absent.gz")
+    with refused(str(tmp_path)):
+        read_idx(tmp_path)
+
+
+def test_read_idx_stops_at_what_the_header_promises(tmp_path, monkeypatch):
+    bomb = tmp_path / "bomb.gz"
+    bomb.write_bytes(gzip.compress(idx(np.arange(10)) + bytes(50_000_000), compresslevel=1))
+    read = []
+    genuine = gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or genuine(self, size))
+    with refused("bomb.gz", "holds more"):
+        read_idx(bomb)
+    assert 0 < sum(read) < 3_000_000
+
+
+SMALL = [idx(np.arange(5)), idx(np.arange(12).reshape(3, 2, 2))]
+SEEDS = SMALL + [gzip.compress(content, mtime=0) for content in SMALL]
+
+
+def mutate(content: bytes, kind: int, place: int, value: int) -> bytes:
+    kind = ["set", "flip", "cut", "drop", "extend", "repeat"][kind % 6]
+    place = place % (len(content) + 1)
+    before, after = content[:place], content[place:]
+    if kind == "set":
+        return before + bytes([value]) + after[1:]
+    if kind == "flip":
+        return before + bytes(byte ^ 1 << value % 8 for byte in after[:1]) + after[1:]
+    if kind == "cut":
+        return before
+    if kind == "drop":
+        return before + after[1 + value % 8 :]
+    if kind == "extend":
+        return content + bytes([value]) * place
+    return before + content + after
+
+
+@given(st.binary(min_size=4, max_size=10))
+@settings(max_examples=10_000, deadline=None, database=None)
+def test_damaged_idx_files_give_bad_input_or_an_array(tmp_path_factory, chosen):
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    content = SEEDS[chosen[0] % 4]
+    for i in range(1, len(chosen) - 2, 3):
+        content = mutate(content, *chosen[i : i + 3])
+    path.write_bytes(content)
+    for read in (lambda: read_idx(path), lambda: parse_idx(content, "damaged")):
+        try:
+            found = read()
+        except BadInput as error:
+            found = str(error)
+        if isinstance(found, str):
+            assert "damaged" in found
+            assert "\n" not in found
+        else:
+            assert found.dtype == np.uint8
+            assert found.ndim in (1, 3)
+            assert found.size > 0
+
+
+# MNIST and Fashion-MNIST
+
+
+def test_images_and_labels_of_different_number_are_refused(tmp_path):
+    images, labels = tmp_path / "images", tmp_path / "labels"
+    images.write_bytes(idx(np.arange(12).reshape(3, 2, 2)))
+    labels.write_bytes(idx(np.array([0, 1, 1])))
+    assert load_idx_pair(images, labels, ("a", "b")).image_shape == (1, 2, 2)
+    with refused(str(labels), "1 class names"):
+        load_idx_pair(images, labels, ("a",))
+    with refused(str(images), "check their order"):
+        load_idx_pair(labels, images, ("a", "b"))
+    labels.write_bytes(idx(np.array([0, 1])))
+    with refused("3 images", "2 labels", str(images), str(labels)):
+        load_idx_pair(images, labels, ("a", "b"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_with_a_wrong_checksum_is_refused(name, tmp_path):
+    path = tmp_path / name / "train-images-idx3-ubyte"
+    path.parent.mkdir()
+    content = idx(np.zeros((2, 28, 28)))
+    path.write_bytes(content)
+    with refused(str(path), md5(content).hexdigest(), FILES[name].md5[path.name], "delete it"):
+        DATASETS[name].load(tmp_path)
+    path.write_bytes(gzip.compress(content)[:-9])
+    with refused(str(path), "delete it"):
+        DATASETS[name].load(tmp_path)
+    assert DATASETS[name].verify is not None
+    problems = dict(DATASETS[name].verify(tmp_path))
+    assert str(path) in problems.pop(path.name)
+    assert len(problems) == 3
+    assert all("absent" in problem for problem in problems.values())
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_real_files_load(name):
+    data_dir = Path(os.environ.get("TORCHCAPS_TEST_DATA", "no-such-folder"))
+    if not (data_dir / name).is_dir():
+        pytest.skip(f"TORCHCAPS_TEST_DATA names no folder that holds {name}/")
+    assert [problem for _, problem in verify_mnist(name, data_dir)] == ["ok"] * 4
+    train, test = DATASETS[name].load(data_dir)
+    assert (len(train), len(test)) == (60_000, 10_000)
+    assert train.image_shape == test.image_shape == (1, 28, 28)
+    assert test.labels.bincount().tolist()[:2] == {"mnist": [980, 1135], "fashion-mnist": [1000, 1000]}[name]
+
+
+# mnist-5k and the splits
+
+
+def test_mnist_5k_is_real_balanced_and_split_without_overlap():
+    train, test = load_mnist_5k()
+    assert train.image_shape == (1, 28, 28)
+    assert train.labels.bincount().tolist() == [400] * 10
+    assert test.labels.bincount().tolist() == [100] * 10
+    assert 30 < train.pixels.float().mean() < 36
+    assert len({image.numpy().tobytes() for part in (train, test) for image in part.pixels}) == 5_000
+
+
+def test_mnist_5k_digits_come_from_the_training_digits_of_mnist():
+    data_dir = Path(os.environ.get("TORCHCAPS_TEST_DATA", "no-such-folder"))
+    if not (data_dir / "mnist").is_dir():
+        pytest.skip("TORCHCAPS_TEST_DATA names no folder that holds mnist/")
+    full, _ = load_mnist(data_dir)
+    known = {image.numpy().tobytes() for image in full.pixels[:6_000]}
+    assert all(image.numpy().tobytes() in known for part in load_mnist_5k() for image in part.pixels)
+
+
+def test_load_splits_cuts_validation_from_training_and_leaves_the_test_alone(tmp_path):
+    one, other = (load_splits("mnist-5k", tmp_path, seed=seed) for seed in (0, 1))
+    assert (len(one.train), len(one.validation), len(one.test)) == (3_600, 400, 1_000)
+    assert torch.equal(one.test.pixels, other.test.pixels)
+    assert not torch.equal(one.validation.pixels, other.validation.pixels)
+    assert one.validation.labels.bincount().tolist() == [40] * 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_splits_refuses_what_it_does_not_know(tmp_path):
+    with refused("minst", "did you mean mnist?", "folder of images"):
+        load_splits("minst", tmp_path)
+    with refused("/no/such/place", "mnist-5k"):
+        load_splits("/no/such/place", tmp_path)
+    with refused("image_size", "mnist-5k", "no options"):
+        load_splits("mnist-5k", tmp_path, image_size=32)
+    with refused("colour", "image_size, channels, test_fraction"):
+        load_splits(str(tmp_path), tmp_path, colour=True)
+    for fraction in (0.0, 0.51, -0.1, float("nan")):
+        with refused("validation_fraction"):
+            load_splits("mnist-5k", tmp_path, validation_fraction=fraction)
+    with refused("seed"):
+        load_splits("mnist-5k", tmp_path, seed=-1)
+
+
+def test_a_name_of_the_table_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mnist-5k").mkdir()
+    assert len(load_splits("mnist-5k", tmp_path).test) == 1_000

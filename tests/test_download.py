@@ -1,0 +1,205 @@
+"""Downloads from a real server on this machine: one that serves, cuts, ignores Range, lies or has nothing."""
+
+import gzip
+import re
+import struct
+import threading
+from hashlib import md5
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from torchcaps.data import download, fetch_mnist, load_mnist, verify_mnist
+from torchcaps.data.mnist import FILES, IdxFiles
+from torchcaps.errors import BadInput
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+RIGHT = md5(CONTENT).hexdigest()
+ZIPPED = gzip.compress(CONTENT)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """`/<manner>/<file>` serves `server.files[file]` in that manner."""
+
+    def do_GET(self):
+        _, manner, file = self.path.split("/")
+        asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        self.server.asked.append((manner, int(asked[1]) if asked else 0))
+        body = self.server.files.get(file)
+        if manner == "absent" or body is None:
+            self.send_error(404)
+            return
+        if manner == "lying":
+            body = b"another file " + body
+        begin = int(asked[1]) if asked and manner not in ("deaf", "deaf-cutting") else 0
+        if begin >= len(body):
+            self.send_error(416)
+            return
+        self.send_response(206 if begin else 200)
+        if begin:
+            wrong = 1 if manner == "astray" else 0
+            self.send_header("Content-Range", f"bytes {begin + wrong}-{len(body) - 1}/{len(body)}")
+        rest = body[begin:]
+        self.send_header("Content-Length", str(len(rest)))
+        self.end_headers()
+        if "cutting" in manner and len(self.server.asked) <= self.server.cuts:
+            rest = rest[: len(rest) // 2]
+        self.wfile.write(rest)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        running.files = {"raw": CONTENT, "zipped.gz": ZIPPED}
+        running.asked = []
+        running.cuts = 1
+        running.url = f"http://127.0.0.1:{running.server_address[1]}"
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def get(server, tmp_path):
+    """Download `file` in each manner in turn as mirrors; the path."""
+
+    def run(*manners: str, file: str = "raw", right: str = RIGHT):
+        path = tmp_path / "data" / file
+        download([f"{server.url}/{manner}/{file}" for manner in manners], path, right, progress=False)
+        return path
+
+    return run
+
+
+def left(tmp_path) -> list[str]:
+    return sorted(file.name for file in tmp_path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(("file", "stored"), [("raw", CONTENT), ("zipped.gz", ZIPPED)])
+def test_a_file_arrives_whole(get, tmp_path, file, stored):
+    assert get("good", file=file).read_bytes() == stored
+    assert left(tmp_path) == [file]
+
+
+def test_a_progress_bar_goes_to_standard_error(server, tmp_path, capsys):
+    download([f"{server.url}/good/raw"], tmp_path / "raw", RIGHT)
+    captured = capsys.readouterr()
+    assert "raw" in captured.err
+    assert captured.out == ""
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(get, server):
+    assert get("cutting").read_bytes() == CONTENT
+    assert server.asked == [("cutting", 0), ("cutting", 150_000)]
+
+
+def test_a_part_from_an_earlier_call_is_resumed(get, server, tmp_path):
+    server.cuts = 99
+    with pytest.raises(BadInput, match=r"cut off after 262,500 of 300,000 bytes"):
+        get("cutting")
+    assert left(tmp_path) == ["raw.part"]
+    server.asked.clear()
+    assert get("good").read_bytes() == CONTENT
+    assert server.asked == [("good", 262_500)]
+    assert left(tmp_path) == ["raw"]
+
+
+def test_a_server_that_ignores_range_is_read_from_the_start(get, server):
+    assert get("deaf-cutting").read_bytes() == CONTENT
+    assert server.asked == [("deaf-cutting", 0), ("deaf-cutting", 150_000)]
+
+
+def test_a_whole_part_needs_no_more_bytes(get, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "raw.part").write_bytes(CONTENT)
+    assert get("good").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("size", [10_000, 300_000, 400_000])
+def test_a_foreign_part_is_thrown_away_and_the_mirror_asked_afresh(get, tmp_path, size):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "raw.part").write_bytes(b"x" * size)
+    assert get("good").read_bytes() == CONTENT
+    assert left(tmp_path) == ["raw"]
+
+
+def test_the_next_mirror_is_tried(get, server, tmp_path):
+    assert get("absent", "lying", "good").read_bytes() == CONTENT
+    assert [manner for manner, _ in server.asked] == ["absent", "lying", "good"]
+    assert left(tmp_path) == ["raw"]
+
+
+def test_a_mirror_that_answers_another_range_is_not_believed(get, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "raw.part").write_bytes(CONTENT[:1000])
+    assert get("astray", "good").read_bytes() == CONTENT
+
+
+def test_when_all_mirrors_fail_nothing_is_left_and_the_message_says_why(get, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        get("absent", "lying")
+    message = str(caught.value)
+    assert "\n" not in message
+    wrong = md5(b"another file " + CONTENT).hexdigest()
+    for part in (
+        "raw",
+        "/absent/raw: HTTP 404",
+        "/lying/raw: wrong checksum",
+        wrong,
+        RIGHT,
+        str(tmp_path / "data/raw"),
+    ):
+        assert part in message
+    assert left(tmp_path) == []
+
+
+def test_a_damaged_gzip_is_refused(get, server, tmp_path):
+    server.files["zipped.gz"] = ZIPPED[:-20]
+    with pytest.raises(BadInput, match="damaged gzip"):
+        get("good", file="zipped.gz")
+    assert left(tmp_path) == []
+
+
+def test_a_file_that_was_there_stays_when_the_download_fails(get, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "raw").write_bytes(b"old")
+    with pytest.raises(BadInput):
+        get("lying")
+    assert (tmp_path / "data" / "raw").read_bytes() == b"old"
+
+
+def test_no_server_no_folder_and_no_web_address_are_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"refused.*connect to the network"):
+        download(["http://127.0.0.1:9/raw"], tmp_path / "raw", RIGHT, progress=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(BadInput, match="cannot be written"):
+        download(["http://127.0.0.1:9/raw"], tmp_path / "file" / "raw", RIGHT, progress=False)
+    for url in ("file:///etc/passwd", "ftp://example.org/raw", "raw"):
+        with pytest.raises(BadInput, match="https://"):
+            download([url], tmp_path / "raw", RIGHT, progress=False)
+
+
+def test_mnist_is_fetched_where_absent_and_then_found(server, tmp_path, monkeypatch):
+    files = {
+        "train-images-idx3-ubyte": struct.pack(">4I", 0x803, 3, 28, 28) + bytes(3 * 784),
+        "train-labels-idx1-ubyte": struct.pack(">2I", 0x801, 3) + bytes([5, 0, 9]),
+        "t10k-images-idx3-ubyte": struct.pack(">4I", 0x803, 1, 28, 28) + bytes(784),
+        "t10k-labels-idx1-ubyte": struct.pack(">2I", 0x801, 1) + bytes([7]),
+    }
+    server.files = {f"{name}.gz": gzip.compress(content) for name, content in files.items()}
+    sums = {name: md5(content).hexdigest() for name, content in files.items()}
+    mirrors = (f"{server.url}/absent/", f"{server.url}/good/")
+    monkeypatch.setitem(FILES, "mnist", IdxFiles(mirrors, sums, tuple("0123456789")))
+    fetch_mnist("mnist", tmp_path, progress=False)
+    assert len(server.asked) == 8
+    assert verify_mnist("mnist", tmp_path) == [(name, "ok") for name in files]
+    train, test = load_mnist(tmp_path)
+    assert train.labels.tolist() == [5, 0, 9]
+    assert test.image_shape == (1, 28, 28)
+    assert len(server.asked) == 8

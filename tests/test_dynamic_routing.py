@@ -1,0 +1,182 @@
+from functools import partial
+from itertools import product
+
+import laws
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import cases, dynamic_routing_in_loops, random_case
+
+from torchcaps import ROUTINGS, DynamicRouting, RoutingMap, dynamic_routing
+
+MAPS = {
+    "dense": RoutingMap.dense(4),
+    "shared": RoutingMap.shared(4),
+    "conv": RoutingMap.conv((3, 4), kernel_size=2),
+    "conv-stride-padding": RoutingMap.conv((4, 3), kernel_size=3, stride=2, padding=1),
+}
+SU = {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
+OPTIONS = {
+    "sabour": {},
+    "latest": {"logits": "latest"},
+    "su": SU,
+    "one-pass": {"iterations": 1},
+    "five-passes": {"iterations": 5},
+    "leaky": {"leaky": True},
+    "no-squash": {"squash_form": "none", "inner_squash_form": "sabour"},
+}
+LAWS = [
+    laws.invariant_to_order_of_children,
+    laws.equivariant_to_order_of_parent_types,
+    laws.samples_do_not_see_each_other,
+    laws.zero_poses_are_finite,
+    laws.a_silent_child_counts_for_nothing,
+    laws.same_input_same_bits,
+]
+
+
+def rule(options):
+    return partial(dynamic_routing, return_couplings=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("options", "routing_map"), product(OPTIONS, MAPS))
+def test_laws(options, routing_map, dtype):
+    case = random_case(MAPS[routing_map], seed=0, dtype=dtype)
+    for law in LAWS:
+        law(rule(OPTIONS[options]), case)
+    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.sampled_from(sorted(OPTIONS)))
+def test_laws_on_random_problems(case, options):
+    for law in LAWS:
+        law(rule(OPTIONS[options]), case)
+    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
+
+
+@pytest.mark.parametrize(("options", "routing_map"), product(OPTIONS, MAPS))
+def test_gradcheck(options, routing_map):
+    laws.gradients_are_right(
+        rule(OPTIONS[options]), random_case(MAPS[routing_map], seed=1, dtype=torch.float64, sizes=(1, 2, 2))
+    )
+
+
+@pytest.mark.parametrize(("options", "routing_map"), product(OPTIONS, MAPS))
+def test_equals_the_papers_pseudo_code_in_loops(options, routing_map):
+    case = random_case(MAPS[routing_map], seed=2, dtype=torch.float64)
+    given = {"iterations": 3, "logits": "cumulative", "squash_form": "sabour", "inner_squash_form": None}
+    parents, couplings = dynamic_routing_in_loops(case, **{**given, "leaky": False, **OPTIONS[options]})
+    capsules, found = rule(OPTIONS[options])(*case)
+    torch.testing.assert_close(capsules.pose, parents, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, couplings, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-15, 1e-6, 1e3, 1e6])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tiny_and_huge_poses_stay_finite(options, scale, dtype):
+    case = random_case(MAPS["conv"], seed=3, dtype=dtype)
+    pose = (case.pose * scale).requires_grad_()
+    transform = case.transform.clone().requires_grad_()
+    capsules, couplings = rule(OPTIONS[options])(pose, transform, case.routing_map)
+    capsules.pose.sum().backward()
+    for value in (capsules.pose, capsules.activation, couplings, pose.grad, transform.grad):
+        assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_identical_votes_give_a_parent_in_their_direction(options):
+    pose = torch.randn(2, 1, 1, 1, 3, dtype=torch.float64).expand(2, 5, 1, 1, 3)
+    transform = torch.randn(1, 1, 4, 3, 6, dtype=torch.float64)
+    vote = torch.einsum("bq,jqn->bjn", pose[:, 0, 0, 0], transform[0, 0])
+    parents = rule(OPTIONS[options])(pose, transform, RoutingMap.shared(5))[0].pose[:, 0, :, 0]
+    torch.testing.assert_close(
+        parents / parents.norm(dim=-1, keepdim=True), vote / vote.norm(dim=-1, keepdim=True), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_one_child_and_one_parent_without_squash_give_the_vote():
+    case = random_case(RoutingMap.dense(1), seed=4, dtype=torch.float64, sizes=(2, 1, 1))
+    parents = dynamic_routing(*case, squash_form="none").pose
+    torch.testing.assert_close(parents[:, 0, 0], case.pose[:, 0, 0] @ case.transform[0, 0, 0])
+
+
+def test_couplings_are_uniform_after_one_pass_and_not_after_two():
+    case = random_case(MAPS["dense"], seed=5, dtype=torch.float64)
+    once = rule({"iterations": 1})(*case)[1]
+    torch.testing.assert_close(once, torch.full_like(once, 1 / 4))
+    assert (rule({"iterations": 2})(*case)[1] - once).abs().max() > 1e-3
+
+
+def test_a_corner_child_of_a_conv_map_shares_itself_over_fewer_parents_than_a_centre_child():
+    case = random_case(RoutingMap.conv((4, 4), kernel_size=3), seed=6, dtype=torch.float64)
+    couplings = rule({"iterations": 1})(*case)[1]
+    child = case.routing_map.edges[:, 0]
+    torch.testing.assert_close(couplings[:, :, child == 0], torch.full((2, 4, 1, 3), 1 / 4, dtype=torch.float64))
+    torch.testing.assert_close(couplings[:, :, child == 5], torch.full((2, 4, 4, 3), 1 / 16, dtype=torch.float64))
+
+
+def test_cumulative_logits_sharpen_while_latest_logits_settle():
+    case = random_case(RoutingMap.dense(30), seed=7, dtype=torch.float64)
+    sharp = rule({"iterations": 60})(*case)[1].max(dim=1).values.mean()
+    settled = [rule({"iterations": t, "logits": "latest"})(*case)[0].pose for t in (60, 61)]
+    assert sharp > 0.98
+    assert (settled[0] - settled[1]).abs().max() < 1e-3
+
+
+def test_gradient_through_the_last_pass_only_treats_couplings_as_constants():
+    case = random_case(MAPS["dense"], seed=8, dtype=torch.float64)
+    transform = case.transform.clone().requires_grad_()
+    capsules, couplings = dynamic_routing(
+        case.pose, transform, case.routing_map, gradient_passes="last", return_couplings=True
+    )
+    assert not couplings.requires_grad
+    (found,) = torch.autograd.grad(capsules.pose.sum(), transform)
+    votes = case.routing_map.votes(case.pose, transform)
+    s = case.routing_map.sum_over_children(couplings, votes)
+    v = s * s.norm(dim=-1, keepdim=True) / (1 + s.square().sum(-1, keepdim=True))
+    (expected,) = torch.autograd.grad(v.sum(), transform)
+    torch.testing.assert_close(found, expected)
+    through_all = dynamic_routing(case.pose, transform, case.routing_map).pose
+    torch.testing.assert_close(through_all, capsules.pose)
+    assert (torch.autograd.grad(through_all.sum(), transform)[0] - expected).abs().max() > 1e-4
+
+
+def test_autocast_leaves_routing_in_float32():
+    case = random_case(MAPS["dense"], seed=9, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = dynamic_routing(*case).pose
+    assert torch.equal(inside, dynamic_routing(*case).pose)
+
+
+def test_matrix_poses_route_too():
+    pose, transform = torch.randn(2, 9, 3, 4, 4), torch.randn(4, 3, 5, 4, 4)
+    capsules = dynamic_routing(pose, transform, RoutingMap.conv((3, 3), 2))
+    assert capsules.pose.shape == (2, 4, 5, 4, 4)
+    assert (capsules.activation < 1).all()
+
+
+def test_module_is_the_function():
+    case = random_case(MAPS["conv"], seed=10, dtype=torch.float64)
+    assert torch.equal(
+        ROUTINGS["dynamic"](iterations=2, **SU)(*case).pose, dynamic_routing(*case, iterations=2, **SU).pose
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{"iterations": 0}, {"logits": "none"}, {"squash_form": "x"}, {"gradient_passes": "first"}]
+)
+def test_unknown_options_raise(options):
+    with pytest.raises(ValueError, match="iterations|logits|squash|gradient_passes"):
+        DynamicRouting(**options)
+
+
+def test_shapes_that_disagree_with_the_map_raise():
+    pose, transform, routing_map = random_case(MAPS["dense"], seed=0, dtype=torch.float32)
+    with pytest.raises(ValueError, match="4 child sites"):
+        dynamic_routing(pose[:, :3], transform, routing_map)
+    with pytest.raises(ValueError, match="C=2"):
+        dynamic_routing(pose[:, :, :2], transform, routing_map)

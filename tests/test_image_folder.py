@@ -1,0 +1,243 @@
+"""Folders of real image files, made by Pillow."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchcaps.data import load_image_folder, load_splits, read_image
+from torchcaps.errors import BadInput
+
+
+def save(path, mode="L", size=(8, 6), colour=None, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colour = colour if colour is not None else 100
+    Image.new(mode, size, colour).save(path, **options)
+    return path
+
+
+def tree(root, classes=("cat", "dog"), count=5, **options):
+    for name in classes:
+        for i in range(count):
+            save(root / name / f"{i}.png", colour=10 * i, **options)
+    return root
+
+
+def refused(call, *parts):
+    with pytest.raises(BadInput) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+def test_one_tree_is_split_by_class_and_seed(tmp_path):
+    tree(tmp_path, count=10)
+    train, test = load_image_folder(tmp_path)
+    assert train.class_names == test.class_names == ("cat", "dog")
+    assert train.labels.bincount().tolist() == [8, 8]
+    assert test.labels.bincount().tolist() == [2, 2]
+    assert train.image_shape == (1, 6, 8)
+    for label in (0, 1):
+        both = torch.cat([part.pixels[part.labels == label, 0, 0, 0] for part in (train, test)])
+        assert sorted(both.tolist()) == list(range(0, 100, 10))
+    assert torch.equal(load_image_folder(tmp_path)[1].pixels, test.pixels)
+    tests = {tuple(load_image_folder(tmp_path, seed=seed)[1].pixels[:, 0, 0, 0].tolist()) for seed in range(4)}
+    assert len(tests) > 1
+    assert len(load_image_folder(tmp_path, test_fraction=0.5)[1]) == 10
+
+
+def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
+    tree(tmp_path / "train", count=3)
+    tree(tmp_path / "test", count=1)
+    (tmp_path / "validation" / "cat").mkdir(parents=True)
+    train, test = load_image_folder(tmp_path)
+    assert train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert train.pixels[:, 0, 0, 0].tolist() == [0, 10, 20] * 2
+    assert test.labels.tolist() == [0, 1]
+
+
+def test_train_may_be_the_name_of_a_class(tmp_path):
+    tree(tmp_path, classes=("bus", "train"))
+    assert load_image_folder(tmp_path)[0].class_names == ("bus", "train")
+
+
+def test_every_format_is_read_and_other_files_are_passed_over(tmp_path):
+    for name in ("a.PNG", "b.jpg", "c.JpEg", "d.bmp", "e.webp"):
+        save(tmp_path / "one" / name, mode="RGB", colour=(100, 100, 100))
+    for name in ("notes.txt", ".hidden.png", "picture.gif"):
+        (tmp_path / "one" / name).write_text("not an image")
+    (tmp_path / "one" / "folder.png").mkdir()
+    (tmp_path / ".git").mkdir()
+    tree(tmp_path, classes=("two",), count=2)
+    train, test = load_image_folder(tmp_path)
+    assert (train.labels == 0).sum() + (test.labels == 0).sum() == 5
+    of_one = torch.cat([train.pixels[train.labels == 0], test.pixels[test.labels == 0]]).int()
+    assert of_one.shape[1:] == (3, 6, 8)
+    assert ((of_one - 100).abs() <= 2).all()
+
+
+def test_channels_are_one_where_all_is_grey_and_three_where_anything_is_not(tmp_path):
+    tree(tmp_path)
+    assert load_image_folder(tmp_path)[0].image_shape == (1, 6, 8)
+    assert load_image_folder(tmp_path, channels=3)[0].image_shape == (3, 6, 8)
+    save(tmp_path / "dog" / "red.png", mode="RGB", colour=(255, 0, 0))
+    train, _ = load_image_folder(tmp_path)
+    assert train.image_shape == (3, 6, 8)
+    assert torch.equal(train.pixels[0, 0], train.pixels[0, 2])
+    assert load_image_folder(tmp_path, channels=1)[0].image_shape == (1, 6, 8)
+
+
+def test_image_size_resizes_exactly(tmp_path):
+    tree(tmp_path)
+    save(tmp_path / "dog" / "large.jpg", size=(50, 40))
+    assert load_image_folder(tmp_path, image_size=7)[0].image_shape == (1, 7, 7)
+    assert load_image_folder(tmp_path, image_size=(5, 9))[0].image_shape == (1, 5, 9)
+    assert load_image_folder(tmp_path, image_size=[5, 9])[0].image_shape == (1, 5, 9)
+
+
+def test_shrinking_is_antialiased(tmp_path):
+    stripes = np.zeros((32, 32), dtype=np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(tmp_path / "stripes.png")
+    pixels = read_image(tmp_path / "stripes.png", image_size=8)
+    assert ((pixels.int() - 127).abs() < 20).all()
+
+
+def test_pixels_arrive_exactly(tmp_path):
+    grey = np.random.default_rng(0).integers(0, 256, (6, 8), dtype=np.uint8)
+    colour = np.random.default_rng(1).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(colour).save(tmp_path / "colour.bmp")
+    assert np.array_equal(read_image(tmp_path / "grey.png")[0], grey)
+    assert np.array_equal(read_image(tmp_path / "grey.png", channels=3)[1], grey)
+    assert np.array_equal(read_image(tmp_path / "colour.bmp").permute(1, 2, 0), colour)
+    assert read_image(tmp_path / "colour.bmp").is_contiguous()
+
+
+def test_orientation_of_the_camera_is_honoured(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn a quarter clockwise to see it upright
+    pixels = np.zeros((8, 16), dtype=np.uint8)
+    pixels[:, :8] = 255
+    Image.fromarray(pixels).save(tmp_path / "turned.jpg", exif=exif, quality=100)
+    upright = read_image(tmp_path / "turned.jpg")
+    assert upright.shape == (1, 16, 8)
+    assert (upright[0, :8] > 250).all()
+    assert (upright[0, 8:] < 5).all()
+
+
+def test_sixteen_bits_are_scaled(tmp_path):
+    Image.fromarray(np.array([[0, 257, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert read_image(tmp_path / "deep.png").flatten().tolist() == [0, 1, 128, 255]
+    assert read_image(tmp_path / "deep.png", channels=3).shape == (3, 1, 4)
+
+
+def test_transparent_pixels_are_black(tmp_path):
+    save(tmp_path / "clear.png", mode="RGBA", colour=(200, 100, 50, 0))
+    save(tmp_path / "half.png", mode="LA", colour=(200, 128))
+    save(tmp_path / "solid.png", mode="RGBA", colour=(200, 100, 50, 255))
+    assert read_image(tmp_path / "clear.png").max() == 0
+    assert read_image(tmp_path / "half.png").unique().tolist() == [100]
+    assert read_image(tmp_path / "half.png").shape[0] == 1
+    assert read_image(tmp_path / "solid.png")[:, 0, 0].tolist() == [200, 100, 50]
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("1", 1), ("P", 3), ("CMYK", 3)])
+def test_other_kinds_of_pixels_are_read(mode, channels, tmp_path):
+    path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
+    Image.new("RGB", (4, 4), "white").convert(mode).save(path)
+    pixels = read_image(path)
+    assert pixels.shape == (channels, 4, 4)
+    assert pixels.min() > 250
+
+
+def test_sizes_that_differ_are_refused_by_name(tmp_path):
+    tree(tmp_path)
+    odd = save(tmp_path / "dog" / "odd.png", size=(9, 6))
+    refused(
+        lambda: load_image_folder(tmp_path),
+        tmp_path / "cat" / "0.png", "8 x 6", odd, "9 x 6", "--set data.image_size=N",
+    )  # fmt: skip
+
+
+def test_layouts_that_cannot_be_used_are_refused(tmp_path):
+    refused(lambda: load_image_folder(tmp_path / "nowhere"), tmp_path / "nowhere", "no such folder")
+    refused(lambda: load_image_folder(tmp_path), tmp_path, "no class folders")
+    tree(tmp_path, classes=("cat",))
+    refused(lambda: load_image_folder(tmp_path), tmp_path, "only one class folder, cat")
+    (tmp_path / "dog").mkdir()
+    refused(lambda: load_image_folder(tmp_path), tmp_path / "dog", "add images or remove")
+    only = save(tmp_path / "dog" / "only.png")
+    refused(lambda: load_image_folder(tmp_path), only, "the only image of class dog")
+
+
+def test_train_and_test_that_do_not_match_are_refused(tmp_path):
+    tree(tmp_path / "train", classes=("cat", "dog", "eel"), count=1)
+    refused(lambda: load_image_folder(tmp_path), tmp_path, "test/ does not", "add a folder per class to test/")
+    tree(tmp_path / "test", count=1)
+    refused(lambda: load_image_folder(tmp_path), tmp_path / "train" / "eel", tmp_path / "test" / "eel")
+    tree(tmp_path / "test", classes=("eel", "fox"), count=1)
+    refused(lambda: load_image_folder(tmp_path), tmp_path / "test" / "fox", f"not in {tmp_path / 'train'}")
+
+
+def test_damaged_images_are_refused_by_name(tmp_path):
+    tree(tmp_path)
+    bad = tmp_path / "dog" / "bad.jpg"
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "good.jpg")
+    whole = (tmp_path / "good.jpg").read_bytes()
+    for content in (b"", b"no image", whole[: len(whole) // 2], whole[:30]):
+        bad.write_bytes(content)
+        refused(lambda: load_image_folder(tmp_path, image_size=8), bad, "replace or remove it")
+    png = (tmp_path / "dog" / "0.png").read_bytes()
+    bad.write_bytes(png[: len(png) // 2])
+    refused(lambda: read_image(bad), bad)
+    save(tmp_path / "moving.gif")
+    bad.write_bytes((tmp_path / "moving.gif").read_bytes())
+    refused(lambda: read_image(bad), bad)
+    refused(lambda: read_image(tmp_path / "absent.png"), "absent.png")
+
+
+@pytest.mark.parametrize("limit", [30, 20])
+def test_images_of_absurd_size_are_refused(limit, tmp_path, monkeypatch):
+    bomb = save(tmp_path / "bomb.png")  # 48 pixels: Pillow warns beyond its limit, and raises beyond twice its limit
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    refused(lambda: read_image(bomb), bomb, "too many pixels")
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path):
+    path = save(tree(tmp_path) / "image.png")
+    for channels in (0, 2, 4):
+        refused(lambda channels=channels: read_image(path, channels=channels), "channels", "1 (grey) or 3")
+    for size in (0, -1, (3,), (3, 0), (1, 2, 3)):
+        refused(lambda size=size: read_image(path, image_size=size), "image_size", "height and width")
+    for fraction in (0.0, 1.0, 1.5):
+        refused(lambda fraction=fraction: load_image_folder(tmp_path, test_fraction=fraction), "fraction")
+
+
+def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
+    first = save(tmp_path / "cat" / "0.png", size=(2, 2)).read_bytes()
+    (tmp_path / "dog").mkdir()
+    for i in range(1_001):
+        for name in ("cat", "dog"):
+            (tmp_path / name / f"{i}.png").write_bytes(first)
+    assert len(load_image_folder(tmp_path)[1]) == 400
+    captured = capsys.readouterr()
+    assert "reading images" in captured.err
+    assert captured.out == ""
+    load_image_folder(tmp_path, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_load_splits_takes_a_folder_and_its_options(tmp_path):
+    tree(tmp_path, count=20)
+    options = {"image_size": 5, "channels": 3, "test_fraction": 0.5}
+    one, other = (
+        load_splits(str(tmp_path), tmp_path, validation_fraction=0.2, seed=seed, **options) for seed in (0, 1)
+    )
+    assert [len(part) for part in (one.train, one.validation, one.test)] == [16, 4, 20]
+    assert one.test.image_shape == (3, 5, 5)
+    assert torch.equal(one.test.pixels, other.test.pixels)
+    assert not torch.equal(one.validation.pixels, other.validation.pixels)
