@@ -73,8 +73,8 @@ def pooled_cnn_mnist() -> Recipe:
         data="mnist",
         loss_options={"negative_weight": 0.25},
         decay_rate=0.96,
-        decay_steps=50,
-        epochs=10,
+        decay_steps=40,
+        epochs=8,
     )
 
 

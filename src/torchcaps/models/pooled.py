@@ -4,6 +4,7 @@ Both give ten independent scores, take images of any size, and differ only in ho
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -19,6 +20,13 @@ def _trunk(channels: int) -> nn.Sequential:
         *(nn.Conv2d(channels, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 3), nn.ReLU(), nn.AvgPool2d(2)),
         *(nn.Conv2d(64, 128, 3), nn.ReLU(), nn.Conv2d(128, 128, 3), nn.ReLU()),
     )
+
+
+def _glorot(module: nn.Module) -> None:
+    """The author's initial weights: Glorot-uniform, zero biases. With smaller ones the capsules learn far slower."""
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(cast(nn.Parameter, module.bias))
 
 
 class PooledCNN(nn.Module, Pretrained):
@@ -43,6 +51,7 @@ class PooledCNN(nn.Module, Pretrained):
         channels, _, _ = check_image_shape("PooledCNN", image_shape, smallest=14)
         self.trunk = _trunk(channels)
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, classes), nn.Sigmoid())
+        self.apply(_glorot)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
@@ -81,6 +90,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         super().__init__()
         channels, _, _ = check_image_shape("PooledCapsNet", image_shape, smallest=14)
         self.trunk = _trunk(channels)
+        self.apply(_glorot)
         routing = DynamicRouting(iterations, logits="latest", squash_form="su", inner_squash_form="unit")
         self.class_capsules = SharedCaps(128, classes, class_pose_size, routing=routing)
 
