@@ -39,7 +39,8 @@ def couplings_sum_to_one(rule: Rule, case: Case, leaky: bool = False) -> None:
     reached[case.routing_map.edges[:, 0]] = True
     if leaky:
         assert (total[:, reached] > 0).all()
-        assert (total[:, reached] < 1).all()
+        assert (total[:, reached] <= 1 + tolerance(case)["atol"]).all()
+        assert (total[:, reached] < 0.999).any()
     else:
         torch.testing.assert_close(total[:, reached], torch.ones_like(total[:, reached]), **tolerance(case))
 

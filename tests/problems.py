@@ -4,9 +4,9 @@ import math
 
 import torch
 from hypothesis import strategies as st
-from laws import Case
 from torch import Tensor
 
+from laws import Case
 from torchcaps import RoutingMap
 
 

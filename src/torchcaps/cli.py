@@ -38,7 +38,7 @@ def recipes() -> None:
     for name, recipe in RECIPES.items():
         summary = (recipe.__doc__ or "").strip().splitlines()[0]
         table.add_row(name, recipe().model, recipe().data, str(recipe().epochs), summary)
-    Console().print(table)
+    _print(table)
 
 
 @app.command()
@@ -88,7 +88,7 @@ def train(
         table = Table("result", chosen.name, title=str(folder))
         for key, value in metrics.items():
             table.add_row(key, f"{value:,}" if isinstance(value, int | float) else str(value))
-        Console().print(table)
+        _print(table)
         if (folder / "reconstructions.png").exists():
             print(f"images beside their reconstructions: {folder / 'reconstructions.png'}")
 
@@ -126,7 +126,7 @@ def evaluate(
     accuracy = accuracy_of(model, splits.test, precision=precision)
     table = Table("run", "data", "test images", "accuracy %", "error %")
     table.add_row(str(run), name, f"{len(splits.test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")
-    Console().print(table)
+    _print(table)
 
 
 @app.command()
@@ -149,7 +149,7 @@ def predict(
     for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):
         first, second = (said["class_names"][index] for index in classes)
         table.add_row(str(path), first, f"{values[0]:.3f}", second, f"{values[1]:.3f}")
-    Console().print(table)
+    _print(table)
 
 
 @data_app.command("list")
@@ -160,7 +160,7 @@ def data_list() -> None:
     table = Table("name", "what", "splits", "source")
     for name, dataset in DATASETS.items():
         table.add_row(name, dataset.description, dataset.splits, dataset.source)
-    Console().print(table)
+    _print(table)
 
 
 @data_app.command("fetch")
@@ -202,7 +202,13 @@ def info() -> None:
         table.add_row(key, str(value))
     table.add_row("precision auto", resolve_precision("auto"))
     table.add_row("routing backends", "reference")
-    Console().print(table)
+    _print(table)
+
+
+def _print(table: Table) -> None:
+    table.columns[0].no_wrap = True
+    console = Console()
+    Console(width=console.width if console.is_terminal else 140).print(table)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -255,7 +261,7 @@ def _first_process() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def _keep_heap_warm() -> None:
+def keep_heap_warm() -> None:
     """On Linux, keep freed memory in the process: handing every large tensor back to the kernel costs training time."""
     if not sys.platform.startswith("linux"):
         return
@@ -271,7 +277,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"lightning|torch|tensorboard|requests")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    _keep_heap_warm()
+    keep_heap_warm()
     try:
         app()
     except (BadInput, OSError) as error:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -273,13 +273,13 @@ class Classifier(lightning.LightningModule):
             handle.remove()
         return f"output of module {found[0]}" if found else "the loss itself"
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
-        loss, _ = self._loss(*batch, train=True)
+    def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
+        loss, _ = self._loss(batch[0], batch[1], train=True)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]), sync_dist=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
-        loss, scores = self._loss(*batch, train=False)
+    def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
+        loss, scores = self._loss(batch[0], batch[1], train=False)
         self.accuracy.update(scores, batch[1])
         self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
 
@@ -287,7 +287,7 @@ class Classifier(lightning.LightningModule):
         self.log("validation_accuracy_percent", 100 * self.accuracy.compute(), prog_bar=True)
         self.accuracy.reset()
 
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
+    def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         self.accuracy.update(self.model(batch[0]).scores, batch[1])
 
     def on_test_epoch_end(self) -> None:
@@ -311,6 +311,10 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
 class EpochLog(Callback):
     """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
 
@@ -320,10 +324,8 @@ class EpochLog(Callback):
         self.rows: list[dict[str, Any]] = []
         self.start = self.train_seconds = 0.0
 
-    def on_fit_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if self.path.exists():
-            with self.path.open(newline="") as stream:
-                self.rows = [row for row in csv.DictReader(stream) if int(row["epoch"]) <= trainer.current_epoch]
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.rows = [row for row in _rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.start = time.perf_counter()
@@ -420,7 +422,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     module.load_state_dict(_checked(folder / "best.ckpt", module, load=True)["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
-    rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+    rows = _rows(folder / "metrics.csv")
     metrics = {
         "test_error_percent": round(100 - test, 4),
         "test_accuracy_percent": round(test, 4),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import PyTorchModelHubMixin
 from jaxtyping import Float
+from safetensors import SafetensorError
 from torch import Tensor
 
 from torchcaps.capsules import Capsules
@@ -39,6 +40,8 @@ class Pretrained(PyTorchModelHubMixin):
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise BadInput(f"the weights in {model_id} are not those of this {cls.__name__}: {reason}") from error
+        except SafetensorError as error:
+            raise BadInput(f"{folder / 'model.safetensors'} is damaged ({error}): save it again") from error
 
     @classmethod
     def _load_as_pickle(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:

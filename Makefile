@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-slow check bench clean
+
+demo: .venv/demo
+	rm -rf runs/demo
+	$(BIN)/torchcaps train capsnet-mnist-5k --out runs/demo
+
+test: .venv/dev
+	$(BIN)/python -m pytest
+
+test-slow: .venv/dev
+	$(BIN)/python -m pytest -m slow
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/dev
+	$(BIN)/python benchmarks/training.py
+
+.venv/demo .venv/dev: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "torchcaps needs Python 3.11 or newer: make $(@F) PYTHON=python3.11"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@F)]'
+	touch $@
+
+clean:
+	rm -rf .venv runs

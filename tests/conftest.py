@@ -1,0 +1,55 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from PIL import Image
+
+torch.set_num_threads(1)
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
+
+COMMAND = [sys.executable, "-m", "torchcaps.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
+
+
+@pytest.fixture
+def untyped():
+    """Calls without the run-time check of shapes and types: as a user meets the library's own error messages."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(scope="session")
+def command():
+    """Run `torchcaps` in a process of its own."""
+
+    def run(*arguments: object) -> subprocess.CompletedProcess:
+        words = [*COMMAND, *(str(argument) for argument in arguments)]
+        return subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+
+    return run
+
+
+def make_images(root: Path, per_class: int = 40, size: tuple[int, int] = (20, 24)) -> Path:
+    """Colour images of two classes: bright on the left, bright on the right."""
+    random = np.random.default_rng(0)
+    for name, columns in (("left", slice(0, 12)), ("right", slice(12, 24))):
+        (root / name).mkdir(parents=True)
+        for index in range(per_class):
+            pixels = random.integers(0, 60, (*size, 3), dtype=np.uint8)
+            pixels[:, columns] += random.integers(100, 190, 3, dtype=np.uint8)
+            Image.fromarray(pixels).save(root / name / f"{index:03}.png")
+    return root
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory) -> Path:
+    return make_images(tmp_path_factory.mktemp("data") / "images")

@@ -1,0 +1,171 @@
+"""The command line: what it prints, and one clear line with exit code 2 for every bad input."""
+
+import gzip
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import SMALL_CAPSNET
+from test_training import finished  # noqa: F401
+from torchcaps import MODELS, BadInput, cli
+from torchcaps.recipes import RECIPES, create_recipe
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run `torchcaps` in this process: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return stop.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """The one line that a refused command prints."""
+
+    def run(*arguments):
+        code, _, error = call(*arguments)
+        assert code == 2, error
+        assert "Traceback" not in error
+        lines = error.strip().splitlines()
+        assert len(lines) == 1, error
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_names_what_exists(name):
+    recipe = RECIPES[name]()
+    assert recipe.name == name
+    assert recipe.model in MODELS
+    assert RECIPES[name].__doc__
+
+
+def test_recipes_info_and_data_list_print(call):
+    assert all(name in call("recipes")[1] for name in RECIPES)
+    assert "float32" in call("info")[1] or "bf16" in call("info")[1]
+    assert "mnist-5k" in call("data", "list")[1]
+    assert call("data", "fetch", "mnist-5k")[0] == 0
+
+
+def test_evaluate_and_predict(call, finished, images):  # noqa: F811
+    code, out, error = call("evaluate", finished[0], "--precision", "float32")
+    assert code == 0, error
+    assert "accuracy" in out
+    code, out, error = call("predict", finished[0], images / "left" / "000.png", images / "right" / "000.png")
+    assert code == 0, error
+    assert "left" in out
+    assert "right" in out
+
+
+def test_settings_reach_the_recipe():
+    recipe = create_recipe(
+        "capsnet-mnist", {"model.iterations": "1", "learning_rate": "1", "loss.negative_weight": "0.25"}
+    )
+    assert recipe.model_options == {"iterations": 1}
+    assert recipe.learning_rate == 1.0
+    assert recipe.loss_options == {"negative_weight": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"epoch": "1"}, "did you mean 'epochs'"),
+        ({"model.iteration": "1"}, "did you mean 'iterations'"),
+        ({"model.iterations": "many"}, "give a int like 3"),
+        ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
+        ({"epochs": "1.5"}, "give a int like 10"),
+        ({"epochs": "0"}, "use 1 or more"),
+        ({"learning_rate": "-1"}, "above 0"),
+        ({"learning_rate": "NaN"}, "above 0"),
+        ({"precision": "half"}, "auto, bf16, float32"),
+        ({"model": "capsnett"}, "did you mean 'capsnet'"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(BadInput, match=message):
+        create_recipe("capsnet-mnist", settings)
+
+
+def test_unknown_names_suggest_the_nearest(refused):
+    assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
+    assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
+    assert "key=value" in refused("train", "capsnet-mnist", "--set", "epochs")
+    assert "mnist" in refused("train", "capsnet-mnist", "--data", "mnits")
+    assert "did you mean 'mnist'" in refused("data", "fetch", "mnits")
+
+
+def damage(path, how):
+    body = (2).to_bytes(4, "big") + (4).to_bytes(4, "big") * 2 + bytes(range(32))
+    content = gzip.compress(bytes.fromhex("00000d03" if how == "magic" else "00000803") + body)
+    path.write_bytes(content[:-12] if how == "truncated" else content)
+
+
+@pytest.mark.parametrize(("how", "word"), [("truncated", "truncated"), ("magic", "magic"), ("sum", "md5")])
+def test_damaged_data_files(refused, tmp_path, how, word):
+    (tmp_path / "mnist").mkdir()
+    damage(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", how)
+    line = refused("train", "capsnet-mnist", "--data-dir", tmp_path, "--out", tmp_path / "run")
+    assert "train-images-idx3-ubyte.gz" in line
+    assert word in line.lower()
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_image_folders(refused, tmp_path):
+    root = tmp_path / "images"
+    root.mkdir()
+    (root / "only").mkdir()
+    Image.fromarray(np.zeros((20, 20), np.uint8)).save(root / "only" / "a.png")
+    assert "class" in refused("train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run")
+    shutil.copytree(root / "only", root / "other")
+    for name in ("only", "other"):
+        for index in range(4):
+            Image.fromarray(np.zeros((5, 5), np.uint8)).save(root / name / f"{index}.png")
+        (root / name / "a.png").unlink()
+    assert "5×5 are too small for CapsNet" in refused(
+        "train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run"
+    )
+    (root / "only" / "0.png").write_bytes(b"not an image")
+    assert "0.png" in refused("train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):  # noqa: F811
+    assert "recipe.json" in refused("evaluate", tmp_path / "nowhere")
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    assert "xyz.png" in refused("predict", run, tmp_path / "xyz.png")
+    assert "classes" in refused("evaluate", run, "--data", "mnist-5k")
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "model.safetensors" in refused("evaluate", run)
+    (run / "model.safetensors").unlink()
+    assert "no model.safetensors" in refused("predict", run, images / "left" / "000.png")
+    (run / "model.safetensors").write_bytes(weights)
+    (run / "recipe.json").write_text("{")
+    assert "damaged" in refused("evaluate", run)
+
+
+def test_a_place_that_cannot_be_written_to(refused, tmp_path, images):
+    (tmp_path / "file").write_text("")
+    assert "--out" in refused("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "file" / "run")
+
+
+def test_devices_must_divide_the_batch(refused, tmp_path, images):
+    line = refused(
+        "train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--devices", 3, *SMALL_CAPSNET
+    )
+    assert "divides the batch size" in line
+    assert not torch.distributed.is_initialized()

@@ -1,0 +1,53 @@
+"""The rules of the house: floors, imports, and how little importing the library costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import torchcaps
+
+ROOT = Path(torchcaps.__file__).parent
+FLOORS = {
+    "errors": 0,
+    "capsules": 0,
+    "routing_map": 0,
+    "routing": 1,
+    "layers": 2,
+    "losses": 2,
+    "models": 3,
+    "data": 3,
+    "training": 4,
+    "recipes": 5,
+    "cli": 7,
+}
+
+
+def test_a_lower_floor_imports_nothing_above_it():
+    for path in ROOT.rglob("*.py"):
+        own = path.relative_to(ROOT).with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for module in modules:
+                parts = module.split(".")
+                if parts[0] == "torchcaps" and len(parts) > 1:
+                    assert FLOORS[parts[1]] <= FLOORS[own], f"{path.name} imports {module}"
+
+
+def test_importing_the_library_loads_nothing_heavy():
+    code = "import sys, torchcaps; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "torch" in loaded
+    assert not {"lightning", "matplotlib", "torchmetrics", "rich", "typer", "PIL", "mlxtend", "triton"} & set(loaded)
+
+
+def test_no_file_is_longer_than_the_house_allows():
+    for path in ROOT.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 550, path
+
+
+def test_what_is_exported_is_there():
+    assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import nn
+
+from torchcaps import Capsules, Decoder, DenseCaps, DynamicRouting, PrimaryCaps, SharedCaps, lengths, squash
+from torchcaps.losses import margin_loss, reconstruction_loss
+
+
+def test_a_primary_capsule_is_the_channels_at_one_position():
+    layer = PrimaryCaps(2, types=3, pose_size=4, kernel_size=3, stride=2)
+    features = torch.randn(2, 2, 7, 9)
+    convolved = layer.convolution(features)
+    capsules = layer(features)
+    assert capsules.pose.shape == (2, 3 * 4, 3, 1, 4)
+    for y, x, c in [(0, 0, 0), (1, 2, 1), (2, 3, 2)]:
+        expected = squash(convolved[:, 4 * c : 4 * c + 4, y, x].unsqueeze(1))
+        torch.testing.assert_close(capsules.pose[:, y * 4 + x, c], expected)
+    torch.testing.assert_close(capsules.activation, lengths(capsules.pose))
+
+
+def test_channels_last_changes_nothing():
+    layer = PrimaryCaps(2, types=3, pose_size=4, kernel_size=3)
+    features = torch.randn(2, 2, 7, 9)
+    torch.testing.assert_close(layer(features).pose, layer(features.contiguous(memory_format=torch.channels_last)).pose)
+
+
+def test_dense_caps_give_each_child_its_own_transform():
+    layer = DenseCaps(4, 2, 8, 10, 16, routing=DynamicRouting(iterations=1, squash_form="none"))
+    pose = torch.zeros(1, 4, 2, 1, 8)
+    pose[0, 3, 1] = 1.0
+    parents = layer(Capsules(pose, lengths(pose)))
+    torch.testing.assert_close(parents.pose[0, 0, :, 0], layer.transform[3, 1].sum(dim=1) / 10)
+
+
+def test_shared_caps_take_any_number_of_children_in_any_order():
+    layer = SharedCaps(8, 10, 16)
+    pose = torch.randn(2, 30, 3, 1, 8)
+    children = Capsules(pose, lengths(pose))
+    order = torch.randperm(30)
+    mixed = Capsules(pose[:, order], lengths(pose[:, order]))
+    torch.testing.assert_close(layer(children).pose, layer(mixed).pose, rtol=1e-4, atol=1e-5)
+    parents, couplings = layer(children, return_couplings=True)
+    assert parents.pose.shape == (2, 1, 10, 1, 16)
+    assert couplings.shape == (2, 10, 90, 1)
+
+
+def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():
+    decoder = Decoder(5, 4, (3, 6, 7))
+    pose = torch.randn(2, 1, 5, 1, 4)
+    other = pose.clone()
+    other[:, :, [0, 1, 3]] += 1
+    chosen = torch.tensor([2, 4])
+    other[0, :, 4] += 1
+    other[1, :, 2] += 1
+    drawn = decoder(pose, chosen)
+    assert drawn.shape == (2, 3, 6, 7)
+    assert torch.equal(drawn, decoder(other, chosen))
+    assert not torch.equal(drawn, decoder(pose, torch.tensor([1, 4])))
+    assert ((drawn > 0) & (drawn < 1)).all()
+
+
+def test_layers_move_with_to_and_save_no_maps():
+    layer = DenseCaps(4, 2, 8, 10, 16).to(torch.float64)
+    assert set(layer.state_dict()) == {"transform"}
+    assert layer.to("meta").routing_map.edges.device.type == "meta"
+
+
+def test_margin_loss_is_its_formula_for_one_class_and_for_several():
+    scores = torch.tensor([[0.5, 0.3, 0.95], [0.05, 0.9, 0.6]])
+    expected = ((0.4**2 + 0.5 * 0.2**2 + 0.5 * 0.85**2) + (0.85**2 + 0.5 * 0.8**2 + 0.5 * 0.5**2)) / 2
+    torch.testing.assert_close(margin_loss(scores, torch.tensor([0, 0])), torch.tensor(expected))
+    both = margin_loss(scores[:1], torch.tensor([[1.0, 0.0, 1.0]]), negative_weight=0.25)
+    torch.testing.assert_close(both, torch.tensor(0.4**2 + 0.25 * 0.2**2))
+
+
+def test_reconstruction_loss_is_a_sum_over_pixels_and_a_mean_over_the_batch():
+    images = torch.zeros(4, 3, 5, 5)
+    torch.testing.assert_close(reconstruction_loss(torch.full_like(images, 0.5), images), torch.tensor(75 / 4.0))
+    mean_of_squares = nn.functional.mse_loss(torch.full((2, 1, 28, 28), 0.5), torch.zeros(2, 1, 28, 28))
+    summed = 0.0005 * reconstruction_loss(torch.full((2, 1, 28, 28), 0.5), torch.zeros(2, 1, 28, 28))
+    torch.testing.assert_close(summed, 0.392 * mean_of_squares)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_trains_under_autocast(dtype):
+    stack = nn.ModuleList([PrimaryCaps(1, 2, 4, 3), DenseCaps(16, 2, 4, 3, 5)])
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        parents = stack[1](stack[0](torch.rand(2, 1, 6, 6)))
+    assert parents.pose.dtype == torch.float32
+    parents.activation.sum().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.abs().max() > 0 for p in stack.parameters())

@@ -1,0 +1,106 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from torchcaps import MODELS, BadInput, CapsNet, PooledCapsNet, create_model
+
+
+def parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_capsnet_has_the_papers_parameters():
+    convolution = 9 * 9 * 256 + 256
+    primary = 9 * 9 * 256 * 256 + 256
+    digits = 6 * 6 * 32 * 8 * 10 * 16
+    decoder = (160 * 512 + 512) + (512 * 1024 + 1024) + (1024 * 784 + 784)
+    assert parameters(create_model("capsnet", decoder=False)) == convolution + primary + digits == 6_804_224
+    assert parameters(create_model("capsnet")) == 6_804_224 + decoder == 8_215_568
+
+
+def test_the_baseline_has_the_papers_parameters():
+    convolutions = (25 + 1) * 256 + (25 * 256 + 1) * 256 + (25 * 256 + 1) * 128
+    linear = (28 * 28 * 128 + 1) * 328 + (328 + 1) * 192 + (192 + 1) * 10
+    assert parameters(create_model("baseline-cnn")) == convolutions + linear == 35_445_522
+
+
+def test_sus_pair_has_the_authors_parameters():
+    trunk = (9 + 1) * 64 + (9 * 64 + 1) * 64 + (9 * 64 + 1) * 128 + (9 * 128 + 1) * 128
+    assert parameters(create_model("pooled-cnn")) == trunk + 129 * 128 + 129 * 10 == 276_810
+    assert parameters(create_model("pooled-capsnet")) == trunk + 128 * 160 == 279_488
+
+
+SMALL = {
+    "capsnet": {"convolution_channels": 8, "primary_types": 2},
+    "baseline-cnn": {"channels": (4, 4, 4), "hidden_sizes": (8, 8)},
+    "pooled-cnn": {},
+    "pooled-capsnet": {},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shape", [(3, 17, 23), (1, 40, 20), (2, 33, 33)])
+def test_models_take_any_image_shape_and_class_count(name, shape):
+    model = create_model(name, image_shape=shape, classes=7, **SMALL[name])
+    prediction = model(torch.rand(2, *shape), torch.tensor([0, 6]))
+    assert prediction.scores.shape == (2, 7)
+    if prediction.reconstruction is not None:
+        assert prediction.reconstruction.shape == (2, *shape)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sample_alone_is_the_sample_in_its_batch(name):
+    model = create_model(name, **SMALL[name]).eval()
+    images = torch.rand(3, 1, 28, 28)
+    torch.testing.assert_close(model(images[1:2]).scores, model(images).scores[1:2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_decoder_is_masked_by_the_label_in_training_and_by_the_longest_capsule_without_one():
+    model = CapsNet(**SMALL["capsnet"])
+    images = torch.rand(4, 1, 28, 28)
+    free = model(images)
+    longest = free.scores.argmax(dim=1)
+    assert torch.equal(free.reconstruction, model(images, longest).reconstruction)
+    assert not torch.equal(free.reconstruction, model(images, (longest + 1) % 10).reconstruction)
+
+
+@pytest.mark.parametrize(("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13)])
+def test_an_image_too_small_is_refused_by_name(name, size):
+    with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
+        create_model(name, image_shape=(1, size, size))
+    create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
+
+
+def test_unknown_models_and_options_are_refused_with_the_nearest_name():
+    with pytest.raises(BadInput, match="did you mean 'capsnet'"):
+        create_model("capsnett")
+    with pytest.raises(BadInput, match="did you mean 'iterations'"):
+        create_model("capsnet", iteration=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saved_models_come_back_exactly(name, tmp_path):
+    model = create_model(name, classes=4, **SMALL[name]).eval()
+    model.save_pretrained(tmp_path / "saved")
+    again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
+    images = torch.rand(2, 1, 28, 28)
+    assert torch.equal(again(images).scores, model(images).scores)
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["classes"] == 4
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    create_model("pooled-cnn").save_pretrained(tmp_path / "cnn")
+    with pytest.raises(BadInput, match="not those of this PooledCapsNet"):
+        PooledCapsNet.from_pretrained(tmp_path / "cnn")
+
+
+def test_a_folder_without_safetensors_or_with_a_pickle_is_refused(tmp_path):
+    folder = tmp_path / "saved"
+    create_model("pooled-cnn").save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(BadInput, match=r"model\.safetensors"):
+        MODELS["pooled-cnn"].from_pretrained(folder)

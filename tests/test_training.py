@@ -1,0 +1,185 @@
+"""Training as a user meets it: real processes, real files, real signals."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
+from torchcaps.data import load_splits
+from torchcaps.recipes import create_recipe
+from torchcaps.training import ImageBatches, SplitBatches, resolve_precision
+
+
+def train(command, images, out, *more):
+    return command("train", "capsnet-mnist", "--data", images, "--out", out, *SMALL_CAPSNET, *more)
+
+
+@pytest.fixture(scope="session")
+def finished(command, images, tmp_path_factory):
+    """A run of three epochs that nothing disturbed: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    done = train(command, images, folder, "--epochs", 3, "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    return folder, done
+
+
+def weights_equal(one: Path, other: Path) -> bool:
+    first, second = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    last = [torch.load(folder / "last.ckpt", weights_only=True)["state_dict"] for folder in (one, other)]
+    return all(torch.equal(first[name], second[name]) for name in first) and all(
+        torch.equal(last[0][name], last[1][name]) for name in last[0]
+    )
+
+
+def test_a_run_folder_is_complete(finished):
+    folder, done = finished
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "model.safetensors"),
+        *("config.json", "reconstructions.png", "tensorboard"),
+    }
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics["test_accuracy_percent"] == 100 - metrics["test_error_percent"]
+    assert metrics["test_accuracy_percent"] >= 90
+    assert metrics["epochs"] == 3
+    assert metrics["train_images"] + metrics["validation_images"] + metrics["test_images"] == 80
+    said = json.loads((folder / "recipe.json").read_text())
+    assert said["class_names"] == ["left", "right"]
+    assert said["image_shape"] == [3, 20, 24]
+    assert said["environment"]["versions"]["torch"]
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+
+
+def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_path):
+    out = tmp_path / "run"
+    settings = ["--epochs", "3", "--batch-size", "2"]
+    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET, *settings]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("epoch 1/3"):
+                break
+        while not (out / "last.ckpt").exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert len((out / "metrics.csv").read_text().splitlines()) == 2
+    assert not (out / "metrics.json").exists()
+    resumed = train(command, images, out, *settings, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "epoch 1/3" not in resumed.stdout
+    assert weights_equal(finished[0], out)
+    assert len((out / "metrics.csv").read_text().splitlines()) == 4
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_gives_others(command, images, finished, tmp_path):
+    for seed in (0, 1):
+        done = train(command, images, tmp_path / str(seed), "--epochs", 3, "--batch-size", 2, "--seed", seed)
+        assert done.returncode == 0, done.stderr
+    assert weights_equal(finished[0], tmp_path / "0")
+    assert not weights_equal(finished[0], tmp_path / "1")
+
+
+def test_two_processes_train_together(command, images, tmp_path):
+    done = train(command, images, tmp_path / "run", "--epochs", 2, "--batch-size", 8, "--devices", 2)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["epochs"] == 2
+    assert metrics["test_accuracy_percent"] >= 75
+    assert done.stdout.count("epoch 2/2") == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(command, images, finished, tmp_path):
+    done = train(command, images, tmp_path / "run", "--epochs", 2, "--lr", 1e30)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "not finite: " in done.stderr
+    assert " at step 1 (epoch 1" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in finished[0].rglob("*") if path.is_file())
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={2 * size}", "tmpfs", disk], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("a small tmpfs can be mounted by root alone")
+    try:
+        first = train(command, images, disk / "run", "--epochs", 1)
+        assert first.returncode == 0, first.stderr
+        good = torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"]
+        room = os.statvfs(disk)
+        (disk / "ballast").write_bytes(b"0" * (room.f_bavail * room.f_bsize - 50_000))
+        full = train(command, images, disk / "run", "--epochs", 2, "--resume")
+        assert full.returncode == 2
+        assert "Traceback" not in full.stderr
+        assert len(full.stderr.strip().splitlines()) == 1
+        assert not list((disk / "run").glob("*.part*"))
+        assert torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"] == good
+        (disk / "ballast").unlink()
+        resumed = train(command, images, disk / "run", "--epochs", 2, "--resume")
+        assert resumed.returncode == 0, resumed.stderr
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_resumed_run_must_keep_its_settings(command, images, finished):
+    changed = train(command, images, finished[0], "--epochs", 3, "--batch-size", 4, "--resume")
+    assert changed.returncode == 2
+    assert "batch_size=2, not 4" in changed.stderr
+    again = train(command, images, finished[0], "--epochs", 3, "--batch-size", 2)
+    assert again.returncode == 2
+    assert "--resume" in again.stderr
+
+
+def test_a_checkpoint_of_another_model_is_refused(command, images, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    torch.save({"state_dict": {"model.weight": torch.zeros(2)}}, out / "last.ckpt")
+    other = train(command, images, out, "--epochs", 1, "--resume")
+    assert (other.returncode, len(other.stderr.strip().splitlines())) == (2, 1)
+    assert "checkpoint of another model" in other.stderr
+    (out / "last.ckpt").write_bytes(b"not a checkpoint")
+    damaged = train(command, images, out, "--epochs", 1, "--resume")
+    assert damaged.returncode == 2
+    assert "not a readable checkpoint" in damaged.stderr
+
+
+def test_order_and_shifts_depend_on_seed_epoch_and_index_alone(images):
+    splits = load_splits(str(images), Path("data"))
+    recipe = create_recipe("capsnet-mnist", {"batch_size": "8"})
+
+    class At:
+        world_size, global_rank = 1, 0
+
+        def __init__(self, epoch, ranks=1, rank=0):
+            self.current_epoch, self.world_size, self.global_rank = epoch, ranks, rank
+
+    def epoch_of(epoch, ranks=1, rank=0):
+        data = SplitBatches(splits, recipe)
+        data.trainer = At(epoch, ranks, rank)
+        return [tensor for batch in data.train_dataloader() for tensor in batch]
+
+    assert all(map(torch.equal, epoch_of(3), epoch_of(3)))
+    assert not torch.equal(epoch_of(3)[0], epoch_of(4)[0])
+    labels = [torch.cat(epoch_of(3, 2, rank)[1::2]) for rank in (0, 1)]
+    assert [len(share) for share in labels] == [len(splits.train) // 2] * 2
+    batch, _ = ImageBatches(splits.train)[torch.arange(4).numpy()]
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    assert 0 <= batch.min() <= batch.max() <= 1
+
+
+def test_auto_precision_is_one_of_the_two():
+    assert resolve_precision("auto") in ("bf16", "float32")
+    assert resolve_precision("bf16") == "bf16"
