@@ -56,7 +56,7 @@ def test_a_run_folder_is_complete(finished):
     assert said["image_shape"] == [3, 20, 24]
     assert said["environment"]["versions"]["torch"]
     assert "warning" not in (done.stdout + done.stderr).lower()
-    rows = list(csv.DictReader((folder / "metrics.csv").open(newline="")))
+    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
 
 

@@ -28,6 +28,7 @@ def margin_loss(
         negative_weight: λ, at least 0.
 
     Example:
+        >>> import torch
         >>> margin_loss(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
         tensor(0.)
     """
@@ -45,6 +46,7 @@ def reconstruction_loss(
     The paper adds 0.0005 of this *sum* to the margin loss; on a mean over 784 pixels that would be 0.392.
 
     Example:
+        >>> import torch
         >>> reconstruction_loss(torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
         tensor(4.)
     """

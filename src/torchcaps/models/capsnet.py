@@ -33,6 +33,7 @@ class CapsNet(nn.Module, Pretrained):
         BadInput: the image is too small for the kernels.
 
     Example:
+        >>> import torch
         >>> model = CapsNet(image_shape=(3, 32, 32), classes=5)
         >>> model(torch.rand(2, 3, 32, 32)).scores.shape
         torch.Size([2, 5])
@@ -92,6 +93,7 @@ class BaselineCNN(nn.Module, Pretrained):
         dropout: share of the last hidden layer's units switched off in training, in [0, 1).
 
     Example:
+        >>> import torch
         >>> BaselineCNN(channels=(8, 8, 8))(torch.rand(2, 1, 28, 28)).scores.shape
         torch.Size([2, 10])
     """

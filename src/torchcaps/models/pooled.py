@@ -42,6 +42,7 @@ class PooledCNN(nn.Module, Pretrained):
         BadInput: the image is too small for the kernels.
 
     Example:
+        >>> import torch
         >>> PooledCNN()(torch.rand(2, 1, 28, 56)).scores.shape
         torch.Size([2, 10])
     """
@@ -76,6 +77,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         BadInput: the image is too small for the kernels.
 
     Example:
+        >>> import torch
         >>> PooledCapsNet()(torch.rand(2, 1, 28, 56)).scores.shape
         torch.Size([2, 10])
     """
