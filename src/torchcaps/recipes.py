@@ -65,7 +65,8 @@ def cnn_baseline_mnist() -> Recipe:
 def pooled_cnn_mnist() -> Recipe:
     """Su's CNN with global pooling on MNIST: Su 2018; ten independent scores, no augmentation.
 
-    The author keeps 1e-3 over 20 epochs; here the rate decays, so that the last epochs settle.
+    The author takes 20 epochs of batches of 128 at a constant 1e-3; here 12 of 64, about as many steps, and the rate
+    falls to 3 % of it, so that the last epochs settle.
     """
     return Recipe(
         name="pooled-cnn-mnist",
@@ -73,8 +74,9 @@ def pooled_cnn_mnist() -> Recipe:
         data="mnist",
         loss_options={"negative_weight": 0.25},
         decay_rate=0.96,
-        decay_steps=40,
-        epochs=8,
+        decay_steps=120,
+        batch_size=64,
+        epochs=12,
     )
 
 
