@@ -19,7 +19,7 @@ import torch
 from torchcaps.cli import keep_heap_warm
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import create_model
-from torchcaps.training import environment
+from torchcaps.run_folder import environment
 
 SETTINGS = {f"{precision}-{heap}": (precision, heap) for precision in ("float32", "bf16") for heap in ("warm", "plain")}
 

@@ -17,6 +17,7 @@ FLOORS = {
     "losses": 2,
     "models": 3,
     "data": 3,
+    "run_folder": 4,
     "training": 4,
     "recipes": 5,
     "cli": 7,
@@ -46,7 +47,7 @@ def test_importing_the_library_loads_nothing_heavy():
 
 def test_no_file_is_longer_than_the_house_allows():
     for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 550, path
+        assert len(path.read_text().splitlines()) <= 400, path
 
 
 def test_what_is_exported_is_there():

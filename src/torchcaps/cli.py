@@ -192,7 +192,8 @@ def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
 @app.command()
 def info() -> None:
     """Versions, hardware and what they mean for training."""
-    from torchcaps.training import environment, resolve_precision
+    from torchcaps.run_folder import environment
+    from torchcaps.training import resolve_precision
 
     facts = environment()
     table = Table("what", "here")

@@ -1,24 +1,17 @@
 """Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
 
-import csv
 import json
 import math
 import os
-import platform
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import lightning
 import numpy as np
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
@@ -29,6 +22,15 @@ from torchcaps.data import Images, Splits, shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, reconstruction_loss
 from torchcaps.models import create_model
+from torchcaps.run_folder import (
+    AtomicCheckpoints,
+    EpochLog,
+    begin_run,
+    load_checkpoint,
+    read_rows,
+    save_reconstructions,
+    write_atomically,
+)
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
@@ -102,76 +104,6 @@ def resolve_precision(precision: str) -> str:
     else:
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bf16" if native else "float32"
-
-
-def environment() -> dict[str, Any]:
-    """Versions, commit and hardware: what has to stand beside every number."""
-    versions: dict[str, str | None] = {}
-    for package in ("torchcaps", "torch", "lightning", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": _commit(),
-        "processor": processor,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def _commit() -> str | None:
-    source = Path(__file__).resolve().parent
-    git = shutil.which("git")
-    if git is None or not (source.parents[1] / ".git").exists():
-        return None
-    run = [git, "-C", str(source)]
-    head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
-    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """The whole content or nothing: written beside the file, then renamed over it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-class AtomicCheckpoints(TorchCheckpointIO):
-    """Checkpoints that are whole or absent: written beside the file, then renamed over it; loaded without pickle."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(target.name + ".part")
-        try:
-            with part.open("wb") as stream:
-                torch.save(checkpoint, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.replace(target)
-        except (OSError, RuntimeError) as error:
-            part.unlink(missing_ok=True)
-            raise BadInput(
-                f"{target} could not be written ({error}): free some space and continue with --resume; "
-                "the checkpoint before it is untouched"
-            ) from error
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
 
 
 class ImageBatches(Dataset):
@@ -311,53 +243,6 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
-
-class EpochLog(Callback):
-    """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
-
-    def __init__(self, path: Path, images: int) -> None:
-        self.path = path
-        self.images = images
-        self.rows: list[dict[str, Any]] = []
-        self.start = self.train_seconds = 0.0
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.rows = [row for row in _rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
-
-    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.start = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.train_seconds = time.perf_counter() - self.start
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        seen = trainer.callback_metrics
-        row: dict[str, Any] = {
-            "epoch": trainer.current_epoch + 1,
-            "train_loss": f"{float(seen['train_loss']):.6f}",
-            "validation_loss": f"{float(seen['validation_loss']):.6f}",
-            "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
-            "learning_rate": f"{trainer.optimizers[0].param_groups[0]['lr']:.8f}",
-            "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
-            "seconds": f"{time.perf_counter() - self.start:.2f}",
-        }
-        self.rows.append(row)
-        lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
-        write_atomically(self.path, "\n".join(lines) + "\n")
-        left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
-        print(
-            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
-            f"validation {float(row['validation_accuracy_percent']):.2f} %  "
-            f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
-            flush=True,
-        )
-
-
 def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resume: bool = False) -> dict[str, Any]:
     """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
 
@@ -385,7 +270,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
     last = folder / "last.ckpt"
     if first_process:
-        _prepare(folder, recipe, splits, resume)
+        begin_run(folder, asdict(recipe), splits, resume)
     module = Classifier(model, recipe, classes)
     best = ModelCheckpoint(
         folder,
@@ -418,11 +303,13 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         num_sanity_val_steps=0,
     )
     data = SplitBatches(splits, recipe)
-    trainer.fit(module, data, ckpt_path=_checked(last, module) if resume and last.exists() else None)
-    module.load_state_dict(_checked(folder / "best.ckpt", module, load=True)["state_dict"])
+    if go_on := resume and last.exists():
+        load_checkpoint(last, module)
+    trainer.fit(module, data, ckpt_path=last if go_on else None)
+    module.load_state_dict(load_checkpoint(folder / "best.ckpt", module)["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
-    rows = _rows(folder / "metrics.csv")
+    rows = read_rows(folder / "metrics.csv")
     metrics = {
         "test_error_percent": round(100 - test, 4),
         "test_accuracy_percent": round(test, 4),
@@ -443,43 +330,6 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         save_reconstructions(model, splits.validation, folder / "reconstructions.png")
         write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     return metrics
-
-
-def _prepare(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> None:
-    written = folder / "recipe.json"
-    if written.exists() and not resume:
-        raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
-    if resume and written.exists():
-        before = json.loads(written.read_text())["recipe"]
-        for key, value in json.loads(json.dumps(asdict(recipe))).items():
-            if before.get(key) != value and key != "epochs":
-                raise BadInput(f"{folder} was begun with {key}={before.get(key)}, not {value}: resume with the same")
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "recipe": asdict(recipe),
-        "class_names": splits.train.class_names,
-        "image_shape": splits.train.image_shape,
-        "environment": environment(),
-    }
-    write_atomically(written, json.dumps(content, indent=2) + "\n")
-
-
-def _checked(path: Path, module: nn.Module, load: bool = False) -> Any:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        expected = {name: value.shape for name, value in module.state_dict().items()}
-        found = {name: value.shape for name, value in checkpoint["state_dict"].items()}
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(f"{path} is not a readable checkpoint ({reason}): remove it, or name another --out") from error
-    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if different:
-        raise BadInput(
-            f"{path} is the checkpoint of another model: {different[0]} is "
-            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
-            "name the folder of this recipe's run with --out"
-        )
-    return checkpoint if load else path
 
 
 def evaluate(model: nn.Module, images: Images, *, batch_size: int = 128, precision: str = "auto") -> float:
@@ -503,36 +353,3 @@ def evaluate(model: nn.Module, images: Images, *, batch_size: int = 128, precisi
     )
     batches = _loader(ImageBatches(images), np.arange(len(images)), batch_size)
     return trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
-
-
-def save_reconstructions(model: nn.Module, images: Images, path: Path, count: int = 10) -> bool:
-    """Draw images above their reconstructions, one column each; False for a model without a decoder."""
-    from matplotlib.figure import Figure
-
-    step = max(1, len(images) // count)
-    chosen = images.subset(torch.arange(0, len(images), step)[:count])
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        prediction = model(chosen.pixels.float() / 255)
-    model.train(was_training)
-    if prediction.reconstruction is None:
-        return False
-    figure = Figure(figsize=(1.1 * len(chosen), 2.9), layout="constrained")
-    axes = figure.subplots(2, len(chosen), squeeze=False)
-    drawn = prediction.reconstruction.clamp(0, 1)
-    winners = prediction.scores.argmax(dim=1)
-    for column in range(len(chosen)):
-        for row, image in enumerate((chosen.pixels[column].float() / 255, drawn[column])):
-            axis = axes[row, column]
-            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_xticks([])
-            axis.set_yticks([])
-        axes[0, column].set_title(chosen.class_names[int(chosen.labels[column])], fontsize=9)
-        axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9)
-    axes[0, 0].set_ylabel("image")
-    axes[1, 0].set_ylabel("reconstruction")
-    part = path.with_name(path.stem + ".part.png")
-    figure.savefig(part, dpi=120)
-    part.replace(path)
-    return True

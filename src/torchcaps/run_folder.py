@@ -1,0 +1,220 @@
+"""What a run leaves on disk: its recipe and environment, its rows, its checkpoints, its picture. Whole or absent."""
+
+import csv
+import json
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from torchcaps.data import Images, Splits
+from torchcaps.errors import BadInput
+
+
+def environment() -> dict[str, Any]:
+    """Versions, commit and hardware: what has to stand beside every number."""
+    versions: dict[str, str | None] = {}
+    for package in ("torchcaps", "torch", "lightning", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _commit(),
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _commit() -> str | None:
+    source = Path(__file__).resolve().parent
+    git = shutil.which("git")
+    if git is None or not (source.parents[1] / ".git").exists():
+        return None
+    run = [git, "-C", str(source)]
+    head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """The whole content or nothing: written beside the file, then renamed over it."""
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("w") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: bool) -> None:
+    """Make the folder and write recipe.json: the recipe's settings, what the data are, and the environment.
+
+    Raises:
+        BadInput: a run is there already and is not to be resumed, or it was begun with other settings.
+    """
+    written = folder / "recipe.json"
+    if written.exists() and not resume:
+        raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
+    if resume and written.exists():
+        before = json.loads(written.read_text())["recipe"]
+        for key, value in json.loads(json.dumps(recipe)).items():
+            if before.get(key) != value and key != "epochs":
+                raise BadInput(f"{folder} was begun with {key}={before.get(key)}, not {value}: resume with the same")
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {
+        "recipe": recipe,
+        "class_names": splits.train.class_names,
+        "image_shape": splits.train.image_shape,
+        "environment": environment(),
+    }
+    write_atomically(written, json.dumps(content, indent=2) + "\n")
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Checkpoints that are whole or absent: written beside the file, then renamed over it; loaded without pickle."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(target.name + ".part")
+        try:
+            with part.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.replace(target)
+        except (OSError, RuntimeError) as error:
+            part.unlink(missing_ok=True)
+            raise BadInput(
+                f"{target} could not be written ({error}): free some space and continue with --resume; "
+                "the checkpoint before it is untouched"
+            ) from error
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
+
+
+def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
+    """A checkpoint that fits the module, read without pickle.
+
+    Raises:
+        BadInput: it cannot be read, or it is of another model.
+    """
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        expected = {name: value.shape for name, value in module.state_dict().items()}
+        found = {name: value.shape for name, value in checkpoint["state_dict"].items()}
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(f"{path} is not a readable checkpoint ({reason}): remove it, or name another --out") from error
+    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different:
+        raise BadInput(
+            f"{path} is the checkpoint of another model: {different[0]} is "
+            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
+            "name the folder of this recipe's run with --out"
+        )
+    return checkpoint
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.csv, none where there is no such file."""
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
+class EpochLog(Callback):
+    """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
+
+    def __init__(self, path: Path, images: int) -> None:
+        self.path = path
+        self.images = images
+        self.rows: list[dict[str, Any]] = []
+        self.start = self.train_seconds = 0.0
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.rows = [row for row in read_rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.train_seconds = time.perf_counter() - self.start
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        if not trainer.is_global_zero:
+            return
+        seen = trainer.callback_metrics
+        row: dict[str, Any] = {
+            "epoch": trainer.current_epoch + 1,
+            "train_loss": f"{float(seen['train_loss']):.6f}",
+            "validation_loss": f"{float(seen['validation_loss']):.6f}",
+            "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
+            "learning_rate": f"{trainer.optimizers[0].param_groups[0]['lr']:.8f}",
+            "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
+            "seconds": f"{time.perf_counter() - self.start:.2f}",
+        }
+        self.rows.append(row)
+        lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
+        write_atomically(self.path, "\n".join(lines) + "\n")
+        left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
+        print(
+            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
+            f"validation {float(row['validation_accuracy_percent']):.2f} %  "
+            f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
+            flush=True,
+        )
+
+
+def save_reconstructions(model: nn.Module, images: Images, path: Path, count: int = 10) -> bool:
+    """Draw images above their reconstructions, one column each; False for a model without a decoder."""
+    from matplotlib.figure import Figure
+
+    step = max(1, len(images) // count)
+    chosen = images.subset(torch.arange(0, len(images), step)[:count])
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        prediction = model(chosen.pixels.float() / 255)
+    model.train(was_training)
+    if prediction.reconstruction is None:
+        return False
+    figure = Figure(figsize=(1.1 * len(chosen), 2.9), layout="constrained")
+    axes = figure.subplots(2, len(chosen), squeeze=False)
+    drawn = prediction.reconstruction.clamp(0, 1)
+    winners = prediction.scores.argmax(dim=1)
+    for column in range(len(chosen)):
+        for row, image in enumerate((chosen.pixels[column].float() / 255, drawn[column])):
+            axis = axes[row, column]
+            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+            axis.set_xticks([])
+            axis.set_yticks([])
+        axes[0, column].set_title(chosen.class_names[int(chosen.labels[column])], fontsize=9)
+        axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9)
+    axes[0, 0].set_ylabel("image")
+    axes[1, 0].set_ylabel("reconstruction")
+    part = path.with_name(path.stem + ".part.png")
+    figure.savefig(part, dpi=120)
+    part.replace(path)
+    return True
