@@ -80,6 +80,23 @@ def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_pa
     assert len((out / "metrics.csv").read_text().splitlines()) == 4
 
 
+def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(images, tmp_path):
+    out = tmp_path / "run"
+    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
+    words += ["--epochs", "200", "--batch-size", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
+        for line in process.stdout:
+            if line.startswith("epoch 2/200"):
+                break
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate()
+    assert process.returncode == 130
+    assert error.splitlines() == [f"interrupted: the same command with --resume goes on from {out}"]
+    assert not list(out.rglob("*.part*"))
+    assert torch.load(out / "last.ckpt", weights_only=True)["epoch"] >= 0
+
+
 def test_the_same_seed_gives_the_same_bits_and_another_gives_others(command, images, finished, tmp_path):
     for seed in (0, 1):
         done = train(command, images, tmp_path / str(seed), "--epochs", 3, "--batch-size", 2, "--seed", seed)

@@ -83,7 +83,11 @@ def train(
             f"{len(splits.train.class_names)} classes → {folder}",
             flush=True,
         )
-    metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+    try:
+        metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+    except KeyboardInterrupt:
+        print(f"interrupted: the same command with --resume goes on from {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
     if _first_process():
         table = Table("result", chosen.name, title=str(folder))
         for key, value in metrics.items():
@@ -285,9 +289,6 @@ def main() -> None:
         sys.stdout.flush()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("interrupted: `--resume` goes on from the last checkpoint", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def write_atomically(path: Path, content: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         part.unlink(missing_ok=True)
         raise
 
@@ -105,8 +105,10 @@ class AtomicCheckpoints(TorchCheckpointIO):
                 stream.flush()
                 os.fsync(stream.fileno())
             part.replace(target)
-        except (OSError, RuntimeError) as error:
+        except BaseException as error:
             part.unlink(missing_ok=True)
+            if not isinstance(error, OSError | RuntimeError):
+                raise
             raise BadInput(
                 f"{target} could not be written ({error}): free some space and continue with --resume; "
                 "the checkpoint before it is untouched"

@@ -259,6 +259,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
 
     Raises:
         BadInput: a setting does not fit, a checkpoint cannot be read or written, the loss is not finite.
+        KeyboardInterrupt: as sent; Lightning turns it into an exit, and this turns it back.
     """
     if devices < 1 or recipe.batch_size % devices:
         raise BadInput(f"devices is {devices}: use a number that divides the batch size {recipe.batch_size}")
@@ -305,7 +306,10 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     data = SplitBatches(splits, recipe)
     if go_on := resume and last.exists():
         load_checkpoint(last, module)
-    trainer.fit(module, data, ckpt_path=last if go_on else None)
+    try:
+        trainer.fit(module, data, ckpt_path=last if go_on else None)
+    except SystemExit as interrupted:
+        raise KeyboardInterrupt from interrupted
     module.load_state_dict(load_checkpoint(folder / "best.ckpt", module)["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
