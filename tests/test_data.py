@@ -1,4 +1,4 @@
-"""Images in memory, the IDX format, the named data sets and the splits."""
+"""Images in memory, the IDX format, the named datasets and the splits."""
 
 import gzip
 import os
@@ -332,7 +332,7 @@ def test_load_splits_cuts_validation_from_training_and_leaves_the_test_alone(tmp
 
 
 def test_load_splits_refuses_what_it_does_not_know(tmp_path):
-    with refused("minst", "did you mean mnist?", "folder of images"):
+    with refused("minst", "did you mean 'mnist'?", "folder of images"):
         load_splits("minst", tmp_path)
     with refused("/no/such/place", "mnist-5k"):
         load_splits("/no/such/place", tmp_path)

@@ -138,7 +138,7 @@ class SplitBatches(lightning.LightningDataModule):
         recipe, images, trainer = self.recipe, self.splits.train, self.trainer
         assert trainer is not None
         epoch, devices = trainer.current_epoch, trainer.world_size
-        order = np.random.default_rng([recipe.seed, epoch]).permutation(len(images))
+        order = np.random.default_rng([recipe.seed, epoch, 1]).permutation(len(images))
         order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
         offsets = shift_offsets(recipe.seed, epoch, len(images), recipe.shift) if recipe.shift else None
         return _loader(ImageBatches(images, offsets), order, recipe.batch_size // devices)

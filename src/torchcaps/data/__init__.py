@@ -1,8 +1,7 @@
-"""Data: a visible table of data sets, your own folders of images, and the cut into train, validation and test."""
+"""Data: a visible table of datasets, your own folders of images, and the cut into train, validation and test."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torchcaps.data.image_folder import load_image_folder, read_image
 from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, nearest
 
 __all__ = [
     "DATASETS",
@@ -42,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set that is known by name.
+    """A dataset that is known by name.
 
     Arguments:
         load: data folder → `(train, test)`.
@@ -83,7 +82,7 @@ DATASETS: dict[str, Dataset] = {
         splits="4,000 train, 1,000 test: every fifth digit of a class. Not the test digits of MNIST.",
     ),
 }
-"""Name → data set."""
+"""Name → dataset."""
 
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction", "progress")
 """What `load_splits` passes on to `load_image_folder`."""
@@ -92,19 +91,19 @@ FOLDER_OPTIONS = ("image_size", "channels", "test_fraction", "progress")
 def load_splits(
     name_or_folder: str, data_dir: Path, *, validation_fraction: float = 0.1, seed: int = 0, **options: Any
 ) -> Splits:
-    """Load a data set of the table, or a folder of images, as train, validation and test.
+    """Load a dataset of the table, or a folder of images, as train, validation and test.
 
     The validation images are cut from the training images (see `cut`). The seed moves that cut only: the test images
     are the same for every seed.
 
     Arguments:
         name_or_folder: a name in `DATASETS`, which wins, or the path of a folder (see `load_image_folder`).
-        data_dir: where the files of named data sets lie or are downloaded to.
+        data_dir: where the files of named datasets lie or are downloaded to.
         validation_fraction: above 0, at most 0.5.
         seed: 0 or greater.
-        options: for a folder: image_size, channels, test_fraction, progress. A named data set takes none.
+        options: for a folder: image_size, channels, test_fraction, progress. A named dataset takes none.
     Raises:
-        BadInput: neither a name nor a folder, an option that the data set does not take, a value out of its range, or
+        BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, or
             whatever the loader refuses.
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
@@ -118,11 +117,9 @@ def load_splits(
     known = name_or_folder in DATASETS
     folder = Path(name_or_folder).expanduser()
     if not known and not folder.is_dir():
-        near = get_close_matches(name_or_folder, DATASETS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
         raise BadInput(
-            f"{name_or_folder}: neither a data set nor a folder; {hint}give one of {', '.join(DATASETS)}, or the path"
-            " of a folder of images"
+            f"{name_or_folder}: neither a dataset nor a folder of images{nearest(name_or_folder, DATASETS)}; "
+            "or give the path of a folder"
         )
     for option in sorted(options.keys() - (set() if known else set(FOLDER_OPTIONS))):
         takes = "no options" if known else ", ".join(FOLDER_OPTIONS)

@@ -19,7 +19,7 @@ from torchcaps.errors import BadInput
 
 @dataclass(frozen=True)
 class IdxFiles:
-    """Where a data set in MNIST's four files is found, and how each file is told to be right."""
+    """Where a dataset in MNIST's four files is found, and how each file is told to be right."""
 
     mirrors: tuple[str, ...]
     md5: dict[str, str]
@@ -56,7 +56,7 @@ FILES = {
         ),
     ),
 }  # fmt: skip
-"""Data set → mirrors (each serves file + ".gz"), files with the md5 of their uncompressed content, class names."""
+"""Dataset → mirrors (each serves file + ".gz"), files with the md5 of their uncompressed content, class names."""
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
