@@ -1,12 +1,16 @@
 """Capsule networks for PyTorch: a capsule layer is a routing map and a routing rule."""
 
+from typing import TYPE_CHECKING, Any
+
 from torchcaps.capsules import Capsules, lengths, squash
 from torchcaps.errors import BadInput
 from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, SharedCaps
 from torchcaps.losses import margin_loss, reconstruction_loss
-from torchcaps.models import MODELS, BaselineCNN, CapsNet, PooledCapsNet, PooledCNN, Prediction, create_model
 from torchcaps.routing import ROUTINGS, DynamicRouting, dynamic_routing
 from torchcaps.routing_map import RoutingMap
+
+if TYPE_CHECKING:
+    from torchcaps.models import MODELS, BaselineCNN, CapsNet, PooledCapsNet, PooledCNN, Prediction, create_model
 
 __version__ = "0.1.0"
 
@@ -33,3 +37,12 @@ __all__ = [
     "reconstruction_loss",
     "squash",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The models come in when one is asked for: what saves and loads them costs as much as a tenth of torch itself."""
+    if name in __all__:
+        from torchcaps import models
+
+        return getattr(models, name)
+    raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
