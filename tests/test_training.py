@@ -70,6 +70,7 @@ def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_pa
                 break
         while not (out / "last.ckpt").exists():
             time.sleep(0.01)
+        time.sleep(0.3)
         process.send_signal(signal.SIGKILL)
     assert len((out / "metrics.csv").read_text().splitlines()) == 2
     assert not (out / "metrics.json").exists()
