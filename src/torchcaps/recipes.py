@@ -41,8 +41,8 @@ def capsnet_mnist_5k() -> Recipe:
         data="mnist-5k",
         model_options={"convolution_channels": 128, "primary_types": 16},
         batch_size=32,
-        decay_steps=15,
-        epochs=10,
+        decay_steps=12,
+        epochs=8,
     )
 
 
