@@ -83,10 +83,10 @@ def test_settings_reach_the_recipe():
     ("settings", "message"),
     [
         ({"epoch": "1"}, "did you mean 'epochs'"),
-        ({"model.iteration": "1"}, "did you mean 'iterations'"),
-        ({"model.iterations": "many"}, "give a int like 3"),
+        ({"model.iteration": "1"}, "did you mean 'model.iterations'"),
+        ({"model.iterations": "many"}, "takes a whole number, such as 3; got many"),
         ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
-        ({"epochs": "1.5"}, "give a int like 10"),
+        ({"epochs": "1.5"}, "takes a whole number, such as 10"),
         ({"epochs": "0"}, "use 1 or more"),
         ({"learning_rate": "-1"}, "above 0"),
         ({"learning_rate": "NaN"}, "above 0"),
@@ -102,6 +102,9 @@ def test_wrong_settings_are_refused(settings, message):
 def test_unknown_names_suggest_the_nearest(refused):
     assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
     assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
+    assert "--data FOLDER" in refused("train", "capsnet-images")
+    assert "--foo" in refused("train", "capsnet-mnist", "--foo")
+    assert "--epochs" in refused("train", "capsnet-mnist", "--epochs", "ten")
     assert "key=value" in refused("train", "capsnet-mnist", "--set", "epochs")
     assert "mnist" in refused("train", "capsnet-mnist", "--data", "mnits")
     assert "did you mean 'mnist'" in refused("data", "fetch", "mnits")
@@ -146,7 +149,7 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):  
     assert "recipe.json" in refused("evaluate", tmp_path / "nowhere")
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
-    assert "xyz.png" in refused("predict", run, tmp_path / "xyz.png")
+    assert "xyz.png: no such file" in refused("predict", run, tmp_path / "xyz.png")
     assert "classes" in refused("evaluate", run, "--data", "mnist-5k")
     weights = (run / "model.safetensors").read_bytes()
     (run / "model.safetensors").write_bytes(weights[: len(weights) // 2])

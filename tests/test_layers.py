@@ -32,6 +32,18 @@ def test_dense_caps_give_each_child_its_own_transform():
     torch.testing.assert_close(parents.pose[0, 0, :, 0], layer.transform[3, 1].sum(dim=1) / 10)
 
 
+def test_dense_caps_begin_with_parents_of_the_same_length_for_any_number_of_children_and_classes():
+    torch.manual_seed(0)
+    lengths_at_start = []
+    for sites, classes in ((36, 10), (64, 3), (400, 2), (9, 100)):
+        layer = DenseCaps(sites, 32, 8, classes, 16, routing=DynamicRouting(iterations=1, squash_form="none"))
+        pose = torch.randn(8, sites, 32, 1, 8)
+        pose = 0.5 * pose / pose.norm(dim=-1, keepdim=True)
+        lengths_at_start.append(layer(Capsules(pose, lengths(pose))).activation.mean())
+    assert max(lengths_at_start) < 1.2 * min(lengths_at_start)
+    torch.testing.assert_close(DenseCaps(36, 32, 8, 10, 16).transform.std(), torch.tensor(0.088), rtol=0.02, atol=0)
+
+
 def test_shared_caps_take_any_number_of_children_in_any_order():
     layer = SharedCaps(8, 10, 16)
     pose = torch.randn(2, 30, 3, 1, 8)

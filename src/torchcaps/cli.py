@@ -21,7 +21,12 @@ except ImportError as missing:
 if TYPE_CHECKING:
     from torch import nn
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Capsule networks: train them, evaluate them, use them.",
+)
 data_app = typer.Typer(no_args_is_help=True, help="Datasets: list them, fetch them, verify their checksums.")
 app.add_typer(data_app, name="data")
 
@@ -65,6 +70,8 @@ def train(
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags["precision"] = precision
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
+    if recipe == "capsnet-images" and data is None:
+        raise BadInput("capsnet-images learns from your own images: name their folder with --data FOLDER")
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     _writable(folder)
@@ -284,11 +291,26 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     keep_heap_warm()
     try:
-        app()
+        code = app(standalone_mode=False)
     except (BadInput, OSError) as error:
-        sys.stdout.flush()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        raise SystemExit(2) from None
+        code = _refuse(str(error))
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            code = 2
+        else:
+            code = _refuse(
+                f"{error.format_message()} `torchcaps --help` and `torchcaps COMMAND --help` list what there is"
+            )
+    raise SystemExit(code)
+
+
+def _refuse(message: str) -> int:
+    sys.stdout.flush()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -26,5 +26,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
         "; did you mean 'capsnet'? Known: capsnet, pooled-cnn"
     """
     names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(names)}"

@@ -59,7 +59,9 @@ class PrimaryCaps(nn.Module):
 class DenseCaps(nn.Module):
     """Every child votes for every parent through a transform of its own: the DigitCaps of the paper.
 
-    Sabour, Frosst & Hinton 2017, section 4.
+    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), which is
+    the authors' 0.1 on MNIST and gives parents of the same length for any number of children and of classes: a fixed
+    0.1 saturates the squash, and stops all learning, where the children are many and the classes few.
 
     Arguments:
         child_sites: S.
@@ -92,7 +94,8 @@ class DenseCaps(nn.Module):
         self.transform = nn.Parameter(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size)
         )
-        nn.init.trunc_normal_(self.transform, std=0.1, a=-0.2, b=0.2)
+        spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
+        nn.init.trunc_normal_(self.transform, std=spread, a=-2 * spread, b=2 * spread)
         self.routing = routing if routing is not None else DynamicRouting()
 
     @property

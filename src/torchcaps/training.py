@@ -262,7 +262,9 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         KeyboardInterrupt: as sent; Lightning turns it into an exit, and this turns it back.
     """
     if devices < 1 or recipe.batch_size % devices:
-        raise BadInput(f"devices is {devices}: use a number that divides the batch size {recipe.batch_size}")
+        raise BadInput(
+            f"devices is {devices}: use 1, or a larger number that divides the batch size {recipe.batch_size}"
+        )
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
     classes = len(splits.train.class_names)

@@ -106,6 +106,8 @@ def read_image(
     if channels not in (None, 1, 3):
         raise BadInput(f"channels is {channels}; give 1 (grey) or 3 (red, green, blue)")
     size = _height_and_width(image_size)
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file; give the path of an image")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", Image.DecompressionBombWarning)

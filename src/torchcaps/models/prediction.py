@@ -1,10 +1,12 @@
 """What every model returns, and how every model is saved and loaded."""
 
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
@@ -36,12 +38,19 @@ class Pretrained(PyTorchModelHubMixin):
         if folder.is_dir() and not (folder / "model.safetensors").is_file():
             raise BadInput(f"{folder} holds no model.safetensors: name a folder made by save_pretrained or `train`")
         try:
-            return super()._from_pretrained(model_id=model_id, strict=strict, **options)
+            with redirect_stdout(StringIO()):
+                return super()._from_pretrained(model_id=model_id, strict=strict, **options)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
             raise BadInput(f"the weights in {model_id} are not those of this {cls.__name__}: {reason}") from error
         except SafetensorError as error:
             raise BadInput(f"{folder / 'model.safetensors'} is damaged ({error}): save it again") from error
+
+    def generate_model_card(self, *arguments: Any, **options: Any) -> ModelCard:
+        name = type(self).__name__
+        return ModelCard(
+            f"---\nlibrary_name: torchcaps\n---\n# {name}\n\n`torchcaps.{name}.from_pretrained` loads it.\n"
+        )
 
     @classmethod
     def _load_as_pickle(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
