@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,6 +97,17 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(im
     assert error.splitlines() == [f"interrupted: the same command with --resume goes on from {out}"]
     assert not list(out.rglob("*.part*"))
     assert torch.load(out / "last.ckpt", weights_only=True)["epoch"] >= 0
+
+
+def test_a_long_epoch_tells_how_far_it_has_come_where_no_bar_can_be_drawn(images, tmp_path):
+    hurried = "from torchcaps import cli, run_folder; run_folder.PROGRESS_SECONDS = 0.0; cli.main()"
+    words = ["train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET]
+    words += ["--epochs", 1, "--batch-size", 14]
+    process = [sys.executable, "-c", hurried, *map(str, words)]
+    said = subprocess.run(process, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=True).stdout
+    assert [line.split("  ")[:2] for line in said.splitlines()[1:6]] == [
+        ["epoch 1/1", f"{done} %"] for done in (20, 40, 60, 80, 100)
+    ]
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_gives_others(command, images, finished, tmp_path):

@@ -146,6 +146,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
 
 
+PROGRESS_SECONDS = 60.0
+"""Between the lines that tell how far a long epoch has come, where no progress bar can be drawn."""
+
+
 class EpochLog(Callback):
     """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
 
@@ -153,16 +157,27 @@ class EpochLog(Callback):
         self.path = path
         self.images = images
         self.rows: list[dict[str, Any]] = []
-        self.start = self.train_seconds = 0.0
+        self.start = self.told = self.train_seconds = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.rows = [row for row in read_rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.start = time.perf_counter()
+        self.start = self.told = time.perf_counter()
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.train_seconds = time.perf_counter() - self.start
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_index: int
+    ) -> None:
+        now = time.perf_counter()
+        self.train_seconds = now - self.start
+        if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.told > PROGRESS_SECONDS:
+            self.told = now
+            done = (batch_index + 1) / trainer.num_training_batches
+            print(
+                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {100 * done:.0f} %  "
+                f"{done * self.images / self.train_seconds:.0f} images/s",
+                flush=True,
+            )
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         if not trainer.is_global_zero:
