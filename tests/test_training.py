@@ -59,6 +59,8 @@ def test_a_run_folder_is_complete(finished):
     assert "warning" not in (done.stdout + done.stderr).lower()
     rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
+    best = max(rows, key=lambda row: (float(row["validation_accuracy_percent"]), -float(row["validation_loss"])))
+    assert metrics["best_epoch"] == int(best["epoch"])
 
 
 def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_path):

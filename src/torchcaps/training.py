@@ -216,7 +216,10 @@ class Classifier(lightning.LightningModule):
         self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        self.log("validation_accuracy_percent", 100 * self.accuracy.compute(), prog_bar=True)
+        accuracy = 100 * self.accuracy.compute()
+        loss = self.trainer.callback_metrics["validation_loss"]
+        self.log("validation_accuracy_percent", accuracy, prog_bar=True)
+        self.log("validation_rank", accuracy - 0.001 * loss / (1 + loss))
         self.accuracy.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
@@ -244,7 +247,7 @@ class Classifier(lightning.LightningModule):
 
 
 def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resume: bool = False) -> dict[str, Any]:
-    """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
+    """Train as the recipe says, choose the epoch on validation (of equal accuracies the lower loss), read the test split once, and fill the run folder.
 
     Arguments:
         recipe: all settings; what it says can be repeated from the folder's recipe.json.
@@ -278,7 +281,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     best = ModelCheckpoint(
         folder,
         "best",
-        monitor="validation_accuracy_percent",
+        monitor="validation_rank",
         mode="max",
         save_on_train_epoch_end=True,
         enable_version_counter=False,
@@ -312,7 +315,8 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         trainer.fit(module, data, ckpt_path=last if go_on else None)
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
-    module.load_state_dict(load_checkpoint(folder / "best.ckpt", module)["state_dict"])
+    chosen = load_checkpoint(folder / "best.ckpt", module)
+    module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
     rows = read_rows(folder / "metrics.csv")
@@ -324,7 +328,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         "train_images_per_second": float(np.median([float(row["train_images_per_second"]) for row in rows])),
         "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
         "epochs": len(rows),
-        "best_epoch": int(max(rows, key=lambda row: float(row["validation_accuracy_percent"]))["epoch"]),
+        "best_epoch": chosen["epoch"] + 1,
         "precision": recipe.precision,
         "train_images": len(splits.train),
         "validation_images": len(splits.validation),
