@@ -247,7 +247,9 @@ class Classifier(lightning.LightningModule):
 
 
 def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resume: bool = False) -> dict[str, Any]:
-    """Train as the recipe says, choose the epoch on validation (of equal accuracies the lower loss), read the test split once, and fill the run folder.
+    """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
+
+    Of epochs with equal validation accuracy the one of lower validation loss is kept.
 
     Arguments:
         recipe: all settings; what it says can be repeated from the folder's recipe.json.
