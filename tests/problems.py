@@ -9,12 +9,21 @@ from torch import Tensor
 from laws import Case
 from torchcaps import RoutingMap
 
+MAPS = {
+    "dense": RoutingMap.dense(4),
+    "shared": RoutingMap.shared(4),
+    "conv": RoutingMap.conv((3, 4), kernel_size=2),
+    "conv-stride-padding": RoutingMap.conv((4, 3), kernel_size=3, stride=2, padding=1),
+}
 
-def random_case(routing_map: RoutingMap, seed: int, dtype: torch.dtype, sizes: tuple[int, ...] = (2, 3, 4)) -> Case:
+
+def random_case(
+    routing_map: RoutingMap, seed: int, dtype: torch.dtype, sizes: tuple[int, ...] = (2, 3, 4), rows: int = 1
+) -> Case:
     """Poses and transforms of unit scale; sizes are (batch, child types, parent types)."""
     batch, child_types, parent_types = sizes
     generator = torch.Generator().manual_seed(seed)
-    pose = torch.randn(batch, routing_map.child_sites, child_types, 1, 3, generator=generator, dtype=dtype)
+    pose = torch.randn(batch, routing_map.child_sites, child_types, rows, 3, generator=generator, dtype=dtype)
     transform = torch.randn(routing_map.transforms, child_types, parent_types, 3, 5, generator=generator, dtype=dtype)
     return Case(pose, transform, routing_map)
 
@@ -34,7 +43,7 @@ def maps(draw: st.DrawFn) -> RoutingMap:
 def cases(draw: st.DrawFn) -> Case:
     sizes = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5)))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    return random_case(draw(maps()), draw(st.integers(0, 2**31)), dtype, sizes)
+    return random_case(draw(maps()), draw(st.integers(0, 2**31)), dtype, sizes, rows=draw(st.integers(1, 3)))
 
 
 def dynamic_routing_in_loops(
@@ -92,3 +101,100 @@ def _squash_in_loops(s: list[float], form: str) -> list[float]:
         "su": length / (0.5 + length**2),
     }[form]
     return [scale * x for x in s]
+
+
+def em_routing_in_loops(
+    case: Case,
+    activation: Tensor,
+    beta_u: list[float],
+    beta_a: list[float],
+    *,
+    iterations: int = 3,
+    competition: str = "parents",
+    variance_floor: float = 1e-4,
+    normalise_data: bool = True,
+    inverse_temperature: float = 0.01,
+    temperature_schedule: str = "rising",
+    parent_activation: str = "logistic",
+    mean_damping: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Procedure 1 of Hinton, Sabour & Frosst 2018 with the corrections of Gritzman 2019, on plain lists.
+
+    Mean and variance ``[B, P, J, R, N]``, activation ``[B, P, J]`` and couplings ``[B, J, E, C]`` of the last pass. A
+    parent without data has mean 0 and the variance of the floor.
+    """
+    pose, transform, routing_map = case
+    edges = routing_map.edges.tolist()
+    child_types, parent_types, size = transform.shape[1:4]
+    rows, columns = pose.shape[3], transform.shape[4]
+    parents = [(p, j) for p in range(routing_map.parent_sites) for j in range(parent_types)]
+    shape = (pose.shape[0], routing_map.parent_sites, parent_types, rows, columns)
+    means, variances = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
+    activations = torch.zeros(shape[:3], dtype=torch.float64)
+    couplings = torch.zeros(pose.shape[0], parent_types, len(edges), child_types, dtype=torch.float64)
+    mean_data = routing_map.child_sites * child_types / len(parents) if normalise_data else 1.0
+    for b in range(pose.shape[0]):
+        m, a, w = pose[b].tolist(), activation[b].tolist(), transform.tolist()
+        vote, child, parent = {}, {}, {}
+        for e, (s, p, k) in enumerate(edges):
+            for c in range(child_types):
+                for j in range(parent_types):
+                    child[e, c, j], parent[e, c, j] = (s, c), (p, j)
+                    vote[e, c, j] = [
+                        sum(m[s][c][r][q] * w[k][c][j][q][n] for q in range(size))
+                        for r in range(rows)
+                        for n in range(columns)
+                    ]
+        rivals = {}
+        for one in vote:
+            rivals[one] = [
+                other
+                for other in vote
+                if child[other] == child[one] and (competition == "parents" or other[0] == one[0])
+            ]
+        coupling = {one: 1 / len(rivals[one]) for one in vote}
+        mean = {}
+        for t in range(iterations):
+            heat = inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
+            routed = {one: coupling[one] * a[child[one][0]][child[one][1]] for one in vote}
+            everything = sum(routed.values())
+            variance, active = {}, {}
+            for one in parents:
+                voters = [v for v in vote if parent[v] == one]
+                data = sum(routed[v] for v in voters)
+                before = mean.get(one)
+                mean[one] = [
+                    sum(routed[v] * vote[v][h] for v in voters) / data if data else 0.0 for h in range(rows * columns)
+                ]
+                if before:
+                    mean[one] = [
+                        (1 - mean_damping) * new + mean_damping * old
+                        for new, old in zip(mean[one], before, strict=True)
+                    ]
+                variance[one] = [
+                    (sum(routed[v] * (vote[v][h] - mean[one][h]) ** 2 for v in voters) / data if data else 0.0)
+                    + variance_floor
+                    for h in range(rows * columns)
+                ]
+                cost = sum((beta_u[one[1]] + math.log(math.sqrt(x))) * data / mean_data for x in variance[one])
+                active[one] = 1 / (1 + math.exp(-heat * (beta_a[one[1]] - cost)))
+                if parent_activation == "mixing":
+                    active[one] = data / everything if everything else 0.0
+            used = dict(coupling)
+            log_p = {}
+            for v in vote:
+                log_p[v] = math.log(max(active[parent[v]], 1e-300)) - sum(
+                    (x - mu) ** 2 / (2 * square) + math.log(math.sqrt(square)) + 0.5 * math.log(2 * math.pi)
+                    for x, mu, square in zip(vote[v], mean[parent[v]], variance[parent[v]], strict=True)
+                )
+            for v in vote:
+                largest = max(log_p[other] for other in rivals[v])
+                total = sum(math.exp(log_p[other] - largest) for other in rivals[v])
+                coupling[v] = math.exp(log_p[v] - largest) / total
+        for p, j in parents:
+            means[b, p, j] = torch.tensor(mean[p, j], dtype=torch.float64).reshape(rows, columns)
+            variances[b, p, j] = torch.tensor(variance[p, j], dtype=torch.float64).reshape(rows, columns)
+            activations[b, p, j] = active[p, j]
+        for (e, c, j), r in used.items():
+            couplings[b, j, e, c] = r
+    return means, variances, activations, couplings

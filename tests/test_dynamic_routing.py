@@ -7,15 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import laws
-from problems import cases, dynamic_routing_in_loops, random_case
+from problems import MAPS, cases, dynamic_routing_in_loops, random_case
 from torchcaps import ROUTINGS, DynamicRouting, RoutingMap, dynamic_routing
 
-MAPS = {
-    "dense": RoutingMap.dense(4),
-    "shared": RoutingMap.shared(4),
-    "conv": RoutingMap.conv((3, 4), kernel_size=2),
-    "conv-stride-padding": RoutingMap.conv((4, 3), kernel_size=3, stride=2, padding=1),
-}
 SU = {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
 OPTIONS = {
     "sabour": {},

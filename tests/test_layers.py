@@ -1,9 +1,25 @@
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from torchcaps import Capsules, Decoder, DenseCaps, DynamicRouting, PrimaryCaps, SharedCaps, lengths, squash
-from torchcaps.losses import margin_loss, reconstruction_loss
+from torchcaps import (
+    Capsules,
+    ClassCaps,
+    ConvCaps,
+    Decoder,
+    DenseCaps,
+    DynamicRouting,
+    EMRouting,
+    PrimaryCaps,
+    RoutingMap,
+    SharedCaps,
+    coordinate_addition,
+    lengths,
+    squash,
+)
+from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
 
 
 def test_a_primary_capsule_is_the_channels_at_one_position():
@@ -54,6 +70,69 @@ def test_shared_caps_take_any_number_of_children_in_any_order():
     parents, couplings = layer(children, return_couplings=True)
     assert parents.pose.shape == (2, 1, 10, 1, 16)
     assert couplings.shape == (2, 10, 90, 1)
+
+
+def test_matrix_primary_capsules_are_linear_with_an_activation_of_their_own():
+    layer = PrimaryCaps(2, 3, (4, 4), 1, bias=False, squash_form="none", activation="sigmoid")
+    features = torch.randn(2, 2, 5, 6)
+    capsules = layer(features)
+    assert capsules.pose.shape == (2, 30, 3, 4, 4)
+    torch.testing.assert_close(layer(3 * features).pose, 3 * capsules.pose)
+    torch.testing.assert_close(capsules.pose[1, 8, 2], layer.convolution(features)[1, 32:48, 1, 2].reshape(4, 4))
+    torch.testing.assert_close(capsules.activation[1, 8, 2], layer.activation(features)[1, 2, 1, 2].sigmoid())
+
+
+@pytest.mark.parametrize("pose_size", [(4, 4), (1, 16)])
+def test_conv_caps_see_their_window_alone(pose_size):
+    layer = ConvCaps((5, 6), 2, 3, kernel_size=3, stride=2, padding=1, pose_size=pose_size)
+    assert layer.parent_grid == (3, 3)
+    pose = torch.randn(1, 30, 2, *pose_size, requires_grad=True)
+    parents = layer(Capsules(pose, torch.rand(1, 30, 2)))
+    assert parents.pose.shape == (1, 9, 3, *pose_size)
+    one_pass = ConvCaps((5, 6), 2, 3, 3, 2, 1, pose_size, routing=EMRouting(3, iterations=1))
+    one_pass(Capsules(pose, torch.ones(1, 30, 2))).pose[0, 4].sum().backward()
+    seen = pose.grad[0].abs().amax(dim=(1, 2, 3)).reshape(5, 6) > 0
+    expected = torch.zeros(5, 6, dtype=torch.bool)
+    expected[1:4, 1:4] = True
+    assert torch.equal(seen, expected)
+
+
+@pytest.mark.parametrize("pose_size", [(4, 4), (1, 16)])
+def test_coordinates_go_to_the_first_two_elements_of_the_right_hand_column(pose_size):
+    coordinates = torch.tensor([[0.125, 0.25], [0.5, 0.75]])
+    pose, transform = torch.randn(2, 2, 3, *pose_size), torch.randn(1, 3, 5, pose_size[1], pose_size[1])
+    routing_map = RoutingMap.shared(2)
+    added = routing_map.votes(*coordinate_addition(pose, transform, coordinates)) - routing_map.votes(pose, transform)
+    expected = torch.zeros(2, 4, 4)
+    expected[:, 0, 3], expected[:, 1, 3] = coordinates.unbind(1)
+    expected = expected.reshape(1, 1, 2, 1, *pose_size).expand_as(added)
+    torch.testing.assert_close(added, expected, rtol=0, atol=1e-5)
+
+
+def test_without_coordinates_class_capsules_do_not_see_positions():
+    with_coordinates, without = (ClassCaps(torch.rand(6, 2), 2, 4, add_coordinates=on) for on in (True, False))
+    children = Capsules(torch.randn(2, 6, 2, 4, 4), torch.rand(2, 6, 2))
+    order = torch.randperm(6)
+    moved = Capsules(children.pose[:, order], children.activation[:, order])
+    torch.testing.assert_close(without(moved).pose, without(children).pose, rtol=1e-3, atol=1e-3)
+    assert (with_coordinates(moved).pose - with_coordinates(children).pose).abs().max() > 1e-2
+    assert with_coordinates(children, return_couplings=True)[1].shape == (2, 4, 6, 2)
+
+
+def test_spread_loss_is_its_formula_and_with_margin_one_the_squared_hinge():
+    scores = torch.tensor([[0.7, 0.4, 0.0], [0.1, 0.2, 0.9]])
+    expected = ((0.5 - 0.3) ** 2 + 0 + (0.5 + 0.1) ** 2 + (0.5 + 0.8) ** 2) / 2
+    torch.testing.assert_close(spread_loss(scores, torch.tensor([0, 0]), margin=0.5), torch.tensor(expected))
+    hinge = (1 - (scores[:, :1] - scores[:, 1:])).clamp_min(0).square().sum(dim=1).mean()
+    torch.testing.assert_close(spread_loss(scores, torch.tensor([0, 0]), margin=1.0), hinge)
+
+
+def test_the_margin_rises_from_two_tenths_to_nine():
+    assert spread_margin("official", 0, 1) == pytest.approx(0.2 + 0.79 / (1 + math.exp(4)))
+    assert spread_margin("official", 10**9, 1) == pytest.approx(0.99, abs=1e-3)
+    rises = [spread_margin("linear", step, 10) for step in range(12)]
+    assert rises == sorted(rises)
+    assert (rises[0], rises[-1]) == (0.2, 0.9)
 
 
 def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():

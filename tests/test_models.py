@@ -32,11 +32,50 @@ def test_sus_pair_has_the_authors_parameters():
     assert parameters(create_model("pooled-capsnet")) == trunk + 128 * 160 == 279_488
 
 
+def test_matrix_capsnet_has_the_papers_parameters():
+    def by_hand(features, primary, first, second, transform, channels=2, classes=5):
+        convolution = (25 * channels + 1) * features
+        primary_capsules = features * primary * 17
+        capsules = 9 * primary * first * transform + 9 * first * second * transform + second * classes * transform
+        return convolution + primary_capsules + capsules + 2 * (first + second + classes)
+
+    stereo = {"image_shape": (2, 32, 32), "classes": 5}
+    small, base = (create_model("matrix-capsnet", size=size, **stereo) for size in ("small", "base"))
+    assert parameters(small) == by_hand(64, 8, 16, 16, 16) == 68_618
+    assert parameters(base) == by_hand(32, 32, 32, 32, 16) == 316_650
+    vector = create_model("matrix-capsnet", pose="vector", **stereo)
+    assert parameters(vector) == by_hand(64, 8, 16, 16, 256)
+    assert parameters(create_model("matrix-capsnet", widths=(8, 2, 3, 4), **stereo)) == by_hand(8, 2, 3, 4, 16)
+
+
+def test_the_matrix_baseline_has_the_papers_parameters():
+    by_hand = (50 + 1) * 32 + (800 + 1) * 64 + (8 * 8 * 64 + 1) * 1024 + 1025 * 5
+    assert parameters(create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), classes=5)) == by_hand == 4_253_349
+
+
+def test_class_capsules_know_where_their_children_look():
+    model = create_model("matrix-capsnet", image_shape=(1, 32, 40), iterations=1)
+    assert model.first_capsules.parent_grid == (6, 8)
+    assert model.second_capsules.parent_grid == (4, 6)
+    coordinates = model.class_capsules.coordinates.reshape(4, 6, 2)
+    for row, column in [(0, 0), (1, 2), (3, 5)]:
+        image = torch.zeros(1, 1, 32, 40, requires_grad=True)
+        site = 6 * row + column
+        capsules = model.first_capsules(model.primary_capsules(model.convolution(image + torch.rand(1, 1, 32, 40))))
+        model.second_capsules(capsules).pose[0, site].sum().backward()
+        seen = image.grad[0, 0].abs() > 0
+        middle = [(lines.min() + lines.max() + 1) / 2 for lines in seen.nonzero().double().unbind(1)]
+        expected = torch.tensor([middle[0] / 32, middle[1] / 40])
+        torch.testing.assert_close(coordinates[row, column], expected.float())
+
+
 SMALL = {
     "capsnet": {"convolution_channels": 8, "primary_types": 2},
     "baseline-cnn": {"channels": (4, 4, 4), "hidden_sizes": (8, 8)},
     "pooled-cnn": {},
     "pooled-capsnet": {},
+    "matrix-capsnet": {"widths": (4, 2, 3, 3)},
+    "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
 }
 
 
@@ -66,7 +105,9 @@ def test_the_decoder_is_masked_by_the_label_in_training_and_by_the_longest_capsu
     assert not torch.equal(free.reconstruction, model(images, (longest + 1) % 10).reconstruction)
 
 
-@pytest.mark.parametrize(("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13), ("matrix-capsnet", 16)]
+)
 def test_an_image_too_small_is_refused_by_name(name, size):
     with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
         create_model(name, image_shape=(1, size, size))

@@ -2,15 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.capsules import Capsules, lengths, squash
+from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
 from torchcaps.errors import BadInput
-from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, SharedCaps
-from torchcaps.losses import margin_loss, reconstruction_loss
-from torchcaps.routing import ROUTINGS, DynamicRouting, dynamic_routing
+from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
+from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
+from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
 from torchcaps.routing_map import RoutingMap
 
 if TYPE_CHECKING:
-    from torchcaps.models import MODELS, BaselineCNN, CapsNet, PooledCapsNet, PooledCNN, Prediction, create_model
+    from torchcaps.models import (
+        MODELS,
+        BaselineCNN,
+        CapsNet,
+        MatrixBaselineCNN,
+        MatrixCapsNet,
+        PooledCapsNet,
+        PooledCNN,
+        Prediction,
+        create_model,
+    )
 
 __version__ = "0.1.0"
 
@@ -20,21 +30,31 @@ __all__ = [
     "BadInput",
     "BaselineCNN",
     "CapsNet",
+    "CapsuleLayer",
     "Capsules",
+    "ClassCaps",
+    "ConvCaps",
     "Decoder",
     "DenseCaps",
     "DynamicRouting",
+    "EMPass",
+    "EMRouting",
+    "MatrixBaselineCNN",
+    "MatrixCapsNet",
     "PooledCNN",
     "PooledCapsNet",
     "Prediction",
     "PrimaryCaps",
     "RoutingMap",
     "SharedCaps",
+    "coordinate_addition",
     "create_model",
     "dynamic_routing",
+    "em_routing",
     "lengths",
     "margin_loss",
     "reconstruction_loss",
+    "spread_loss",
     "squash",
 ]
 

@@ -1,4 +1,4 @@
-"""Capsules, and the two things done to a pose on its own: squashing it and measuring its length.
+"""Capsules, and what is done to a pose on its own: squashing, measuring its length, adding its coordinates.
 
 Shape legend, used in every docstring, annotation and einsum of this library:
 
@@ -20,11 +20,13 @@ letter meaning
 A pose is ``R×Q``, a transform ``Q×N``, a vote ``R×N``.
 """
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 SquashForm = Literal["sabour", "su", "unit", "none"]
 
@@ -79,3 +81,52 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         raise ValueError(f"unknown squash form {form!r}: use one of {', '.join(get_args(SquashForm))}")
     length = lengths(pose)[..., None, None]
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
+
+
+def coordinate_addition(
+    pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"], coordinates: Float[Tensor, "S 2"]
+) -> tuple[Float[Tensor, "B S C R Q2"], Float[Tensor, "K C J Q2 N"]]:
+    """Add where a child stands to its votes: Coordinate Addition, Hinton, Sabour & Frosst 2018, section 4.
+
+    Row and column are added to the first two elements of the right-hand column of each vote. A vote stays a product of
+    pose and transform, so that every rule and every kernel takes it: the pose gains columns that hold the coordinates,
+    the transform gains rows that put them in place::
+
+        [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
+
+    A vector pose (R = 1) is read as a square matrix, row by row.
+
+    Arguments:
+        pose: ``[B, S, C, R, Q]``.
+        transform: ``[K, C, J, Q, N]``.
+        coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
+
+    Returns:
+        pose and transform with one more Q (two more where R = 1).
+
+    Raises:
+        ValueError: a vector pose whose N is no square of 2 or more.
+
+    Example:
+        >>> pose, transform = coordinate_addition(torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 2, 2),
+        ...                                       torch.tensor([[0.25, 0.75]]))
+        >>> pose[0, 0, 0] @ transform[0, 0, 0]
+        tensor([[0.0000, 0.2500],
+                [0.0000, 0.7500]])
+    """
+    batch, _, types, rows, _ = pose.shape
+    transforms, _, parents, _, columns = transform.shape
+    if rows == 1:
+        side = math.isqrt(columns)
+        if side < 2 or side * side != columns:
+            raise ValueError(f"a vector vote of length {columns} is no square matrix: use a square of 2 or more")
+        place = [side - 1, 2 * side - 1]
+        placed = coordinates[:, None, :]
+    else:
+        place = [columns - 1]
+        placed = functional.pad(coordinates, (0, rows - 2))[:, :, None]
+    fixed = functional.one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
+    return (
+        torch.cat([pose, placed.to(pose)[None, :, None].expand(batch, -1, types, -1, -1)], dim=-1),
+        torch.cat([transform, fixed.expand(transforms, types, parents, -1, -1)], dim=-2),
+    )

@@ -1,30 +1,39 @@
 """Capsule layers: a routing map, a transform and a routing rule put together."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.capsules import Capsules, SquashForm, lengths, squash
-from torchcaps.routing import DynamicRouting
+from torchcaps.capsules import Capsules, SquashForm, coordinate_addition, lengths, squash
+from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.routing_map import RoutingMap
 
 
 class PrimaryCaps(nn.Module):
     """The lowest capsules: a convolution whose channels at one position are read as poses.
 
-    Sabour, Frosst & Hinton 2017, section 4. A capsule is ``pose_size`` *channels at one position*, squashed.
+    Sabour, Frosst & Hinton 2017, section 4: a capsule is ``pose_size`` *channels at one position*, squashed; its length
+    is its activation. Hinton, Sabour & Frosst 2018, section 4: the pose is a matrix, linear in the features below, and
+    the activation a sigmoid of them (``pose_size=(4, 4), kernel_size=1, squash_form="none", activation="sigmoid",
+    bias=False``).
 
     Arguments:
         in_channels: channels of the feature map below.
         types: C, capsule types at each position.
-        pose_size: Q, length of a pose.
-        kernel_size, stride, padding: of the convolution.
+        pose_size: Q, length of a pose, or (R, Q), its rows and columns.
+        kernel_size, stride, padding, bias: of the convolution.
         squash_form: see `squash`.
+        activation: ``length`` of the pose, or ``sigmoid`` of a convolution of its own.
+
+    Raises:
+        ValueError: an unknown activation.
 
     Example:
         >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
@@ -35,28 +44,64 @@ class PrimaryCaps(nn.Module):
         self,
         in_channels: int,
         types: int,
-        pose_size: int,
+        pose_size: int | tuple[int, int],
         kernel_size: int,
         stride: int = 1,
         padding: int = 0,
+        bias: bool = True,
         squash_form: SquashForm = "sabour",
+        activation: Literal["length", "sigmoid"] = "length",
     ) -> None:
         super().__init__()
+        if activation not in ("length", "sigmoid"):
+            raise ValueError(f"unknown activation {activation!r}: use length or sigmoid")
         self.types = types
-        self.pose_size = pose_size
+        self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
         self.squash_form: SquashForm = squash_form
-        self.convolution = nn.Conv2d(in_channels, types * pose_size, kernel_size, stride, padding)
+        below = (in_channels, types * math.prod(self.pose_shape))
+        self.convolution = nn.Conv2d(*below, kernel_size, stride, padding, bias=bias)
+        self.activation = None
+        if activation == "sigmoid":
+            self.activation = nn.Conv2d(in_channels, types, kernel_size, stride, padding, bias=bias)
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Capsules at every position of the convolved map, sites row by row."""
-        channels_last = self.convolution(features).permute(0, 2, 3, 1)
-        batch, height, width, _ = channels_last.shape
-        pose = channels_last.reshape(batch, height * width, self.types, 1, self.pose_size).float()
-        pose = squash(pose, self.squash_form)
-        return Capsules(pose, lengths(pose))
+        pose = self.convolution(features).float().flatten(2).mT.unflatten(2, (self.types, *self.pose_shape))
+        pose = squash(pose.contiguous(), self.squash_form)
+        if self.activation is None:
+            return Capsules(pose, lengths(pose))
+        return Capsules(pose, self.activation(features).float().flatten(2).mT.sigmoid())
 
 
-class DenseCaps(nn.Module):
+class CapsuleLayer(nn.Module):
+    """A routing map, a transform and a routing rule: what `DenseCaps`, `ConvCaps` and `ClassCaps` are.
+
+    Arguments:
+        routing_map: which child site feeds which parent site through which transform.
+        transform: the initial transforms ``[K, C, J, Q, N]``.
+        routing: the rule.
+    """
+
+    edges: Tensor
+
+    def __init__(self, routing_map: RoutingMap, transform: Tensor, routing: nn.Module) -> None:
+        super().__init__()
+        self._map = routing_map
+        self.register_buffer("edges", routing_map.edges, persistent=False)
+        self.transform = nn.Parameter(transform)
+        self.routing = routing
+
+    @property
+    def routing_map(self) -> RoutingMap:
+        """The layer's map, on the layer's device."""
+        return replace(self._map, edges=self.edges)
+
+    def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
+        """Parents ``[B, P, J, R, N]``, and the couplings ``[B, J, E, C]`` where asked for."""
+        return self.routing(children, self.transform, self.routing_map, return_couplings=return_couplings)
+
+
+class DenseCaps(CapsuleLayer):
     """Every child votes for every parent through a transform of its own: the DigitCaps of the paper.
 
     Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), which is
@@ -77,8 +122,6 @@ class DenseCaps(nn.Module):
         torch.Size([2, 1, 10])
     """
 
-    edges: Tensor
-
     def __init__(
         self,
         child_sites: int,
@@ -88,24 +131,110 @@ class DenseCaps(nn.Module):
         parent_pose_size: int,
         routing: nn.Module | None = None,
     ) -> None:
-        super().__init__()
-        self._map = RoutingMap.dense(child_sites)
-        self.register_buffer("edges", self._map.edges, persistent=False)
-        self.transform = nn.Parameter(
-            torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size)
-        )
         spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
-        nn.init.trunc_normal_(self.transform, std=spread, a=-2 * spread, b=2 * spread)
-        self.routing = routing if routing is not None else DynamicRouting()
+        transform = _normal((child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread)
+        super().__init__(RoutingMap.dense(child_sites), transform, DynamicRouting() if routing is None else routing)
+
+
+class ConvCaps(CapsuleLayer):
+    """Each parent sees a window of child sites; one transform per kernel offset, shared by all windows.
+
+    Hinton, Sabour & Frosst 2018, section 4.
+
+    Arguments:
+        child_grid: (height, width) of the child sites.
+        child_types: C.
+        parent_types: J.
+        kernel_size, stride, padding: of the window.
+        pose_size: (R, Q) of child and parent: (4, 4) with 4×4 transforms, or (1, 16) with 16×16 transforms.
+        deviation: standard deviation of the initial transforms; None for 1/√Q, which keeps the size of a pose.
+        routing: the rule; EM routing with three iterations by default.
+
+    Raises:
+        ValueError: the window does not fit the grid.
+
+    Example:
+        >>> children = PrimaryCaps(1, 8, (4, 4), 5, squash_form="none", activation="sigmoid")(torch.randn(2, 1, 10, 9))
+        >>> layer = ConvCaps((6, 5), 8, parent_types=16, kernel_size=3, stride=2)
+        >>> layer.parent_grid, layer(children).pose.shape
+        ((2, 2), torch.Size([2, 4, 16, 4, 4]))
+    """
+
+    def __init__(
+        self,
+        child_grid: tuple[int, int],
+        child_types: int,
+        parent_types: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        pose_size: tuple[int, int] = (4, 4),
+        deviation: float | None = None,
+        routing: nn.Module | None = None,
+    ) -> None:
+        size = pose_size[1]
+        shape = (kernel_size**2, child_types, parent_types, size, size)
+        transform = _normal(shape, size**-0.5 if deviation is None else deviation)
+        routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
+        super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
 
     @property
-    def routing_map(self) -> RoutingMap:
-        """The layer's map, on the layer's device."""
-        return replace(self._map, edges=self.edges)
+    def parent_grid(self) -> tuple[int, int]:
+        """(height, width) of the parent sites."""
+        return self._map.parent_grid
+
+
+class ClassCaps(CapsuleLayer):
+    """One parent per class sees every child; the transforms of a child type are shared by all its positions.
+
+    Hinton, Sabour & Frosst 2018, section 4, with Coordinate Addition (see `coordinate_addition`).
+
+    Arguments:
+        coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
+        child_types: C.
+        classes: J.
+        pose_size: (R, Q) of child and parent.
+        add_coordinates: off, the positions are forgotten.
+        deviation: standard deviation of the initial transforms; None for 1/√Q.
+        routing: the rule; EM routing with three iterations by default.
+
+    Example:
+        >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
+        >>> ClassCaps(torch.rand(9, 2), child_types=8, classes=5)(children).activation.shape
+        torch.Size([2, 1, 5])
+    """
+
+    coordinates: Tensor
+
+    def __init__(
+        self,
+        coordinates: Float[Tensor, "S 2"],
+        child_types: int,
+        classes: int,
+        pose_size: tuple[int, int] = (4, 4),
+        add_coordinates: bool = True,
+        deviation: float | None = None,
+        routing: nn.Module | None = None,
+    ) -> None:
+        size = pose_size[1]
+        transform = _normal((1, child_types, classes, size, size), size**-0.5 if deviation is None else deviation)
+        routing_map = RoutingMap.shared(len(coordinates))
+        super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
+        self.register_buffer("coordinates", coordinates, persistent=False)
+        self.add_coordinates = add_coordinates
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Parents ``[B, 1, J, 1, N]``, and the couplings ``[B, J, E, C]`` where asked for."""
-        return self.routing(children.pose, self.transform, self.routing_map, return_couplings=return_couplings)
+        """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S, C]`` where asked for."""
+        pose: Tensor = children.pose
+        transform: Tensor = self.transform
+        if self.add_coordinates:
+            pose, transform = coordinate_addition(pose, transform, self.coordinates)
+        children = Capsules(pose, children.activation)
+        return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
+
+
+def _normal(shape: Sequence[int], deviation: float) -> Tensor:
+    return nn.init.trunc_normal_(torch.empty(*shape), std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 class SharedCaps(nn.Module):
@@ -137,9 +266,9 @@ class SharedCaps(nn.Module):
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S·C, 1]`` where asked for."""
-        pose = children.pose.flatten(1, 2).unsqueeze(2)
+        pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
         routing_map = RoutingMap.shared(pose.shape[1], pose.device)
-        return self.routing(pose, self.transform, routing_map, return_couplings=return_couplings)
+        return self.routing(Capsules(pose, activation), self.transform, routing_map, return_couplings=return_couplings)
 
 
 class Decoder(nn.Module):

@@ -1,6 +1,8 @@
 """The losses of the papers, as functions of what a model returns."""
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -53,9 +55,86 @@ def reconstruction_loss(
     return (reconstruction.float() - images.float()).square().flatten(1).sum(dim=1).mean()
 
 
+def spread_loss(
+    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], margin: float = 0.9
+) -> Float[Tensor, ""]:
+    """Spread loss: every other class is to be less active by a margin; Hinton, Sabour & Frosst 2018, equation 3.
+
+    ::
+
+        L = Σ_{k≠t} max(0, m - (a_t - a_k))²      mean over the batch
+
+    With m = 1 it is the squared hinge. The paper lets m rise from 0.2 to 0.9 in training: see `spread_margin`.
+
+    Arguments:
+        scores: ``[B, classes]``, activations in [0, 1].
+        target: class of each sample ``[B]``.
+        margin: m, in (0, 1].
+
+    Example:
+        >>> import torch
+        >>> spread_loss(torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([0]), margin=0.5)
+        tensor(0.0100)
+    """
+    of_target = scores.gather(1, target[:, None])
+    others = 1 - functional.one_hot(target, scores.shape[1]).to(scores)
+    return (others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1).mean()
+
+
+def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
+    """The margin of `spread_loss` at a step of training.
+
+    ``linear`` rises from 0.2 at the first step to 0.9 at the last (Hinton, Sabour & Frosst 2018, section 3);
+    ``official`` is the authors' code, ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, however long the training is.
+
+    Arguments:
+        schedule: ``linear`` or ``official``.
+        step: from 0.
+        steps: of the whole training.
+
+    Raises:
+        ValueError: an unknown schedule.
+
+    Example:
+        >>> [spread_margin("linear", step, 100) for step in (0, 50, 100)]
+        [0.2, 0.55, 0.9]
+    """
+    if schedule == "linear":
+        return round(0.2 + 0.7 * min(1.0, step / max(1, steps)), 12)
+    if schedule == "official":
+        return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
+    raise ValueError(f"unknown margin schedule {schedule!r}: use linear or official")
+
+
+def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
+    """Cross-entropy of activations read as shares: ``-log(a_t / Σ_k a_k)``, mean over the batch.
+
+    Hinton, Sabour & Frosst 2018, table 1, name a cross-entropy on the activations without its formula; this is ours.
+
+    Arguments:
+        scores: ``[B, classes]``, activations in [0, 1].
+        target: class of each sample ``[B]``.
+
+    Example:
+        >>> import torch
+        >>> activation_cross_entropy(torch.tensor([[0.5, 0.0, 0.0]]), torch.tensor([0]))
+        tensor(0.)
+    """
+    return functional.nll_loss(functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log(), target)
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "margin": margin_loss,
     "cross_entropy": functional.cross_entropy,
+    "spread": spread_loss,
+    "activation_cross_entropy": activation_cross_entropy,
 }
 
-__all__ = ["LOSSES", "margin_loss", "reconstruction_loss"]
+__all__ = [
+    "LOSSES",
+    "activation_cross_entropy",
+    "margin_loss",
+    "reconstruction_loss",
+    "spread_loss",
+    "spread_margin",
+]

@@ -141,15 +141,26 @@ class RoutingMap:
             total = torch.logaddexp(total, torch.zeros_like(total))
         return logits - total.unsqueeze(1)
 
+    def sum_at_parents(self, values: Float[Tensor, "B J E *rest"]) -> Float[Tensor, "B J P *rest"]:
+        """Per parent site, the sum over the edges that lead to it."""
+        if self.parent_sites == 1:
+            return values.sum(dim=2, keepdim=True)
+        per_parent = values.new_zeros(*values.shape[:2], self.parent_sites, *values.shape[3:])
+        return per_parent.index_add(2, self.edges[:, 1], values)
+
+    def at_edges(self, values: Float[Tensor, "B J P *rest"]) -> Float[Tensor, "B J E *rest"]:
+        """On every edge, the value of the parent site it leads to."""
+        if self.parent_sites == 1:
+            return values.expand(*values.shape[:2], len(self.edges), *values.shape[3:])
+        return values[:, :, self.edges[:, 1]]
+
     def sum_over_children(
         self, couplings: Float[Tensor, "B J E C"], votes: Float[Tensor, "B J E C R N"]
     ) -> Float[Tensor, "B J P R N"]:
         """Per parent, the sum of its votes weighted by their couplings: ``s = Σ c V``."""
         if self.parent_sites == 1:
             return torch.einsum("bjec,bjecrn->bjrn", couplings, votes).unsqueeze(2)
-        per_edge = torch.einsum("bjec,bjecrn->bjern", couplings, votes)
-        per_parent = per_edge.new_zeros(*per_edge.shape[:2], self.parent_sites, *per_edge.shape[3:])
-        return per_parent.index_add(2, self.edges[:, 1], per_edge)
+        return self.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", couplings, votes))
 
     def agreement(
         self, votes: Float[Tensor, "B J E C R N"], parents: Float[Tensor, "B J P R N"]
@@ -157,4 +168,4 @@ class RoutingMap:
         """Scalar product of every vote with the parent it is for: ``û · v``."""
         if self.parent_sites == 1:
             return torch.einsum("bjecrn,bjrn->bjec", votes, parents.squeeze(2))
-        return torch.einsum("bjecrn,bjern->bjec", votes, parents[:, :, self.edges[:, 1]])
+        return torch.einsum("bjecrn,bjern->bjec", votes, self.at_edges(parents))

@@ -7,6 +7,7 @@ from torch import nn
 
 from torchcaps.errors import BadInput, nearest
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
+from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.prediction import Prediction
 
@@ -15,6 +16,8 @@ MODELS: dict[str, type[nn.Module]] = {
     "baseline-cnn": BaselineCNN,
     "pooled-cnn": PooledCNN,
     "pooled-capsnet": PooledCapsNet,
+    "matrix-capsnet": MatrixCapsNet,
+    "matrix-baseline-cnn": MatrixBaselineCNN,
 }
 
 
@@ -41,4 +44,14 @@ def create_model(name: str, **options: Any) -> nn.Module:
     return MODELS[name](**options)
 
 
-__all__ = ["MODELS", "BaselineCNN", "CapsNet", "PooledCNN", "PooledCapsNet", "Prediction", "create_model"]
+__all__ = [
+    "MODELS",
+    "BaselineCNN",
+    "CapsNet",
+    "MatrixBaselineCNN",
+    "MatrixCapsNet",
+    "PooledCNN",
+    "PooledCapsNet",
+    "Prediction",
+    "create_model",
+]

@@ -3,7 +3,8 @@
 from torch import nn
 
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
+from torchcaps.routing.em import EMPass, EMRouting, em_routing
 
-ROUTINGS: dict[str, type[nn.Module]] = {"dynamic": DynamicRouting}
+ROUTINGS: dict[str, type[nn.Module]] = {"dynamic": DynamicRouting, "em": EMRouting}
 
-__all__ = ["ROUTINGS", "DynamicRouting", "dynamic_routing"]
+__all__ = ["ROUTINGS", "DynamicRouting", "EMPass", "EMRouting", "dynamic_routing", "em_routing"]

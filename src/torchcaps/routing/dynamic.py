@@ -131,7 +131,8 @@ class DynamicRouting(nn.Module):
 
     Example:
         >>> rule = DynamicRouting(iterations=3)
-        >>> rule(torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).activation.shape
+        >>> children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+        >>> rule(children, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).activation.shape
         torch.Size([2, 1, 10])
     """
 
@@ -157,16 +158,16 @@ class DynamicRouting(nn.Module):
 
     @overload
     def forward(
-        self, pose: Tensor, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
     ) -> Capsules: ...
     @overload
     def forward(
-        self, pose: Tensor, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
     ) -> tuple[Capsules, Tensor]: ...
-    def forward(self, pose, transform, routing_map, return_couplings=False):
+    def forward(self, children, transform, routing_map, return_couplings=False):
         """Parents' capsules, and the couplings where asked for; see `dynamic_routing`."""
         return dynamic_routing(
-            pose,
+            children.pose,
             transform,
             routing_map,
             iterations=self.iterations,

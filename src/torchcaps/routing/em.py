@@ -1,0 +1,258 @@
+"""EM routing: Hinton, Sabour & Frosst 2018, with the corrections of Gritzman 2019."""
+
+import math
+from typing import Any, Literal, NamedTuple, get_args, overload
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchcaps.capsules import Capsules
+from torchcaps.routing_map import RoutingMap
+
+Competition = Literal["parents", "types"]
+TemperatureSchedule = Literal["rising", "constant"]
+ParentActivation = Literal["logistic", "mixing"]
+
+
+class EMPass(NamedTuple):
+    """What one pass of EM routing found.
+
+    Arguments:
+        couplings: R_ij that went into the pass, ``[B, J, E, C]``, in the order of the map's edges.
+        mean: μ_j, ``[B, P, J, R, N]``.
+        variance: σ_j², of the same shape, at least the floor.
+        activation: a_j, ``[B, P, J]``.
+    """
+
+    couplings: Float[Tensor, "B J E C"]
+    mean: Float[Tensor, "B P J R N"]
+    variance: Float[Tensor, "B P J R N"]
+    activation: Float[Tensor, "B P J"]
+
+
+def em_routing(
+    children: Capsules,
+    transform: Float[Tensor, "K C J Q N"],
+    routing_map: RoutingMap,
+    beta_u: Float[Tensor, "J"],
+    beta_a: Float[Tensor, "J"],
+    *,
+    iterations: int = 3,
+    competition: Competition = "parents",
+    variance_floor: float = 1e-4,
+    normalise_data: bool = True,
+    inverse_temperature: float = 0.01,
+    temperature_schedule: TemperatureSchedule = "rising",
+    parent_activation: ParentActivation = "logistic",
+    mean_damping: float = 0.0,
+) -> list[EMPass]:
+    """Fit a Gaussian to each parent's votes and share each child among them: Hinton, Sabour & Frosst 2018, procedure 1.
+
+    ::
+
+        R_ij = 1 / (number of parents child i reaches)
+        repeat `iterations` times:
+            M-step, per parent:   r_ij = R_ij a_i       V_ij = M_i W_ij
+                μ_j^h = Σ_i r_ij V_ij^h / Σ_i r_ij
+                (σ_j^h)² = Σ_i r_ij (V_ij^h - μ_j^h)² / Σ_i r_ij + floor
+                cost_j = Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data
+                a_j = logistic(λ (β_a - cost_j))
+            E-step, per child (not in the last pass):
+                log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
+                R_ij = a_j p_ij / Σ_k a_k p_ik
+
+    in log space. The defaults hold the corrections of Gritzman 2019 (arXiv 1907.00652): the variance floor (a single
+    child has no variance), mean_data = children / parents of the layer (else layers with few parents saturate), and
+    couplings that compete over every parent a child reaches. A child of activation 0 counts for nothing; a parent whose
+    children are all off has mean 0 and the cost 0. Computed in the widest dtype of its arguments, whatever autocast
+    says.
+
+    Arguments:
+        children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
+        transform: ``[K, C, J, Q, N]``, the map's transforms.
+        routing_map: which child site feeds which parent site.
+        beta_u: ``[J]``, the cost of describing a datum with no parent active (with its sign turned).
+        beta_a: ``[J]``, the cost of activating a parent (with its sign turned).
+        iterations: T, at least 1.
+        competition: ``parents``, every type at every site that a child reaches; ``types`` at one site alone, as most
+            implementations have it (and R_ij = 1 / J at the start).
+        variance_floor: added to σ², at least 0; Gritzman has 1e-4, the authors' code 5e-4, the paper none.
+        normalise_data: divide Σ r by mean_data in the cost; the paper does not.
+        inverse_temperature: λ of the last pass of an endless rise, above 0. Gritzman's code has, in effect, 1.
+        temperature_schedule: ``rising``, λ (1 - 0.95^(t+1)) in pass t = 0, 1, …, as the authors; or ``constant``.
+        parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
+        mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
+
+    Returns:
+        One `EMPass` a pass; the last one's mean and activation are the parents.
+
+    Raises:
+        ValueError: shapes disagree with the map, or an option is out of its range or unknown.
+
+    Example:
+        >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
+        >>> transform = torch.randn(4, 4, 6, 4, 4)
+        >>> passes = em_routing(children, transform, RoutingMap.conv((3, 3), 2), torch.zeros(6), torch.zeros(6))
+        >>> passes[-1].mean.shape, passes[-1].activation.shape
+        (torch.Size([2, 4, 6, 4, 4]), torch.Size([2, 4, 6]))
+    """
+    _check_options(
+        iterations,
+        competition,
+        variance_floor,
+        inverse_temperature,
+        temperature_schedule,
+        parent_activation,
+        mean_damping,
+    )
+    dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
+    with torch.autocast(children.pose.device.type, enabled=False):
+        votes = routing_map.votes(children.pose.to(dtype), transform.to(dtype))
+        rows, columns = votes.shape[4:]
+        votes = votes.flatten(4)
+        activation = children.activation.to(dtype)[:, routing_map.edges[:, 0]].unsqueeze(1)
+        child_types, parent_types = votes.shape[3], votes.shape[1]
+        mean_data = 1.0
+        if normalise_data:
+            mean_data = routing_map.child_sites * child_types / (routing_map.parent_sites * parent_types)
+        logits, mean, passes = votes.new_zeros(votes.shape[:4]), None, []
+        for iteration in range(iterations):
+            rivals = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
+            couplings = rivals.exp()
+            routed = couplings * activation
+            data = routing_map.sum_at_parents(routed.sum(dim=3))
+            share = routed * routing_map.at_edges(_inverse(data)).unsqueeze(3)
+            fresh = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, votes))
+            mean = fresh if mean is None else (1 - mean_damping) * fresh + mean_damping * mean
+            deviation = (votes - routing_map.at_edges(mean).unsqueeze(3)).square()
+            variance = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, deviation)) + variance_floor
+            log_deviation = 0.5 * variance.log()
+            if parent_activation == "logistic":
+                heat = inverse_temperature * (1 - 0.95 ** (iteration + 1) if temperature_schedule == "rising" else 1)
+                described = beta_u.to(dtype)[:, None, None] + log_deviation
+                cost = described.sum(dim=3) * data / mean_data
+                log_activation = functional.logsigmoid(heat * (beta_a.to(dtype)[:, None] - cost))
+            else:
+                total = data.sum(dim=(1, 2), keepdim=True)
+                log_activation = (data * _inverse(total)).clamp_min(torch.finfo(dtype).tiny).log()
+            passes.append(
+                EMPass(
+                    couplings,
+                    mean.transpose(1, 2).unflatten(3, (rows, columns)),
+                    variance.transpose(1, 2).unflatten(3, (rows, columns)),
+                    log_activation.exp().transpose(1, 2),
+                )
+            )
+            if iteration < iterations - 1:
+                distance = torch.einsum("bjech,bjeh->bjec", deviation, routing_map.at_edges(0.5 / variance))
+                volume = (log_deviation + 0.5 * math.log(2 * math.pi)).sum(dim=3)
+                logits = routing_map.at_edges(log_activation - volume).unsqueeze(3) - distance
+    return passes
+
+
+def _inverse(total: Tensor) -> Tensor:
+    """1 / total, and 0 where the total is too small to divide by; so is the gradient."""
+    enough = total > torch.finfo(total.dtype).tiny ** 0.5
+    return torch.where(enough, 1 / torch.where(enough, total, 1), 0)
+
+
+def _check_options(
+    iterations: int,
+    competition: str,
+    variance_floor: float,
+    inverse_temperature: float,
+    temperature_schedule: str,
+    parent_activation: str,
+    mean_damping: float,
+) -> None:
+    if iterations < 1:
+        raise ValueError(f"iterations must be at least 1; got {iterations}")
+    if not 0 <= variance_floor < math.inf:
+        raise ValueError(f"variance_floor must be at least 0; got {variance_floor}")
+    if not 0 < inverse_temperature < math.inf:
+        raise ValueError(f"inverse_temperature must be above 0; got {inverse_temperature}")
+    if not 0 <= mean_damping < 1:
+        raise ValueError(f"mean_damping must be in [0, 1); got {mean_damping}")
+    for name, value, allowed in (
+        ("competition", competition, get_args(Competition)),
+        ("temperature_schedule", temperature_schedule, get_args(TemperatureSchedule)),
+        ("parent_activation", parent_activation, get_args(ParentActivation)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+
+
+class EMRouting(nn.Module):
+    """`em_routing` with its options fixed and its β learned, as the rule of a capsule layer.
+
+    Arguments:
+        parent_types: J; β_u and β_a are one number per parent type, 0 at the start.
+        The others are those of `em_routing`.
+
+    Raises:
+        ValueError: an option is out of its range or unknown.
+
+    Example:
+        >>> rule = EMRouting(parent_types=6)
+        >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
+        >>> rule(children, torch.randn(1, 4, 6, 4, 4), RoutingMap.shared(9)).activation.shape
+        torch.Size([2, 1, 6])
+    """
+
+    def __init__(
+        self,
+        parent_types: int,
+        iterations: int = 3,
+        competition: Competition = "parents",
+        variance_floor: float = 1e-4,
+        normalise_data: bool = True,
+        inverse_temperature: float = 0.01,
+        temperature_schedule: TemperatureSchedule = "rising",
+        parent_activation: ParentActivation = "logistic",
+        mean_damping: float = 0.0,
+    ) -> None:
+        super().__init__()
+        _check_options(
+            iterations,
+            competition,
+            variance_floor,
+            inverse_temperature,
+            temperature_schedule,
+            parent_activation,
+            mean_damping,
+        )
+        self.beta_u = nn.Parameter(torch.zeros(parent_types))
+        self.beta_a = nn.Parameter(torch.zeros(parent_types))
+        self.options: dict[str, Any] = {
+            "iterations": iterations,
+            "competition": competition,
+            "variance_floor": variance_floor,
+            "normalise_data": normalise_data,
+            "inverse_temperature": inverse_temperature,
+            "temperature_schedule": temperature_schedule,
+            "parent_activation": parent_activation,
+            "mean_damping": mean_damping,
+        }
+
+    def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
+        """Every pass in full; see `em_routing`."""
+        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
+
+    @overload
+    def forward(
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
+    ) -> Capsules: ...
+    @overload
+    def forward(
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
+    ) -> tuple[Capsules, Tensor]: ...
+    def forward(self, children, transform, routing_map, return_couplings=False):
+        """Parents' capsules, and the couplings of the last pass ``[B, J, E, C]`` where asked for."""
+        last = self.passes(children, transform, routing_map)[-1]
+        capsules = Capsules(last.mean, last.activation)
+        return (capsules, last.couplings) if return_couplings else capsules
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

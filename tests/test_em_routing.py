@@ -1,0 +1,240 @@
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import laws
+from problems import MAPS, cases, em_routing_in_loops, random_case
+from torchcaps import Capsules, EMRouting, RoutingMap, em_routing
+
+OPTIONS = {
+    "corrected": {},
+    "one-pass": {"iterations": 1},
+    "five-passes": {"iterations": 5},
+    "types": {"competition": "types"},
+    "no-mean-data": {"normalise_data": False},
+    "hot": {"inverse_temperature": 1.0},
+    "constant": {"inverse_temperature": 0.5, "temperature_schedule": "constant"},
+    "mixing": {"parent_activation": "mixing"},
+    "official": {"mean_damping": 0.1, "variance_floor": 5e-4, "competition": "types", "normalise_data": False},
+}
+LAWS = [
+    laws.invariant_to_order_of_children,
+    laws.equivariant_to_order_of_parent_types,
+    laws.samples_do_not_see_each_other,
+    laws.zero_poses_are_finite,
+    laws.a_silent_child_counts_for_nothing,
+    laws.same_input_same_bits,
+]
+
+
+def rule(options):
+    """A child is as active as its pose is long; β is the same for all parent types."""
+
+    def run(pose, transform, routing_map):
+        activation = pose.square().sum(dim=(-2, -1)).tanh()
+        beta = pose.new_ones(transform.shape[2])
+        last = em_routing(Capsules(pose, activation), transform, routing_map, 0.3 * beta, 0.7 * beta, **options)[-1]
+        return Capsules(last.mean, last.activation), last.couplings
+
+    return run
+
+
+def problem(routing_map, seed=0, dtype=torch.float64, sizes=(2, 3, 4), rows=2):
+    """A case, the activations of its children (some 0, some 1) and β."""
+    case = random_case(MAPS[routing_map], seed, dtype, sizes, rows)
+    activation = (3 * torch.rand(case.pose.shape[:3], dtype=dtype) - 1).clamp(0, 1)
+    beta_u, beta_a = torch.randn(2, sizes[2], dtype=dtype)
+    return case, activation, beta_u, beta_a
+
+
+def keeps_the_laws(options, case):
+    for law in LAWS:
+        law(rule(OPTIONS[options]), case)
+    if OPTIONS[options].get("competition") == "types":
+        couplings = rule(OPTIONS[options])(*case)[1].sum(dim=1)
+        torch.testing.assert_close(couplings, torch.ones_like(couplings), **laws.tolerance(case))
+    else:
+        laws.couplings_sum_to_one(rule(OPTIONS[options]), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
+def test_laws(options, routing_map, dtype):
+    keeps_the_laws(options, random_case(MAPS[routing_map], seed=0, dtype=dtype, rows=3))
+
+
+@settings(max_examples=60)
+@given(cases(), st.sampled_from(sorted(OPTIONS)))
+def test_laws_on_random_problems(case, options):
+    """In float64: where few children sit close together, EM magnifies the rounding of float32 without bound."""
+    keeps_the_laws(options, case._replace(pose=case.pose.double(), transform=case.transform.double()))
+
+
+@pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
+def test_equals_the_papers_procedure_in_loops(options, routing_map):
+    case, activation, beta_u, beta_a = problem(routing_map)
+    expected = em_routing_in_loops(case, activation, beta_u.tolist(), beta_a.tolist(), **OPTIONS[options])
+    children = Capsules(case.pose, activation)
+    last = em_routing(children, case.transform, case.routing_map, beta_u, beta_a, **OPTIONS[options])[-1]
+    for found, right in zip((last.mean, last.variance, last.activation, last.couplings), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
+def test_gradcheck(options, routing_map):
+    case, activation, beta_u, beta_a = problem(routing_map, seed=1, sizes=(1, 2, 2))
+    activation = activation.clamp(0.1, 0.9)
+
+    def outputs(pose, activation, transform, beta_u, beta_a):
+        children = Capsules(pose, activation)
+        return em_routing(children, transform, case.routing_map, beta_u, beta_a, **OPTIONS[options])[-1]
+
+    arguments = (case.pose, activation, case.transform, beta_u, beta_a)
+    fast = routing_map.startswith("conv")
+    assert torch.autograd.gradcheck(outputs, tuple(x.requires_grad_() for x in arguments), fast_mode=fast)
+
+
+@settings(max_examples=1000)
+@given(
+    cases(),
+    st.sampled_from(sorted(OPTIONS)),
+    st.sampled_from([1e-15, 1e-6, 1.0, 1e3, 1e6]),
+    st.sampled_from(["off", "on", "some off", "half on", "faint"]),
+    st.booleans(),
+)
+@example(random_case(MAPS["conv"], 0, torch.float32), "hot", 1e6, "faint", True)
+def test_extreme_children_give_finite_values_and_gradients(case, options, scale, active, repeated):
+    pose, transform, routing_map = case
+    if repeated:
+        pose = pose[:, :1, :1].expand_as(pose)
+        transform = transform[:1, :1].expand_as(transform)
+    pose = (pose * scale).requires_grad_()
+    transform = transform.clone().requires_grad_()
+    activation = {
+        "off": torch.zeros(pose.shape[:3]),
+        "on": torch.ones(pose.shape[:3]),
+        "some off": torch.arange(pose.shape[1]).remainder(2)[None, :, None].expand(pose.shape[:3]),
+        "half on": torch.full(pose.shape[:3], 0.5),
+        "faint": torch.full(pose.shape[:3], 1e-30),
+    }[active]
+    activation = activation.to(pose.dtype).clone().requires_grad_()
+    beta = [torch.zeros(transform.shape[2], dtype=pose.dtype, requires_grad=True) for _ in range(2)]
+    last = em_routing(Capsules(pose, activation), transform, routing_map, *beta, **OPTIONS[options])[-1]
+    (last.mean.mean() / scale + last.activation.sum()).backward()
+    gradients = [tensor.grad for tensor in (pose, activation, transform, *beta) if tensor.grad is not None]
+    for value in (*last, *gradients):
+        assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_identical_votes_give_that_vote(options):
+    pose = torch.randn(2, 1, 1, 4, 3, dtype=torch.float64).expand(2, 5, 1, 4, 3)
+    transform = torch.randn(1, 1, 4, 3, 6, dtype=torch.float64)
+    parents = rule(OPTIONS[options])(pose, transform, RoutingMap.shared(5))[0].pose[:, 0]
+    torch.testing.assert_close(parents, torch.einsum("brq,jqn->bjrn", pose[:, 0, 0], transform[0, 0]))
+
+
+def clusters():
+    """Twelve children vote for two parents; nine of the votes for the first agree, those for the second scatter."""
+    torch.manual_seed(0)
+    pose = torch.eye(4, dtype=torch.float64).expand(1, 12, 1, 4, 4)
+    transform = 3 * torch.randn(12, 1, 2, 4, 4, dtype=torch.float64)
+    transform[:9, 0, 0] = torch.ones(4, 4, dtype=torch.float64) + 0.01 * transform[:9, 0, 0]
+    return Capsules(pose, torch.ones(1, 12, 1, dtype=torch.float64)), transform, RoutingMap.dense(12)
+
+
+def test_a_cluster_of_votes_is_found_and_its_parent_is_the_more_active():
+    zero = torch.zeros(2, dtype=torch.float64)
+    passes = em_routing(*clusters(), zero, zero, inverse_temperature=1.0, iterations=4)
+    last = passes[-1]
+    torch.testing.assert_close(last.mean[0, 0, 0], torch.ones(4, 4, dtype=torch.float64), atol=0.05, rtol=0)
+    assert last.couplings[0, 0, :9].min() > 0.99
+    assert last.couplings[0, 0, 9:].max() < 0.01
+    assert last.activation[0, 0, 0] > last.activation[0, 0, 1] + 0.1
+    assert len(passes) == 4
+    torch.testing.assert_close(passes[0].couplings, torch.full((1, 2, 12, 1), 0.5, dtype=torch.float64))
+
+
+def test_the_inverse_temperature_rises_as_published():
+    zero, case = torch.zeros(2, dtype=torch.float64), clusters()
+    rising = em_routing(*case, zero, zero, inverse_temperature=0.01, iterations=1)[0].activation.logit()
+    constant = em_routing(*case, zero, zero, inverse_temperature=0.01, iterations=1, temperature_schedule="constant")
+    torch.testing.assert_close(rising / constant[0].activation.logit(), torch.full_like(rising, 0.05))
+
+
+def test_pitfall_one_a_single_child_needs_a_variance_floor():
+    case = random_case(RoutingMap.dense(1), seed=3, dtype=torch.float64, sizes=(2, 1, 3))
+    assert torch.isfinite(rule({})(*case)[0].activation).all()
+    assert not torch.isfinite(rule({"variance_floor": 0.0})(*case)[1]).all()
+
+
+def test_pitfall_two_without_mean_data_a_class_layer_saturates():
+    """The class layer of the 64/8/16/16 net in Gritzman's size: 5·5·16 children over 5 parents."""
+    case = random_case(RoutingMap.shared(25), seed=4, dtype=torch.float64, sizes=(2, 16, 5), rows=4)
+    hot = {"inverse_temperature": 1.0}
+    fair = rule(hot)(*case)[0].activation
+    saturated = rule({**hot, "normalise_data": False})(*case)[0].activation
+    assert ((fair > 0.01) & (fair < 0.99)).all()
+    assert (torch.minimum(saturated, 1 - saturated) < 1e-9).float().mean() > 0.5
+
+
+def test_pitfall_three_children_divide_themselves_among_positions_too():
+    case = random_case(RoutingMap.conv((4, 4), kernel_size=3), seed=5, dtype=torch.float64, rows=4)
+    right, wrong = (laws.couplings_of_children(rule({"competition": by}), case) for by in ("parents", "types"))
+    torch.testing.assert_close(right, torch.ones_like(right))
+    windows = torch.bincount(case.routing_map.edges[:, 0], minlength=16).double()
+    assert windows[0] == 1
+    assert windows[5] == 4
+    torch.testing.assert_close(wrong, windows[None, :, None].expand_as(wrong))
+    first = rule({"iterations": 1})(*case)[1]
+    child = case.routing_map.edges[:, 0]
+    torch.testing.assert_close(first[:, :, child == 0], torch.full((2, 4, 1, 3), 1 / 4, dtype=torch.float64))
+    torch.testing.assert_close(first[:, :, child == 5], torch.full((2, 4, 4, 3), 1 / 16, dtype=torch.float64))
+
+
+def test_mixing_proportions_sum_to_one_over_the_layer():
+    case, activation, beta_u, beta_a = problem("conv")
+    children = Capsules(case.pose, activation)
+    passes = em_routing(children, case.transform, case.routing_map, beta_u, beta_a, parent_activation="mixing")
+    torch.testing.assert_close(passes[-1].activation.sum(dim=(1, 2)), torch.ones(2, dtype=torch.float64))
+
+
+def test_the_module_learns_its_betas_and_saves_them():
+    module = EMRouting(4, inverse_temperature=1.0)
+    case, activation, _, _ = problem("conv", dtype=torch.float32)
+    module(Capsules(case.pose, activation), case.transform, case.routing_map).activation.sum().backward()
+    assert module.beta_u.grad.abs().min() > 0
+    assert module.beta_a.grad.abs().min() > 0
+    assert set(module.state_dict()) == {"beta_u", "beta_a"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"iterations": 0},
+        {"competition": "sites"},
+        {"variance_floor": -1.0},
+        {"inverse_temperature": 0.0},
+        {"temperature_schedule": "falling"},
+        {"parent_activation": "softmax"},
+        {"mean_damping": 1.0},
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_options_out_of_range_raise(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        EMRouting(4, **options)
+
+
+def test_autocast_does_not_reach_into_the_routing():
+    case, activation, beta_u, beta_a = problem("conv", dtype=torch.float32)
+    run = partial(em_routing, Capsules(case.pose, activation), case.transform, case.routing_map, beta_u, beta_a)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(run()[-1].mean, run()[-1].mean)
+        inside = run()[-1]
+    for one, other in zip(inside, run()[-1], strict=True):
+        assert torch.equal(one, other)
