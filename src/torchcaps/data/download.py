@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.idx import CHUNK, uncompressed_md5
+from torchcaps.data.files import CHUNK, uncompressed_md5
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30

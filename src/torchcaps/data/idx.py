@@ -1,23 +1,19 @@
 """The IDX format of MNIST, uint8 only, raw or gzipped. Format: LeCun, Cortes, Burges, "The MNIST database"."""
 
-import gzip
-import hashlib
 import math
 import struct
-import zlib
-from io import BufferedIOBase
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
 
+from torchcaps.data.files import content_of
 from torchcaps.errors import BadInput
 
 DIMENSIONS = {0x00000801: 1, 0x00000803: 3}
 """Magic number → number of dimensions: labels `[N]`, images `[N, H, W]`."""
 LARGEST = 2**31
 """Bytes. A header that promises more is taken for a damaged one."""
-CHUNK = 1 << 20
 
 
 def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]:
@@ -58,38 +54,12 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
 def idx_content(path: Path) -> bytearray:
     """The uncompressed bytes of an IDX file, read no further than one chunk beyond what the header promises."""
-    try:
-        with _uncompressed(path) as stream:
-            content = bytearray(stream.read(16))
-            sizes = _sizes(content, str(path))
-            promised = 4 + 4 * len(sizes) + math.prod(sizes)
-            while len(content) <= promised and (chunk := stream.read(CHUNK)):
-                content += chunk
-            return content
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
 
+    def promised(header: bytes) -> int:
+        sizes = _sizes(header, str(path))
+        return 4 + 4 * len(sizes) + math.prod(sizes)
 
-def uncompressed_md5(path: Path) -> str:
-    """MD5 of what a file holds once uncompressed, in hexadecimal: the same for `x` and for any gzip of `x`.
-
-    Raises:
-        BadInput: the file cannot be read, or its gzip stream is cut or corrupt.
-    """
-    digest = hashlib.md5(usedforsecurity=False)
-    try:
-        with _uncompressed(path) as stream:
-            while chunk := stream.read(CHUNK):
-                digest.update(chunk)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _unreadable(path, error) from error
-    return digest.hexdigest()
-
-
-def _uncompressed(path: Path) -> BufferedIOBase:
-    with path.open("rb") as stream:
-        gzipped = stream.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if gzipped else path.open("rb")
+    return content_of(path, 16, promised)
 
 
 def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
@@ -106,7 +76,3 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
     if not 0 < math.prod(sizes) <= LARGEST:
         raise BadInput(f"{name}: its header promises an array of {' x '.join(map(str, sizes))}; get the file again")
     return sizes
-
-
-def _unreadable(path: Path, error: Exception) -> BadInput:
-    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); delete it and get it again")

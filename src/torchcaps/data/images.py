@@ -1,14 +1,14 @@
 """Labelled images in memory: hold them, cut them in two, shift them. Knows no file and no dataset."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, nearest
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,8 +19,10 @@ class Images:
         pixels: `[N, C, H, W]`, uint8, 0 to 255.
         labels: `[N]`, int64, each from 0 to `len(class_names) - 1`.
         class_names: one name per label, in the order of the labels.
+        attributes: what else is known of each image, name → `[N]`, int64, such as the azimuth it was taken from.
     Raises:
-        BadInput: shapes or types are others, the numbers of images and labels differ, or a label has no name.
+        BadInput: shapes or types are others, the numbers of images, labels and attributes differ, or a label has no
+            name.
     Example:
         >>> Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog")).image_shape
         (1, 28, 28)
@@ -29,6 +31,7 @@ class Images:
     pixels: UInt8[Tensor, "N C H W"]
     labels: Int64[Tensor, " N"]
     class_names: tuple[str, ...]
+    attributes: Mapping[str, Int64[Tensor, " N"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pixels.ndim != 4 or self.pixels.dtype != torch.uint8:
@@ -37,6 +40,9 @@ class Images:
             raise BadInput(f"labels: {_kind(self.labels)}; give int64 of shape [N]")
         if len(self.pixels) != len(self.labels):
             raise BadInput(f"{len(self.pixels)} images but {len(self.labels)} labels; give one label per image")
+        for name, values in self.attributes.items():
+            if values.shape != self.labels.shape or values.dtype != torch.int64:
+                raise BadInput(f"attribute {name}: {_kind(values)}; give int64 of shape [{len(self.labels)}]")
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.class_names):
             raise BadInput(
                 f"labels from {int(self.labels.min())} to {int(self.labels.max())} but {len(self.class_names)} class"
@@ -55,7 +61,28 @@ class Images:
     def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> "Images":
         """The images at `indices`, in that order, with the same class names."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return Images(self.pixels[chosen], self.labels[chosen], self.class_names)
+        attributes = {name: values[chosen] for name, values in self.attributes.items()}
+        return Images(self.pixels[chosen], self.labels[chosen], self.class_names, attributes)
+
+    def where(self, **allowed: Sequence[int]) -> "Images":
+        """The images whose attributes are all among those allowed.
+
+        Arguments:
+            allowed: attribute → its values, such as `azimuth=[0, 2, 34]`.
+        Raises:
+            BadInput: the images have no such attribute.
+        Example:
+            >>> azimuth = {"azimuth": torch.tensor([0, 2, 4])}
+            >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("car",), azimuth)
+            >>> len(images.where(azimuth=[0, 4]))
+            2
+        """
+        chosen = torch.ones(len(self), dtype=torch.bool)
+        for name, values in allowed.items():
+            if name not in self.attributes:
+                raise BadInput(f"unknown attribute {name!r}{nearest(name, self.attributes)}")
+            chosen &= torch.isin(self.attributes[name], torch.tensor([*values]))
+        return self.subset(chosen.nonzero().flatten())
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from torchcaps.data.download import download
-from torchcaps.data.idx import idx_content, parse_idx, read_idx, uncompressed_md5
+from torchcaps.data.files import present, uncompressed_md5
+from torchcaps.data.idx import idx_content, parse_idx, read_idx
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -97,7 +98,7 @@ def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
     """Check the four files of `name` without loading or downloading: `(file, "ok" or the problem)` for each."""
     found = []
     for file, md5 in FILES[name].md5.items():
-        path = _present(data_dir / name / file)
+        path = present(data_dir / name / file)
         try:
             problem = _difference(path, uncompressed_md5(path), md5) if path else f"absent from {data_dir / name}"
         except BadInput as error:
@@ -147,15 +148,11 @@ def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
 
 
 def _fetched(name: str, file: str, data_dir: Path, progress: bool) -> Path:
-    path = _present(data_dir / name / file)
+    path = present(data_dir / name / file)
     if path is None:
         path = data_dir / name / f"{file}.gz"
         download([f"{mirror}{file}.gz" for mirror in FILES[name].mirrors], path, FILES[name].md5[file], progress)
     return path
-
-
-def _present(path: Path) -> Path | None:
-    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
 
 
 def _difference(path: Path, found: str, right: str) -> str | None:

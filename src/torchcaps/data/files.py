@@ -1,0 +1,64 @@
+"""Files that may be gzipped: told by their first bytes, not by their names, and read no further than they promise."""
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable
+from io import BufferedIOBase
+from pathlib import Path
+
+from torchcaps.errors import BadInput
+
+CHUNK = 1 << 20
+
+
+def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
+    """The uncompressed bytes of a file, read no further than one chunk beyond what its header promises.
+
+    Arguments:
+        path: the file, raw or gzipped.
+        header_bytes: so many first bytes hold the header.
+        promised: those bytes → the length of the whole file.
+    Raises:
+        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `promised` refuses the header.
+    """
+    try:
+        with _uncompressed(path) as stream:
+            content = bytearray(stream.read(header_bytes))
+            length = promised(bytes(content))
+            while len(content) <= length and (chunk := stream.read(CHUNK)):
+                content += chunk
+            return content
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def uncompressed_md5(path: Path) -> str:
+    """MD5 of what a file holds once uncompressed, in hexadecimal: the same for `x` and for any gzip of `x`.
+
+    Raises:
+        BadInput: the file cannot be read, or its gzip stream is cut or corrupt.
+    """
+    digest = hashlib.md5(usedforsecurity=False)
+    try:
+        with _uncompressed(path) as stream:
+            while chunk := stream.read(CHUNK):
+                digest.update(chunk)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+    return digest.hexdigest()
+
+
+def present(path: Path) -> Path | None:
+    """The file itself, or else the one with `.gz` behind its name, or None where neither exists."""
+    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
+
+
+def _uncompressed(path: Path) -> BufferedIOBase:
+    with path.open("rb") as stream:
+        gzipped = stream.read(2) == b"\x1f\x8b"
+    return gzip.open(path, "rb") if gzipped else path.open("rb")
+
+
+def _unreadable(path: Path, error: Exception) -> BadInput:
+    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); delete it and get it again")

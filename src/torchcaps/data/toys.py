@@ -1,0 +1,296 @@
+"""Rendered toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
+
+They stand in for smallNORB where its files cannot be had, and their viewpoints are known exactly. Each toy is a handful
+of solids (see `toy_shapes.py`); rays are cast against them.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from torchcaps.data.files import present
+from torchcaps.data.images import Images
+from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
+from torchcaps.data.toy_shapes import Solid, toy
+from torchcaps.errors import BadInput
+
+INSTANCES = {"train": (4, 6, 7, 8, 9), "test": (0, 1, 2, 3, 5)}
+ELEVATIONS, AZIMUTHS, LIGHTINGS = range(9), range(0, 36, 2), range(6)
+SIZES = (48, 96)
+DISTANCE, HALF_WIDTH, BASELINE = 6.0, 1.3, 0.35
+"""From the camera to the toy's centre, half of what it sees there, between the cameras; a toy has the radius 1."""
+NOISE = 2.0
+"""Standard deviation of the noise, in grey levels."""
+VIEWS_AT_ONCE = 18
+
+
+def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool = True) -> Path:
+    """Render the six files of the toys to `data_dir/toys/`; the same seed gives the same bytes.
+
+    Each file is whole or absent. The categories take turns, row by row; within a category the rows go through
+    instances, elevations, azimuths and lightings.
+
+    Arguments:
+        data_dir: the folder above; made when absent.
+        size: pixels a side, 48 or 96.
+        seed: 0 or greater; another seed gives fifty other toys.
+        progress: draw a progress bar on standard error.
+    Returns:
+        The folder of the files.
+    Raises:
+        BadInput: size or seed is out of its range, or the folder cannot be written to.
+    Example:
+        >>> render_toys(Path("data"))  # doctest: +SKIP
+        PosixPath('data/toys')
+    """
+    if size not in SIZES:
+        raise BadInput(f"size is {size}; give 48 or 96 pixels")
+    if seed < 0:
+        raise BadInput(f"seed is {seed}; give 0 or greater")
+    folder = data_dir / "toys"
+    jobs = [
+        (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
+    ]
+    rendered = {}
+    for split, instance, category in _tracked(jobs, progress):
+        rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
+    grid = torch.cartesian_prod(torch.tensor(ELEVATIONS), torch.tensor(AZIMUTHS), torch.tensor(LIGHTINGS)).numpy()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, instances in INSTANCES.items():
+            rows = [[rendered[split, instance, category] for category in range(5)] for instance in instances]
+            images = np.concatenate([np.stack(row, axis=1).reshape(-1, 2, size, size) for row in rows])
+            categories = np.tile(np.arange(5, dtype=np.int32), len(images) // 5)
+            info = np.concatenate([np.insert(grid, 0, instance, axis=1) for instance in instances])
+            arrays = (images, categories, np.repeat(info, 5, axis=0).astype(np.int32))
+            for kind, array in zip(KINDS, arrays, strict=True):
+                _write(folder / norb_file("toys", split, size, kind), norb_bytes(array))
+    except OSError as error:
+        raise BadInput(f"{folder}: cannot be written ({error}); give a data folder you may write to") from error
+    return folder
+
+
+def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -> np.ndarray:
+    """All views of one toy, uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
+
+    Arguments:
+        category: 0 to 4, in the order of `CATEGORIES`.
+        instance: which toy of it, 0 to 9.
+        size: pixels a side.
+        seed: of the toys and of the noise.
+    """
+    solids = toy(CATEGORIES[category], instance, seed)
+    views = [(elevation, azimuth, camera) for elevation in ELEVATIONS for azimuth in AZIMUTHS for camera in (0, 1)]
+    shaded = []
+    for start in range(0, len(views), VIEWS_AT_ONCE):
+        cameras = [_camera(*view) for view in views[start : start + VIEWS_AT_ONCE]]
+        normals, hit = cast(solids, cameras, 2 * size)
+        shaded.append(torch.nn.functional.avg_pool2d(_shade(normals, hit).unflatten(2, (2 * size, 2 * size)), 2))
+    grey = torch.cat(shaded).unflatten(0, (-1, 2)).transpose(1, 2).flatten(0, 1)
+    random = np.random.default_rng([seed, category, instance, 1])
+    noise = random.standard_normal(tuple(grey.shape), dtype=np.float32)
+    return np.clip(np.rint(255 * grey.numpy() + NOISE * noise), 0, 255).astype(np.uint8)
+
+
+def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tuple[Images, Images]:
+    """The toys as `(train, test)`, 24,300 stereo pairs each, from `data_dir/toys`; rendered there when absent.
+
+    Attributes are those of smallNORB: instance, elevation, azimuth, lighting; see `camera_rotation`.
+
+    Arguments:
+        data_dir: the folder above.
+        size: pixels a side, 96, or a divisor of 48.
+        stereo: both cameras as two channels; else the first camera alone.
+    Raises:
+        BadInput: a file is damaged, cannot be written, or the size divides neither.
+    Example:
+        >>> train, test = load_toys(Path("data"))  # doctest: +SKIP
+    """
+    rendered = 96 if size == 96 else 48
+    names = [norb_file("toys", split, rendered, kind) for split in INSTANCES for kind in KINDS]
+    if not all(present(data_dir / "toys" / name) for name in names):
+        render_toys(data_dir, size=rendered)
+    train, test = (
+        as_images(load_norb_files(data_dir / "toys", "toys", split, rendered), size, stereo) for split in INSTANCES
+    )
+    return train, test
+
+
+def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.ndarray, "3 3"]:
+    """The true rotation of a camera: its rows are right, up and towards the camera, in the toy's coordinates.
+
+    Arguments:
+        elevation: 0 to 8, for 30° to 70°.
+        azimuth: 0, 2, …, 34, in tens of degrees.
+        camera: 0 or 1.
+    Example:
+        >>> camera_rotation(0, 0).shape
+        (3, 3)
+    """
+    _, right, up, towards = _camera(elevation, azimuth, camera)
+    return np.stack([right, up, towards])
+
+
+def cast(
+    solids: Sequence[Solid], cameras: Sequence[tuple[np.ndarray, ...]], width: int
+) -> tuple[Float[Tensor, "views 3 rays"], Bool[Tensor, "views rays"]]:
+    """The surface that each ray of each camera meets first: its normal, and whether there is one.
+
+    Arguments:
+        solids: of one toy.
+        cameras: (place, right, up, towards) of each, unit vectors.
+        width: rays a side.
+    """
+    place, right, up, towards = (
+        torch.tensor(np.stack(part), dtype=torch.float32) for part in zip(*cameras, strict=True)
+    )
+    across = ((torch.arange(width) + 0.5) / width * 2 - 1) * HALF_WIDTH / DISTANCE
+    x, y = across.repeat(width), -across.repeat_interleave(width)
+    nearest = torch.full((len(cameras), width * width), torch.inf)
+    normals = torch.zeros(len(cameras), 3, width * width)
+    for solid in solids:
+        turn = torch.tensor(solid.rotation(), dtype=torch.float32)
+        half = torch.tensor(solid.half_sizes, dtype=torch.float32)
+        into = turn.T / half[:, None]
+        start = _product(place - torch.tensor(solid.centre, dtype=torch.float32), into)
+        ahead, aside, above = (_product(part, into)[:, :, None] for part in (-towards, right, up))
+        distance, normal = MEETINGS[solid.kind](start[:, :, None], ahead + x * aside + y * above, solid.taper)
+        closer = distance < nearest
+        nearest = torch.where(closer, distance, nearest)
+        out = (turn / half)[None, :, :, None] * normal[:, None]
+        normals = torch.where(closer[:, None], out[:, :, 0] + out[:, :, 1] + out[:, :, 2], normals)
+    length = (normals[:, 0] ** 2 + normals[:, 1] ** 2 + normals[:, 2] ** 2).sqrt()
+    return normals / length.clamp_min(1e-12)[:, None], nearest.isfinite()
+
+
+def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
+    """``matrix · vector`` for each row, summed in a fixed order, so that every machine rounds alike."""
+    terms = vectors[:, None, :] * matrix[None]
+    return terms[..., 0] + terms[..., 1] + terms[..., 2]
+
+
+def _meet_ellipsoid(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Tensor]:
+    a = ray[:, 0] ** 2 + ray[:, 1] ** 2 + ray[:, 2] ** 2
+    b = start[:, 0] * ray[:, 0] + start[:, 1] * ray[:, 1] + start[:, 2] * ray[:, 2]
+    c = start[:, 0] ** 2 + start[:, 1] ** 2 + start[:, 2] ** 2 - 1
+    inside = b * b - a * c
+    distance = torch.where(inside > 0, (-b - inside.clamp_min(0).sqrt()) / a, torch.inf)
+    return distance, start + distance.nan_to_num(posinf=0.0)[:, None] * ray
+
+
+def _meet_box(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Tensor]:
+    safe = torch.where(ray.abs() < 1e-9, 1e-9, ray)
+    one, other = (-1 - start) / safe, (1 - start) / safe
+    enter, face = torch.minimum(one, other).max(dim=1)
+    leave = torch.maximum(one, other).amin(dim=1)
+    normal = torch.zeros_like(ray).scatter(1, face[:, None], -ray.gather(1, face[:, None]).sign())
+    return torch.where((enter < leave) & (enter > 0), enter, torch.inf), normal
+
+
+def _meet_cylinder(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Tensor]:
+    middle, slope = (1 + taper) / 2, (taper - 1) / 2
+    radius = middle + slope * start[:, 2]
+    a = ray[:, 0] ** 2 + ray[:, 1] ** 2 - (slope * ray[:, 2]) ** 2
+    b = start[:, 0] * ray[:, 0] + start[:, 1] * ray[:, 1] - slope * ray[:, 2] * radius
+    c = start[:, 0] ** 2 + start[:, 1] ** 2 - radius**2
+    inside = b * b - a * c
+    safe = torch.where(a.abs() < 1e-9, 1e-9, a)
+    best = torch.full_like(a, torch.inf)
+    normal = torch.zeros_like(ray)
+    for sign in (-1.0, 1.0):
+        distance = (-b + sign * inside.clamp_min(0).sqrt()) / safe
+        z = start[:, 2] + distance * ray[:, 2]
+        closer = (inside > 0) & (z.abs() <= 1) & (middle + slope * z >= 0) & (distance > 0) & (distance < best)
+        best = torch.where(closer, distance, best)
+        point = start + distance[:, None] * ray
+        side = torch.stack([point[:, 0], point[:, 1], -slope * (middle + slope * z)], dim=1)
+        normal = torch.where(closer[:, None], side, normal)
+    along = torch.where(ray[:, 2].abs() < 1e-9, 1e-9, ray[:, 2])
+    for end in (-1.0, 1.0):
+        distance = (end - start[:, 2]) / along
+        point = start + distance[:, None] * ray
+        width = middle + slope * end
+        closer = (point[:, 0] ** 2 + point[:, 1] ** 2 <= width**2) & (distance > 0) & (distance < best)
+        best = torch.where(closer, distance, best)
+        cap = torch.tensor([0.0, 0.0, end])[None, :, None].expand_as(point)
+        normal = torch.where(closer[:, None], cap, normal)
+    return best, normal
+
+
+MEETINGS = {"ellipsoid": _meet_ellipsoid, "box": _meet_box, "cylinder": _meet_cylinder}
+"""Kind of solid → (start and direction of rays in the frame where it is of unit size) → distance and normal there."""
+
+
+def _shade(normals: Float[Tensor, "views 3 rays"], hit: Bool[Tensor, "views rays"]) -> Float[Tensor, "views L rays"]:
+    """Grey in [0, 1] under each lighting: matte surfaces, a little light from the sky, a plain ground."""
+    shades = []
+    for lighting in LIGHTINGS:
+        lights = _lights(lighting)
+        grey = 0.12 + 0.08 * normals[:, 2]
+        ground = 0.25
+        for direction, strength in lights:
+            x, y, z = direction.tolist()
+            grey = grey + 0.75 * strength * (x * normals[:, 0] + y * normals[:, 1] + z * normals[:, 2]).clamp_min(0)
+            ground += 0.5 * strength * z
+        shades.append(torch.where(hit, grey, ground))
+    return torch.stack(shades, dim=1)
+
+
+def _camera(elevation: int, azimuth: int, camera: int) -> tuple[np.ndarray, ...]:
+    rise, turn = math.radians(30 + 5 * elevation), math.radians(10 * azimuth)
+    towards = np.array([math.cos(rise) * math.cos(turn), math.cos(rise) * math.sin(turn), math.sin(rise)])
+    right = np.array([-math.sin(turn), math.cos(turn), 0.0])
+    place = DISTANCE * towards + (camera - 0.5) * BASELINE * right
+    towards = place / np.linalg.norm(place)
+    right = np.cross([0.0, 0.0, 1.0], towards)
+    right /= np.linalg.norm(right)
+    return place, right, np.cross(towards, right), towards
+
+
+def _lights(lighting: int) -> list[tuple[np.ndarray, float | int]]:
+    """Directions to the lights and their strengths."""
+    places = [(60, 40), (35, 160), (50, 280), (75, 0)]
+    strengths = [
+        (0.9, 0, 0, 0.1),
+        (0, 0.9, 0, 0.1),
+        (0, 0, 0.9, 0.1),
+        (0, 0, 0, 0.9),
+        (0.5, 0.5, 0, 0),
+        (0.3, 0, 0.3, 0.4),
+    ]
+    lights = []
+    for (rise, turn), strength in zip(places, strengths[lighting], strict=True):
+        up, around = math.radians(rise), math.radians(turn)
+        lights.append(
+            (np.array([math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)]), strength)
+        )
+    return lights
+
+
+def _tracked(jobs: Sequence[tuple], shown: bool) -> Iterable[tuple]:
+    if not shown or find_spec("rich") is None:
+        return jobs
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(jobs, "rendering toys", console=Console(stderr=True))
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,265 @@
+"""smallNORB's format and the toys rendered in it."""
+
+import gzip
+import struct
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchcaps import BadInput
+from torchcaps.data import Images, camera_rotation, load_splits, parse_norb, read_norb
+from torchcaps.data.norb import (
+    KINDS,
+    MD5,
+    as_images,
+    load_norb_files,
+    norb_bytes,
+    norb_file,
+    verify_smallnorb,
+)
+from torchcaps.data.toy_shapes import Solid, toy
+from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, render_toy, render_toys
+
+
+def write_split(folder, split="train", count=12, size=96, **changed):
+    """The three files of a split, random, with some of them replaced."""
+    random = np.random.default_rng(0)
+    arrays = {
+        "dat": random.integers(0, 256, (count, 2, size, size), dtype=np.uint8),
+        "cat": np.arange(count, dtype=np.int32) % 5,
+        "info": random.integers(0, 6, (count, 4), dtype=np.int32),
+        **changed,
+    }
+    folder.mkdir(exist_ok=True, parents=True)
+    for kind in KINDS:
+        (folder / norb_file("smallnorb", split, size, kind)).write_bytes(norb_bytes(arrays[kind]))
+    return arrays
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (5, 2, 6, 6)])
+@pytest.mark.parametrize("kind", [np.uint8, np.int32])
+def test_what_is_written_is_read_back_exactly_raw_and_gzipped(shape, kind, tmp_path):
+    array = np.random.default_rng(0).integers(0, 200, shape).astype(kind)
+    (tmp_path / "raw.mat").write_bytes(norb_bytes(array))
+    (tmp_path / "zipped.mat").write_bytes(gzip.compress(norb_bytes(array)))
+    for name in ("raw.mat", "zipped.mat"):
+        found = read_norb(tmp_path / name)
+        assert found.dtype == kind
+        assert np.array_equal(found, array)
+
+
+def test_the_bytes_are_those_of_the_published_header():
+    """Four sizes for images, as in the training images' 24300 × 2 × 96 × 96; three for a vector, the last two 1."""
+    content = norb_bytes(np.zeros((243, 2, 96, 96), dtype=np.uint8))
+    assert content[:24] == bytes(
+        [0x55, 0x4C, 0x3D, 0x1E, 4, 0, 0, 0, 243, 0, 0, 0, 2, 0, 0, 0, 96, 0, 0, 0, 96, 0, 0, 0]
+    )
+    assert len(content) == 24 + 243 * 2 * 96 * 96
+    vector = norb_bytes(np.array([5, -6], dtype=np.int32))
+    assert vector == struct.pack("<2I3I2i", 0x1E3D4C54, 1, 2, 1, 1, 5, -6)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "not a binary matrix"),
+        (struct.pack("<5I", 0x00000803, 1, 1, 1, 1), "not a binary matrix"),
+        (struct.pack("<5I", 0x1E3D4C51, 1, 1, 1, 1), "elements of float32"),
+        (struct.pack("<2I", 0x1E3D4C55, 0), "promises 0 dimensions"),
+        (struct.pack("<2I", 0x1E3D4C55, 99), "promises 99 dimensions"),
+        (struct.pack("<3I", 0x1E3D4C55, 2, 5), "cut off within its header"),
+        (struct.pack("<5I", 0x1E3D4C55, 3, 2**31, 2**31, 2**31), "promises an array"),
+        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abc", "the file holds 23 bytes"),
+        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abcde", "the file holds more"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(content, problem, tmp_path):
+    path = tmp_path / "file.mat"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=problem):
+        parse_norb(content, "file")
+    with pytest.raises(BadInput, match=rf"file\.mat.*{problem}"):
+        read_norb(path)
+
+
+def test_a_truncated_gzip_is_refused(tmp_path):
+    path = tmp_path / "file.mat.gz"
+    path.write_bytes(gzip.compress(norb_bytes(np.zeros((50, 9), dtype=np.int32)))[:-20])
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_norb(path)
+
+
+@settings(max_examples=2_000, deadline=None, database=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 255)), min_size=5, max_size=5))
+def test_ten_thousand_mutated_files_give_an_array_or_a_clean_error(chosen):
+    sound = norb_bytes(np.arange(24, dtype=np.int32).reshape(2, 3, 4))
+    for kind, place, value in chosen:
+        content = bytearray(sound)
+        if kind == 0:
+            content[place] = value
+        elif kind == 1:
+            del content[place:]
+        elif kind == 2:
+            content[place:place] = bytes([value] * (value % 7 + 1))
+        else:
+            del content[place : place + value % 7 + 1]
+        with suppress(BadInput):
+            assert parse_norb(bytes(content), "file").size > 0
+
+
+def test_a_split_keeps_its_attributes_and_shrinks_by_area(tmp_path):
+    arrays = write_split(tmp_path)
+    files = load_norb_files(tmp_path, "smallnorb", "train", 96)
+    images = as_images(files, 48, stereo=True)
+    assert images.image_shape == (2, 48, 48)
+    assert images.class_names == ("animal", "human", "airplane", "truck", "car")
+    square = arrays["dat"][3, 1, 10:12, 20:22].astype(float).mean()
+    assert abs(float(images.pixels[3, 1, 5, 10]) - square) <= 0.5
+    for column, name in enumerate(("instance", "elevation", "azimuth", "lighting")):
+        assert torch.equal(images.attributes[name], torch.from_numpy(arrays["info"][:, column]).long())
+    assert torch.equal(as_images(files, None, stereo=False).pixels[:, 0], torch.from_numpy(arrays["dat"][:, 0]))
+    chosen = images.where(azimuth=[1, 2], lighting=[0, 1, 2, 3])
+    expected = [i for i, row in enumerate(arrays["info"]) if row[2] in (1, 2) and row[3] < 4]
+    assert torch.equal(chosen.pixels, images.pixels[expected])
+    assert torch.equal(chosen.subset([0]).attributes["azimuth"], images.attributes["azimuth"][expected[:1]])
+    with pytest.raises(BadInput, match="did you mean 'azimuth'"):
+        images.where(azimut=[1])
+    with pytest.raises(BadInput, match="divides the images' 96 pixels"):
+        as_images(files, 50, stereo=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"cat": np.zeros(11, dtype=np.int32)}, "12 images but .* 11 rows"),
+        ({"info": np.zeros((13, 4), dtype=np.int32)}, "12 images but .* 13 rows"),
+        ({"info": np.zeros((12, 3), dtype=np.int32)}, "not int32 .*instance, elevation"),
+        ({"cat": np.zeros((12, 1), dtype=np.int32)}, "not int32 categories"),
+        ({"dat": np.zeros((12, 2, 96), dtype=np.uint8)}, "not uint8 images"),
+    ],
+)
+def test_files_that_disagree_are_refused_by_name(changed, problem, tmp_path):
+    write_split(tmp_path, **changed)
+    with pytest.raises(BadInput, match=problem):
+        load_norb_files(tmp_path, "smallnorb", "train", 96)
+
+
+def test_smallnorb_of_other_content_is_refused_by_its_checksum(tmp_path):
+    for split in ("train", "test"):
+        write_split(tmp_path / "smallnorb", split)
+    assert [file for file, _ in verify_smallnorb(tmp_path)] == [*MD5]
+    assert all("md5" in problem for _, problem in verify_smallnorb(tmp_path))
+    with pytest.raises(BadInput, match="its content has md5"):
+        load_splits("smallnorb", tmp_path)
+
+
+def test_an_absent_file_is_named(tmp_path):
+    with pytest.raises(BadInput, match=r"smallnorb-5x46789x9x18x6x2x96x96-training-dat\.mat: absent"):
+        load_norb_files(tmp_path, "smallnorb", "train", 96)
+
+
+@pytest.fixture
+def few_views(monkeypatch):
+    """Two elevations, three azimuths and two lightings in place of all, so that rendering takes seconds."""
+    from torchcaps.data import toys
+
+    monkeypatch.setattr(toys, "ELEVATIONS", (0, 8))
+    monkeypatch.setattr(toys, "AZIMUTHS", (0, 4, 26))
+    monkeypatch.setattr(toys, "LIGHTINGS", (0, 5))
+
+
+@pytest.mark.usefixtures("few_views")
+def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
+    first, again, other = (tmp_path / name for name in ("first", "again", "other"))
+    render_toys(first, progress=False)
+    render_toys(again, progress=False)
+    render_toys(other, seed=1, progress=False)
+    names = sorted(path.name for path in (first / "toys").iterdir())
+    assert names == sorted(norb_file("toys", split, 48, kind) for split in ("train", "test") for kind in KINDS)
+    for name in names:
+        assert (first / "toys" / name).read_bytes() == (again / "toys" / name).read_bytes()
+    images = norb_file("toys", "train", 48, "dat")
+    assert (first / "toys" / images).read_bytes() != (other / "toys" / images).read_bytes()
+    train, test = load_toys(first)
+    assert len(train) == len(test) == 5 * 5 * 2 * 3 * 2
+    assert train.image_shape == (2, 48, 48)
+    assert train.attributes["instance"].unique().tolist() == [4, 6, 7, 8, 9]
+    assert test.attributes["instance"].unique().tolist() == [0, 1, 2, 3, 5]
+    assert train.labels.bincount().tolist() == [60] * 5
+    row = train.where(instance=[7], elevation=[8], azimuth=[26], lighting=[5])
+    view = (1 * 3 + 2) * 2 + 1
+    expected = [torch.from_numpy(render_toy(category, 7)[view]) for category in range(5)]
+    assert torch.equal(row.pixels, torch.stack(expected))
+    assert load_toys(first, size=24, stereo=False)[0].image_shape == (1, 24, 24)
+    splits = load_splits("toys", first, size=24)
+    assert splits.train.image_shape == (2, 24, 24)
+    assert set(splits.validation.attributes) == {"instance", "elevation", "azimuth", "lighting"}
+
+
+def test_toys_fill_the_frame_and_are_not_flat():
+    for category in CATEGORIES:
+        corners = [
+            np.array(solid.centre) + solid.rotation() @ (np.array(solid.half_sizes) * signs)
+            for solid in toy(category, 3)
+            for signs in [(1, 1, 1), (-1, -1, -1), (1, -1, 1), (-1, 1, -1)]
+        ]
+        assert 0.6 < max(np.linalg.norm(corner) for corner in corners) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("kind", ["ellipsoid", "box", "cylinder"])
+def test_rays_meet_solids_where_geometry_says(kind):
+    """A ray down the optical axis meets a unit solid at its near face, with the normal towards the camera."""
+    place, right, up, towards = _camera(0, 0, 0)
+    turned = (place, right, up, towards)
+    axis = Solid("box", (0, 0, 0), (1, 1, 1), (0, 60, 0)).rotation() @ np.array([0, 0, 1.0])
+    solid = Solid(kind, (0, 0, 0), (0.5, 0.5, 0.5), (0, 60, 0))
+    normals, hit = cast([solid], [turned], 33)
+    middle = 33 * 16 + 16
+    assert hit[0, middle]
+    assert float(normals[0, :, middle] @ torch.tensor(towards, dtype=torch.float32)) > 0.99
+    assert float(normals[0, :, middle] @ torch.tensor(axis, dtype=torch.float32)) > 0.99
+    share = float(hit.float().mean())
+    width = 0.5 / 1.3
+    expected = {"ellipsoid": np.pi / 4, "box": 1.0, "cylinder": np.pi / 4}[kind] * width**2
+    assert share == pytest.approx(expected, rel=0.25)
+    behind = Solid(kind, tuple((-towards).tolist()), (0.2, 0.2, 0.2))
+    both = cast([behind, solid], [turned], 33)[0]
+    torch.testing.assert_close(both[0, :, middle], normals[0, :, middle])
+
+
+def test_camera_rotations_are_rotations_that_look_at_the_toy():
+    for view in [(0, 0, 0), (8, 34, 1), (4, 18, 0)]:
+        rotation = camera_rotation(*view)
+        np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), atol=1e-12)
+        assert np.linalg.det(rotation) == pytest.approx(1)
+        place = _camera(*view)[0]
+        np.testing.assert_allclose(rotation @ place, [0, 0, np.linalg.norm(place)], atol=1e-9)
+        assert np.linalg.norm(place) == pytest.approx(DISTANCE, rel=0.01)
+
+
+def test_a_cylinder_that_tapers_is_narrower_at_its_top():
+    place = _camera(0, 0, 0)
+    rows = []
+    for taper in (1.0, 0.2):
+        hit = cast([Solid("cylinder", (0, 0, 0), (0.4, 0.4, 0.6), taper=taper)], [place], 40)[1].reshape(40, 40)
+        widths = hit.sum(dim=1)
+        rows.append((int(widths[widths.nonzero()[2]].item()), int(widths.max())))
+    assert rows[1][0] < rows[0][0] * 0.6
+    assert rows[1][1] <= rows[0][1] + 1
+
+
+@pytest.mark.parametrize(("options", "problem"), [({"size": 50}, "48 or 96"), ({"seed": -1}, "0 or greater")])
+def test_renderings_out_of_range_are_refused(options, problem, tmp_path):
+    with pytest.raises(BadInput, match=problem):
+        render_toys(tmp_path, **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("untyped")
+def test_attributes_must_fit_the_images():
+    with pytest.raises(BadInput, match="attribute azimuth"):
+        Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0]), ("a",), {"azimuth": torch.zeros(2)})
