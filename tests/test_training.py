@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
-from torchcaps.data import load_splits
+from torchcaps.data import Preparation, load_splits
 from torchcaps.recipes import create_recipe
 from torchcaps.training import ImageBatches, SplitBatches, resolve_precision
 
@@ -207,9 +207,29 @@ def test_order_and_shifts_depend_on_seed_epoch_and_index_alone(images):
     assert not torch.equal(epoch_of(3)[0], epoch_of(4)[0])
     labels = [torch.cat(epoch_of(3, 2, rank)[1::2]) for rank in (0, 1)]
     assert [len(share) for share in labels] == [len(splits.train) // 2] * 2
-    batch, _ = ImageBatches(splits.train)[torch.arange(4).numpy()]
-    assert batch.is_contiguous(memory_format=torch.channels_last)
-    assert 0 <= batch.min() <= batch.max() <= 1
+    views, _ = ImageBatches(splits.train, Preparation())[torch.arange(4).numpy()]
+    assert len(views) == 1
+    assert views[0].is_contiguous(memory_format=torch.channels_last)
+    assert 0 <= views.min() <= views.max() <= 1
+
+
+def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(command, images, tmp_path):
+    words = ["train", "matrix-capsnet-toys", "--data", images, "--set", "model.widths=[8,2,3,3]", "--set", "crop=18"]
+    words += ["--set", "test_crops=2", "--epochs", 2, "--batch-size", 4, "--set", "decay_steps=100"]
+    done = command(*words, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert metrics["test_images"] == 16
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["image_shape"] == [3, 18, 18]
+    evaluated = command("evaluate", tmp_path / "run")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert f"{metrics['test_accuracy_percent']:.2f}" in evaluated.stdout
+    predicted = command("predict", tmp_path / "run", images / "left" / "000.png")
+    assert predicted.returncode == 0, predicted.stderr
+    assert "000.png" in predicted.stdout
+    refused = command(*words, "--out", tmp_path / "other", "--set", "crop=21")
+    assert refused.returncode == 2
+    assert "crop is 21: use at most 20" in refused.stderr
 
 
 def test_auto_precision_is_one_of_the_two():

@@ -112,7 +112,7 @@ def evaluate(
     precision: Annotated[str, typer.Option(help="bf16, float32 or auto.")] = "auto",
 ) -> None:
     """Accuracy of a trained run on the test split of its dataset, or of another with the same classes."""
-    from torchcaps.data import DATASETS, load_splits
+    from torchcaps.data import DATASETS, Preparation, load_splits
     from torchcaps.training import evaluate as accuracy_of
 
     model, said = _load_run(run)
@@ -134,7 +134,7 @@ def evaluate(
         raise BadInput(
             f"{name} has images of {splits.test.image_shape}, but {run} was trained on {said['image_shape']}"
         )
-    accuracy = accuracy_of(model, splits.test, precision=precision)
+    accuracy = accuracy_of(model, splits.test, Preparation.of(recipe), precision=precision)
     table = Table("run", "data", "test images", "accuracy %", "error %")
     table.add_row(str(run), name, f"{len(splits.test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")
     _print(table)
@@ -145,16 +145,17 @@ def predict(
     run: RunFolder,
     images: Annotated[list[Path], typer.Argument(help="Image files; resized to the size the run was trained on.")],
 ) -> None:
-    """The class of each image, its score, and the runner-up."""
+    """The class of each image, its score, and the runner-up; a model of stereo pairs sees it with both eyes."""
     import torch
 
-    from torchcaps.data import read_image
+    from torchcaps.data import Preparation, read_image
 
     model, said = _load_run(run)
     channels, height, width = said["image_shape"]
-    batch = torch.stack([read_image(path, channels, (height, width)) for path in images])
+    read = [read_image(path, 3 if channels == 3 else 1, (height, width)) for path in images]
+    batch = torch.stack(read).expand(-1, channels, -1, -1)
     with torch.inference_mode():
-        scores = model.eval()(batch.float() / 255).scores
+        scores = model.eval()(Preparation.of(said["recipe"]).plain(batch)).scores
     best = scores.topk(2, dim=1)
     table = Table("image", "class", "score", "runner-up", "score")
     for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):

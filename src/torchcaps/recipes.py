@@ -102,6 +102,67 @@ def pooled_capsnet_mnist() -> Recipe:
     return replace(pooled_cnn_mnist(), name="pooled-capsnet-mnist", model="pooled-capsnet", decay_steps=120, epochs=12)
 
 
+def matrix_capsnet_smallnorb() -> Recipe:
+    """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5; ``--set model.size=base`` for 32/32/32/32.
+
+    The paper's optimiser, loss, batch, weight decay and augmentation; it does not state the length of its training.
+    """
+    return Recipe(
+        name="matrix-capsnet-smallnorb",
+        model="matrix-capsnet",
+        data="smallnorb",
+        loss="spread",
+        margin_schedule="linear",
+        standardise=True,
+        crop=32,
+        brightness=63 / 255,
+        contrast=0.8,
+        learning_rate=3e-3,
+        decay_rate=0.96,
+        decay_steps=500,
+        weight_decay=2e-7,
+        batch_size=64,
+        epochs=20,
+    )
+
+
+def matrix_capsnet_toys() -> Recipe:
+    """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`."""
+    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys", data="toys")
+
+
+def matrix_capsnet_mnist() -> Recipe:
+    """Matrix capsules on MNIST; digits moved by up to 2 pixels."""
+    return replace(
+        matrix_capsnet_smallnorb(),
+        name="matrix-capsnet-mnist",
+        data="mnist",
+        standardise=False,
+        crop=0,
+        brightness=0.0,
+        contrast=0.0,
+        shift=2,
+        epochs=5,
+    )
+
+
+def cnn_baseline_smallnorb() -> Recipe:
+    """The paper's convolutional baseline on smallNORB: Hinton, Sabour & Frosst 2018, section 5; 4.2M parameters."""
+    return replace(
+        matrix_capsnet_smallnorb(),
+        name="cnn-baseline-smallnorb",
+        model="matrix-baseline-cnn",
+        loss="cross_entropy",
+        margin_schedule="none",
+        learning_rate=1e-3,
+    )
+
+
+def cnn_baseline_toys() -> Recipe:
+    """The same baseline on the rendered toys."""
+    return replace(cnn_baseline_smallnorb(), name="cnn-baseline-toys", data="toys")
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist": capsnet_mnist,
     "capsnet-mnist-5k": capsnet_mnist_5k,
@@ -110,6 +171,11 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "cnn-baseline-mnist": cnn_baseline_mnist,
     "pooled-cnn-mnist": pooled_cnn_mnist,
     "pooled-capsnet-mnist": pooled_capsnet_mnist,
+    "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
+    "matrix-capsnet-toys": matrix_capsnet_toys,
+    "matrix-capsnet-mnist": matrix_capsnet_mnist,
+    "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
+    "cnn-baseline-toys": cnn_baseline_toys,
 }
 
 

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
-from torchcaps.data import Images, Splits
+from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
 
 
@@ -204,7 +204,9 @@ class EpochLog(Callback):
         )
 
 
-def save_reconstructions(model: nn.Module, images: Images, path: Path, count: int = 10) -> bool:
+def save_reconstructions(
+    model: nn.Module, preparation: Preparation, images: Images, path: Path, count: int = 10
+) -> bool:
     """Draw images above their reconstructions, one column each; False for a model without a decoder."""
     from matplotlib.figure import Figure
 
@@ -213,7 +215,8 @@ def save_reconstructions(model: nn.Module, images: Images, path: Path, count: in
     was_training = model.training
     model.eval()
     with torch.inference_mode():
-        prediction = model(chosen.pixels.float() / 255)
+        inputs = preparation.plain(chosen.pixels)
+        prediction = model(inputs)
     model.train(was_training)
     if prediction.reconstruction is None:
         return False
@@ -222,7 +225,7 @@ def save_reconstructions(model: nn.Module, images: Images, path: Path, count: in
     drawn = prediction.reconstruction.clamp(0, 1)
     winners = prediction.scores.argmax(dim=1)
     for column in range(len(chosen)):
-        for row, image in enumerate((chosen.pixels[column].float() / 255, drawn[column])):
+        for row, image in enumerate((inputs[column], drawn[column])):
             axis = axes[row, column]
             axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set_xticks([])

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from torchcaps.data import Images, Splits, shift, shift_offsets
+from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.errors import BadInput
-from torchcaps.losses import LOSSES, reconstruction_loss
+from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
 from torchcaps.models import create_model
 from torchcaps.run_folder import (
     AtomicCheckpoints,
@@ -45,8 +45,9 @@ class Recipe:
         model, model_options: a key of `MODELS` and arguments of that model; shape and classes come from the data.
         data, data_options: a key of `DATASETS` or a folder of images, and options of its loader.
         loss, loss_options: a key of `LOSSES` and its arguments.
+        margin_schedule: of the spread loss's margin: none, or as `spread_margin` has it, linear or official.
         reconstruction_weight: of the summed squared error of a model that reconstructs.
-        shift: training images are moved by up to so many pixels each way, with zero padding.
+        shift, standardise, crop, brightness, contrast, test_crops: see `Preparation`.
         optimizer, learning_rate, weight_decay: a key of `OPTIMIZERS` and its settings.
         decay_rate, decay_steps: the learning rate is multiplied by rate^(step / steps), at every step.
         gradient_clip: largest norm of the gradient; 0 is off.
@@ -65,8 +66,14 @@ class Recipe:
     data_options: Mapping[str, Any] = field(default_factory=dict)
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    margin_schedule: str = "none"
     reconstruction_weight: float = 0.0
     shift: int = 0
+    standardise: bool = False
+    crop: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    test_crops: int = 1
     optimizer: str = "adam"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
@@ -82,10 +89,11 @@ class Recipe:
 
     def __post_init__(self) -> None:
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
+        choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
-        lowest = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "shift": 0, "patience": 0, "seed": 0}
+        lowest = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0}
         lowest |= {"gradient_clip": 0, "reconstruction_weight": 0, "weight_decay": 0}
         for key, least in lowest.items():
             if not getattr(self, key) >= least:
@@ -93,6 +101,13 @@ class Recipe:
         for key in ("learning_rate", "decay_rate"):
             if not 0 < getattr(self, key) < math.inf:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0")
+        if self.margin_schedule != "none" and self.loss != "spread":
+            raise BadInput(f"margin_schedule is {self.margin_schedule!r}, but the loss is {self.loss!r}: use spread")
+        self.preparation()
+
+    def preparation(self) -> Preparation:
+        """How its images become the model's input."""
+        return Preparation.of(vars(self))
 
 
 def resolve_precision(precision: str) -> str:
@@ -107,18 +122,19 @@ def resolve_precision(precision: str) -> str:
 
 
 class ImageBatches(Dataset):
-    """Whole batches of an in-memory split: float images in [0, 1], moved by each image's own offset."""
+    """Whole batches of an in-memory split: prepared for training where a variation is given, else as a test's views."""
 
-    def __init__(self, images: Images, offsets: Tensor | None = None) -> None:
+    def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
         self.images = images
-        self.offsets = offsets
+        self.preparation = preparation
+        self.variation = variation
 
     def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         chosen = torch.from_numpy(indices)
-        pixels = self.images.pixels[chosen]
-        if self.offsets is not None:
-            pixels = shift(pixels, self.offsets[chosen])
-        return pixels.float().div_(255).contiguous(memory_format=torch.channels_last), self.images.labels[chosen]
+        pixels, labels = self.images.pixels[chosen], self.images.labels[chosen]
+        if self.variation is None:
+            return self.preparation.views(pixels), labels
+        return self.preparation.varied(pixels, self.variation.of(chosen)), labels
 
 
 def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLoader:
@@ -140,27 +156,29 @@ class SplitBatches(lightning.LightningDataModule):
         epoch, devices = trainer.current_epoch, trainer.world_size
         order = np.random.default_rng([recipe.seed, epoch, 1]).permutation(len(images))
         order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
-        offsets = shift_offsets(recipe.seed, epoch, len(images), recipe.shift) if recipe.shift else None
-        return _loader(ImageBatches(images, offsets), order, recipe.batch_size // devices)
+        preparation = recipe.preparation()
+        variation = preparation.variation(recipe.seed, epoch, len(images))
+        return _loader(ImageBatches(images, preparation, variation), order, recipe.batch_size // devices)
 
     def val_dataloader(self) -> DataLoader:
-        return self._share(self.splits.validation)
+        return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
 
     def test_dataloader(self) -> DataLoader:
-        return self._share(self.splits.test)
+        return self._share(self.splits.test, self.recipe)
 
-    def _share(self, images: Images) -> DataLoader:
+    def _share(self, images: Images, recipe: Recipe) -> DataLoader:
         assert self.trainer is not None
         mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
-        return _loader(ImageBatches(images), mine, self.recipe.batch_size)
+        return _loader(ImageBatches(images, recipe.preparation()), mine, recipe.batch_size)
 
 
 class Classifier(lightning.LightningModule):
     """A model, its loss and its optimiser, as the recipe says."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, classes: int) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, classes: int, steps: int = 1) -> None:
         super().__init__()
         self.model = model
+        self.steps = steps
         for module in model.modules():
             if isinstance(module, nn.Conv2d):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
@@ -170,7 +188,10 @@ class Classifier(lightning.LightningModule):
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         recipe = self.recipe
         prediction = self.model(images, labels)
-        loss = LOSSES[recipe.loss](prediction.scores, labels, **recipe.loss_options)
+        options = dict(recipe.loss_options)
+        if recipe.margin_schedule != "none":
+            options["margin"] = spread_margin(recipe.margin_schedule, self.global_step, self.steps)  # type: ignore[arg-type]
+        loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
         if not torch.isfinite(loss):
@@ -211,7 +232,7 @@ class Classifier(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        loss, scores = self._loss(batch[0], batch[1], train=False)
+        loss, scores = self._loss(batch[0][0], batch[1], train=False)
         self.accuracy.update(scores, batch[1])
         self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
 
@@ -223,7 +244,8 @@ class Classifier(lightning.LightningModule):
         self.accuracy.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        self.accuracy.update(self.model(batch[0]).scores, batch[1])
+        views = torch.stack([self.model(view).scores for view in batch[0]])
+        self.accuracy.update(views.mean(dim=0), batch[1])
 
     def on_test_epoch_end(self) -> None:
         self.log("accuracy_percent", 100 * self.accuracy.compute())
@@ -273,13 +295,14 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
     classes = len(splits.train.class_names)
-    options = {"image_shape": splits.train.image_shape, "classes": classes, **recipe.model_options}
+    image_shape = recipe.preparation().image_shape(splits.train.image_shape)
+    options = {"image_shape": image_shape, "classes": classes, **recipe.model_options}
     model = create_model(recipe.model, **options)
     first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
     last = folder / "last.ckpt"
     if first_process:
         begin_run(folder, asdict(recipe), splits, resume)
-    module = Classifier(model, recipe, classes)
+    module = Classifier(model, recipe, classes, recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size))
     best = ModelCheckpoint(
         folder,
         "best",
@@ -339,17 +362,25 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     if trainer.is_global_zero:
         model.save_pretrained(folder)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)
-        save_reconstructions(model, splits.validation, folder / "reconstructions.png")
+        save_reconstructions(model, recipe.preparation(), splits.validation, folder / "reconstructions.png")
         write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
     return metrics
 
 
-def evaluate(model: nn.Module, images: Images, *, batch_size: int = 128, precision: str = "auto") -> float:
+def evaluate(
+    model: nn.Module,
+    images: Images,
+    preparation: Preparation | None = None,
+    *,
+    batch_size: int = 128,
+    precision: str = "auto",
+) -> float:
     """Accuracy in per cent of a model on a split, on one device.
 
     Arguments:
         model: any model of `MODELS`.
         images: the split.
+        preparation: how they become the model's input; pixels in [0, 1] by default.
         batch_size: images at a time; the result does not depend on it.
         precision: auto, bf16 or float32.
     """
@@ -363,5 +394,5 @@ def evaluate(model: nn.Module, images: Images, *, batch_size: int = 128, precisi
         enable_progress_bar=sys.stdout.isatty(),
         enable_model_summary=False,
     )
-    batches = _loader(ImageBatches(images), np.arange(len(images)), batch_size)
+    batches = _loader(ImageBatches(images, preparation or Preparation()), np.arange(len(images)), batch_size)
     return trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]

@@ -14,6 +14,7 @@ from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
+from torchcaps.data.preparation import Preparation, Variation
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys
 from torchcaps.errors import BadInput, nearest
 
@@ -22,7 +23,9 @@ __all__ = [
     "FOLDER_OPTIONS",
     "Dataset",
     "Images",
+    "Preparation",
     "Splits",
+    "Variation",
     "camera_rotation",
     "cut",
     "download",

@@ -1,0 +1,136 @@
+"""How stored images become a network's input: shifted, standardised, cropped, brightened; whole batches at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from torchcaps.data.images import shift, shift_offsets
+from torchcaps.errors import BadInput
+
+
+class Variation(NamedTuple):
+    """What chance decides for each image of an epoch; row i depends on seed, epoch and i alone.
+
+    Arguments:
+        offsets: ``[N, 2]``, pixels down and to the right; None without shifts.
+        uniform: ``[N, 4]`` in [0, 1): place of the crop down and across, brightness, contrast; None without any.
+    """
+
+    offsets: Int64[Tensor, "N 2"] | None
+    uniform: Float[Tensor, "N 4"] | None
+
+    def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
+        """The rows of these images."""
+        return Variation(*(None if part is None else part[indices] for part in self))
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """From uint8 pixels to a network's input.
+
+    Arguments:
+        shift: in training, up to so many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
+        standardise: each image, all its channels together, to mean 0 and variance 1; else pixels in [0, 1].
+        crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
+        brightness: in training, up to so much is added or taken away.
+        contrast: in training, distances from each image's mean are multiplied by 1 - contrast to 1 + contrast.
+        test_crops: in tests, the scores of so many crops a side, spread evenly, are averaged; 1 is the centre alone.
+    Raises:
+        BadInput: a value is out of its range.
+    Example:
+        >>> Preparation(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
+        torch.Size([2, 1, 4, 4])
+    """
+
+    shift: int = 0
+    standardise: bool = False
+    crop: int = 0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    test_crops: int = 1
+
+    def __post_init__(self) -> None:
+        for key, least in (("shift", 0), ("crop", 0), ("brightness", 0), ("contrast", 0), ("test_crops", 1)):
+            if not getattr(self, key) >= least:
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Preparation":
+        """Those of the settings that are a preparation's."""
+        return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
+
+    def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Channels, height and width of the network's input.
+
+        Raises:
+            BadInput: the crop is larger than the stored image.
+        """
+        channels, height, width = stored
+        if self.crop > min(height, width):
+            raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the images' smaller side")
+        return (channels, self.crop, self.crop) if self.crop else stored
+
+    def variation(self, seed: int, epoch: int, count: int) -> Variation:
+        """What chance decides for `count` images in this epoch."""
+        varied = self.crop or self.brightness or self.contrast
+        uniform = np.random.default_rng([seed, epoch, 2]).random((count, 4), dtype=np.float32) if varied else None
+        return Variation(
+            shift_offsets(seed, epoch, count, self.shift) if self.shift else None,
+            None if uniform is None else torch.from_numpy(uniform),
+        )
+
+    def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
+        """The input for training, as chance has it."""
+        if variation.offsets is not None:
+            pixels = shift(pixels, variation.offsets)
+        images = self._scaled(pixels)
+        if variation.uniform is None:
+            return _channels_last(images)
+        down, across, brightness, contrast = variation.uniform.unbind(1)
+        images = self._cut(images, down, across)
+        factor, more = 1 + self.contrast * (2 * contrast - 1), self.brightness * (2 * brightness - 1)
+        mean = images.mean(dim=(1, 2, 3))
+        return _channels_last(images * factor[:, None, None, None] + (mean * (1 - factor) + more)[:, None, None, None])
+
+    def plain(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
+        """The input without chance: the centre crop."""
+        return self._at(pixels, 0.5, 0.5)
+
+    def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
+        """The inputs of a test, `test_crops`² views of each image."""
+        if self.test_crops == 1 or not self.crop:
+            return self.plain(pixels)[None]
+        places = torch.linspace(0, 1, self.test_crops).tolist()
+        return torch.stack([self._at(pixels, down, across) for down in places for across in places])
+
+    def _at(self, pixels: Tensor, down: float, across: float) -> Tensor:
+        place = torch.ones(len(pixels), device=pixels.device)
+        return _channels_last(self._cut(self._scaled(pixels), down * place, across * place))
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        images = pixels.float().div_(255)
+        if not self.standardise:
+            return images
+        deviation, mean = torch.std_mean(images, dim=(1, 2, 3), keepdim=True, correction=0)
+        return (images - mean) / deviation.clamp_min(1 / 255)
+
+    def _cut(self, images: Tensor, down: Tensor, across: Tensor) -> Tensor:
+        """Crops whose upper left corners lie so far down and across, from 0 to 1, as they can."""
+        if not self.crop:
+            return images
+        _, channels, height, width = images.shape
+        first_row = (down * (height - self.crop + 1)).long().clamp_max(height - self.crop)
+        first_column = (across * (width - self.crop + 1)).long().clamp_max(width - self.crop)
+        span = torch.arange(self.crop, device=images.device)
+        rows = (first_row[:, None] + span)[:, None, :, None].expand(-1, channels, -1, width)
+        columns = (first_column[:, None] + span)[:, None, None, :].expand(-1, channels, self.crop, -1)
+        return images.gather(2, rows).gather(3, columns)
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)

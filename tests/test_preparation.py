@@ -1,0 +1,100 @@
+import pytest
+import torch
+
+from torchcaps import BadInput
+from torchcaps.data import Preparation, shift
+
+PIXELS = torch.arange(2 * 3 * 6 * 8).remainder(251).to(torch.uint8).reshape(2, 3, 6, 8)
+
+
+def places(whole, crops):
+    """Where each crop was cut out, by looking for it."""
+    size = crops.shape[-1]
+    found = []
+    for image, crop in zip(whole, crops, strict=True):
+        found.append(
+            next(
+                (row, column)
+                for row in range(image.shape[1] - size + 1)
+                for column in range(image.shape[2] - size + 1)
+                if torch.allclose(image[:, row : row + size, column : column + size], crop)
+            )
+        )
+    return found
+
+
+def test_plainly_pixels_become_numbers_between_zero_and_one_and_the_crop_is_the_centre():
+    torch.testing.assert_close(Preparation().plain(PIXELS), PIXELS.float() / 255)
+    assert places(PIXELS.float() / 255, Preparation(crop=4).plain(PIXELS)) == [(1, 2)] * 2
+    assert Preparation(crop=4).image_shape((3, 6, 8)) == (3, 4, 4)
+    assert Preparation().image_shape((3, 6, 8)) == (3, 6, 8)
+    assert Preparation(crop=4).plain(PIXELS).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_standardised_images_have_mean_zero_and_variance_one_and_a_flat_one_is_finite():
+    images = Preparation(standardise=True).plain(torch.randint(0, 256, (4, 2, 9, 9)).to(torch.uint8))
+    torch.testing.assert_close(images.mean(dim=(1, 2, 3)), torch.zeros(4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(images.std(dim=(1, 2, 3), correction=0), torch.ones(4))
+    flat = Preparation(standardise=True).plain(torch.full((1, 1, 4, 4), 7, dtype=torch.uint8))
+    torch.testing.assert_close(flat, torch.zeros(1, 1, 4, 4), atol=1e-4, rtol=0)
+
+
+def test_every_crop_is_as_likely_and_rows_depend_on_seed_epoch_and_index_alone():
+    preparation = Preparation(crop=5)
+    variation = preparation.variation(seed=1, epoch=2, count=4000)
+    fewer = preparation.variation(seed=1, epoch=2, count=1000)
+    assert torch.equal(variation.uniform[:1000], fewer.uniform)
+    assert not torch.equal(fewer.uniform, preparation.variation(1, 3, 1000).uniform)
+    assert not torch.equal(fewer.uniform, preparation.variation(2, 2, 1000).uniform)
+    ramp = torch.arange(48, dtype=torch.uint8).reshape(1, 1, 6, 8).expand(4000, -1, -1, -1)
+    corners = (preparation.varied(ramp, variation)[:, 0, 0, 0] * 255).round().long()
+    counts = corners.bincount(minlength=48).reshape(6, 8)
+    assert (counts > 0).nonzero().tolist() == [[row, column] for row in range(2) for column in range(4)]
+    assert counts[counts > 0].min() > 400
+    alone = preparation.varied(ramp[:1], variation.of(torch.tensor([17])))
+    torch.testing.assert_close(alone[0], preparation.varied(ramp, variation)[17])
+
+
+def test_brightness_adds_and_contrast_stretches_about_the_mean():
+    pixels = torch.randint(0, 256, (500, 1, 4, 4)).to(torch.uint8)
+    plain = Preparation().plain(pixels)
+    brighter = Preparation(brightness=0.25)
+    added = brighter.varied(pixels, brighter.variation(0, 0, 500)) - plain
+    torch.testing.assert_close(added, added[:, :, :1, :1].expand_as(added), atol=1e-6, rtol=0)
+    assert -0.25 <= added.min() < -0.2
+    assert 0.2 < added.max() <= 0.25
+    starker = Preparation(contrast=0.8)
+    stretched = starker.varied(pixels, starker.variation(0, 0, 500))
+    torch.testing.assert_close(stretched.mean(dim=(1, 2, 3)), plain.mean(dim=(1, 2, 3)))
+    ratio = stretched.std(dim=(1, 2, 3)) / plain.std(dim=(1, 2, 3))
+    assert 0.2 <= ratio.min() < 0.3
+    assert 1.7 < ratio.max() <= 1.801
+
+
+def test_shifts_are_those_of_shift():
+    preparation = Preparation(shift=2)
+    variation = preparation.variation(0, 0, 2)
+    assert variation.uniform is None
+    expected = shift(PIXELS, variation.offsets).float() / 255
+    torch.testing.assert_close(preparation.varied(PIXELS, variation), expected)
+
+
+def test_a_test_sees_many_crops_from_corner_to_corner():
+    views = Preparation(crop=4, test_crops=3).views(PIXELS)
+    assert views.shape == (9, 2, 3, 4, 4)
+    seen = [places(PIXELS.float() / 255, view)[0] for view in views]
+    assert seen[0] == (0, 0)
+    assert seen[-1] == (2, 4)
+    assert seen[4] == (1, 2)
+    torch.testing.assert_close(Preparation(crop=4).views(PIXELS), Preparation(crop=4).plain(PIXELS)[None])
+
+
+@pytest.mark.parametrize("options", [{"crop": -1}, {"test_crops": 0}, {"brightness": -0.1}, {"contrast": float("nan")}])
+def test_values_out_of_range_are_refused(options):
+    with pytest.raises(BadInput, match=next(iter(options))):
+        Preparation(**options)
+
+
+def test_a_crop_larger_than_the_image_is_refused():
+    with pytest.raises(BadInput, match="at most 6"):
+        Preparation(crop=7).image_shape((3, 6, 8))
