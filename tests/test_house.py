@@ -1,6 +1,7 @@
 """The rules of the house: floors, imports, and how little importing the library costs."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,16 @@ def test_no_file_is_longer_than_the_house_allows():
 
 def test_what_is_exported_is_there():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
+
+
+def test_every_result_in_the_readme_is_the_one_in_its_folder():
+    root = Path(__file__).parents[1]
+    rows = [line for line in (root / "README.md").read_text().splitlines() if "[run](results/" in line]
+    assert rows
+    for row in rows:
+        folder = root / row.split("[run](")[1].split(")")[0]
+        metrics = json.loads((folder / "metrics.json").read_text())
+        recipe = json.loads((folder / "recipe.json").read_text())
+        assert f" {metrics['test_accuracy_percent']:.2f} " in row
+        assert recipe["environment"]["commit"]
+        assert not recipe["environment"]["commit"].endswith("-modified")

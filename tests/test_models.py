@@ -132,6 +132,13 @@ def test_saved_models_come_back_exactly(name, tmp_path):
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
 
 
+def test_saved_weights_can_be_read_by_whom_the_other_files_can(tmp_path):
+    create_model("pooled-cnn").save_pretrained(tmp_path / "saved")
+    (tmp_path / "other").write_text("")
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "saved" / "model.safetensors", tmp_path / "other")]
+    assert modes[0] == modes[1]
+
+
 def test_weights_of_another_model_are_refused(tmp_path):
     create_model("pooled-cnn").save_pretrained(tmp_path / "cnn")
     with pytest.raises(BadInput, match="not those of this PooledCapsNet"):

@@ -1,5 +1,6 @@
 """What every model returns, and how every model is saved and loaded."""
 
+import os
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -31,6 +32,12 @@ class Prediction(NamedTuple):
 
 class Pretrained(PyTorchModelHubMixin):
     """`save_pretrained` and `from_pretrained`: weights as safetensors, options as config.json; loading is strict."""
+
+    def _save_pretrained(self, save_directory: Path) -> None:
+        super()._save_pretrained(save_directory)
+        mask = os.umask(0)
+        os.umask(mask)
+        (save_directory / "model.safetensors").chmod(0o666 & ~mask)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, strict: bool = True, **options: Any) -> "Pretrained":
