@@ -19,6 +19,12 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in a test whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def untyped():
     """Calls without the run-time check of shapes and types: as a user meets the library's own error messages."""
