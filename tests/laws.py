@@ -104,3 +104,14 @@ def same_input_same_bits(rule: Rule, case: Case) -> None:
     first, again = rule(*case), rule(*case)
     assert torch.equal(first[0].pose, again[0].pose)
     assert torch.equal(first[1], again[1])
+
+
+ALL = [
+    invariant_to_order_of_children,
+    equivariant_to_order_of_parent_types,
+    samples_do_not_see_each_other,
+    zero_poses_are_finite,
+    a_silent_child_counts_for_nothing,
+    same_input_same_bits,
+]
+"""Those that hold whatever the options; the couplings' sum and the gradients ask for more than a rule and a case."""

@@ -60,6 +60,17 @@ def test_recipes_info_and_data_list_print(call):
     assert call("data", "fetch", "mnist-5k")[0] == 0
 
 
+def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
+    picture = tmp_path / "sheet.png"
+    code, said = call("data", "show", images, "--out", picture, "--columns", 3, "--set", "data.image_size=16")[:2]
+    assert (code, said.strip()) == (0, f"2 classes in {picture}")
+    with Image.open(picture) as drawn:
+        assert drawn.size == (300, 210)
+    assert "image_siz:" in refused("data", "show", images, "--set", "data.image_siz=16")
+    assert "settings of the data alone" in refused("data", "show", images, "--set", "shift=3")
+    assert "did you mean 'toys'" in refused("data", "render", "toy")
+
+
 def test_evaluate_and_predict(call, finished, images):  # noqa: F811
     code, out, error = call("evaluate", finished[0], "--precision", "float32")
     assert code == 0, error

@@ -21,14 +21,6 @@ OPTIONS = {
     "mixing": {"parent_activation": "mixing"},
     "official": {"mean_damping": 0.1, "variance_floor": 5e-4, "competition": "types", "normalise_data": False},
 }
-LAWS = [
-    laws.invariant_to_order_of_children,
-    laws.equivariant_to_order_of_parent_types,
-    laws.samples_do_not_see_each_other,
-    laws.zero_poses_are_finite,
-    laws.a_silent_child_counts_for_nothing,
-    laws.same_input_same_bits,
-]
 
 
 def rule(options):
@@ -52,7 +44,7 @@ def problem(routing_map, seed=0, dtype=torch.float64, sizes=(2, 3, 4), rows=2):
 
 
 def keeps_the_laws(options, case):
-    for law in LAWS:
+    for law in laws.ALL:
         law(rule(OPTIONS[options]), case)
     if OPTIONS[options].get("competition") == "types":
         couplings = rule(OPTIONS[options])(*case)[1].sum(dim=1)

@@ -201,6 +201,29 @@ def data_render(
     print(f"the toys are in {render_toys(data_dir, size=size, seed=seed)}")
 
 
+@data_app.command("show")
+def data_show(
+    name: Annotated[str, typer.Argument(help="A dataset's name, or a folder of images.")],
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path | None, typer.Option(help="Picture to write; default NAME.png.")] = None,
+    columns: Annotated[int, typer.Option(help="Images of each class.", min=1)] = 10,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="data.key=value; an option of the data.")] = None,
+) -> None:
+    """Draw some training images of each class in one picture."""
+    from torchcaps.data import load_splits, save_contact_sheet
+    from torchcaps.recipes import create_recipe
+
+    changes = dict(_setting(text) for text in settings or [])
+    for key in changes:
+        if not key.startswith("data."):
+            raise BadInput(f"--set {key}: a picture depends on settings of the data alone, such as data.image_size")
+    options = create_recipe("capsnet-images", changes).data_options
+    images = load_splits(name, data_dir, **options).train
+    path = out or Path(f"{Path(name).name}.png")
+    save_contact_sheet(images, path, columns)
+    print(f"{len(images.class_names)} classes in {path}")
+
+
 @data_app.command("verify")
 def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
     """Check the files of a dataset against their checksums."""

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from torchcaps.data import Images, Preparation, Splits
+from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 
 
@@ -54,20 +54,6 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
 
 
-def write_atomically(path: Path, content: str) -> None:
-    """The whole content or nothing: written beside the file, then renamed over it."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("w") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: bool) -> None:
     """Make the folder and write recipe.json: the recipe's settings, what the data are, and the environment.
 
@@ -89,7 +75,8 @@ def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: b
         "image_shape": splits.train.image_shape,
         "environment": environment(),
     }
-    write_atomically(written, json.dumps(content, indent=2) + "\n")
+    with atomically(written) as stream:
+        stream.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -98,17 +85,10 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(target.name + ".part")
         try:
-            with part.open("wb") as stream:
+            with atomically(target) as stream:
                 torch.save(checkpoint, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.replace(target)
-        except BaseException as error:
-            part.unlink(missing_ok=True)
-            if not isinstance(error, OSError | RuntimeError):
-                raise
+        except (OSError, RuntimeError) as error:
             raise BadInput(
                 f"{target} could not be written ({error}): free some space and continue with --resume; "
                 "the checkpoint before it is untouched"
@@ -194,7 +174,8 @@ class EpochLog(Callback):
         }
         self.rows.append(row)
         lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
-        write_atomically(self.path, "\n".join(lines) + "\n")
+        with atomically(self.path) as stream:
+            stream.write(("\n".join(lines) + "\n").encode())
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
         print(
             f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
@@ -234,7 +215,6 @@ def save_reconstructions(
         axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9)
     axes[0, 0].set_ylabel("image")
     axes[1, 0].set_ylabel("reconstruction")
-    part = path.with_name(path.stem + ".part.png")
-    figure.savefig(part, dpi=120)
-    part.replace(path)
+    with atomically(path) as stream:
+        figure.savefig(stream, format="png", dpi=120)
     return True

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from torchcaps.data import Images, Preparation, Splits, Variation
+from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
 from torchcaps.models import create_model
@@ -29,7 +30,6 @@ from torchcaps.run_folder import (
     load_checkpoint,
     read_rows,
     save_reconstructions,
-    write_atomically,
 )
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -363,7 +363,8 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         model.save_pretrained(folder)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)
         save_reconstructions(model, recipe.preparation(), splits.validation, folder / "reconstructions.png")
-        write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+        with atomically(folder / "metrics.json") as stream:
+            stream.write((json.dumps(metrics, indent=2) + "\n").encode())
     return metrics
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
 from torchcaps.data.files import uncompressed_md5
 from torchcaps.data.idx import parse_idx, read_idx
@@ -44,6 +45,7 @@ __all__ = [
     "read_image",
     "read_norb",
     "render_toys",
+    "save_contact_sheet",
     "shift",
     "shift_offsets",
     "uncompressed_md5",

@@ -1,11 +1,14 @@
-"""Files that may be gzipped: told by their first bytes, not by their names, and read no further than they promise."""
+"""Files that may be gzipped, read no further than they promise; and files that are written whole or not at all."""
 
 import gzip
 import hashlib
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
+from typing import BinaryIO
 
 from torchcaps.errors import BadInput
 
@@ -52,6 +55,24 @@ def uncompressed_md5(path: Path) -> str:
 def present(path: Path) -> Path | None:
     """The file itself, or else the one with `.gz` behind its name, or None where neither exists."""
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
+
+
+@contextmanager
+def atomically(path: Path) -> Iterator[BinaryIO]:
+    """A stream to write a file with: the file is whole or as it was, however the writing ends.
+
+    Written beside it, flushed to disk, then renamed over it.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def _uncompressed(path: Path) -> BufferedIOBase:

@@ -5,7 +5,6 @@ of solids (see `toy_shapes.py`); rays are cast against them.
 """
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torchcaps.data.files import present
+from torchcaps.data.files import atomically, present
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
 from torchcaps.data.toy_shapes import Solid, toy
@@ -71,7 +70,8 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
             info = np.concatenate([np.insert(grid, 0, instance, axis=1) for instance in instances])
             arrays = (images, categories, np.repeat(info, 5, axis=0).astype(np.int32))
             for kind, array in zip(KINDS, arrays, strict=True):
-                _write(folder / norb_file("toys", split, size, kind), norb_bytes(array))
+                with atomically(folder / norb_file("toys", split, size, kind)) as stream:
+                    stream.write(norb_bytes(array))
     except OSError as error:
         raise BadInput(f"{folder}: cannot be written ({error}); give a data folder you may write to") from error
     return folder
@@ -281,16 +281,3 @@ def _tracked(jobs: Sequence[tuple], shown: bool) -> Iterable[tuple]:
     from rich.progress import track
 
     return track(jobs, "rendering toys", console=Console(stderr=True))
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
