@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps.data import Preparation, load_splits
 from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import AtomicCheckpoints
 from torchcaps.training import ImageBatches, SplitBatches, resolve_precision
 
 
@@ -99,6 +100,22 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(im
     assert error.splitlines() == [f"interrupted: the same command with --resume goes on from {out}"]
     assert not list(out.rglob("*.part*"))
     assert torch.load(out / "last.ckpt", weights_only=True)["epoch"] >= 0
+
+
+def test_a_checkpoint_interrupted_while_it_is_written_is_an_interruption(tmp_path):
+    target, writer = tmp_path / "last.ckpt", AtomicCheckpoints()
+    writer.save_checkpoint({"epoch": 1}, target)
+    tensors = [torch.zeros(100_000) for _ in range(300)]
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for seconds in (0.02, 0.03, 0.04):
+            with pytest.raises(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                writer.save_checkpoint({"epoch": 2, "tensors": tensors}, target)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+    assert torch.load(target, weights_only=True) == {"epoch": 1}
 
 
 def test_a_long_epoch_tells_how_far_it_has_come_where_no_bar_can_be_drawn(images, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,9 @@ def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: b
         raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
     if resume and written.exists():
         before = json.loads(written.read_text())["recipe"]
+        longer = {"epochs"} if recipe.get("margin_schedule") != "linear" else set()
         for key, value in json.loads(json.dumps(recipe)).items():
-            if before.get(key) != value and key != "epochs":
+            if before.get(key) != value and key not in longer:
                 raise BadInput(f"{folder} was begun with {key}={before.get(key)}, not {value}: resume with the same")
     folder.mkdir(parents=True, exist_ok=True)
     content = {
@@ -86,8 +88,9 @@ class AtomicCheckpoints(TorchCheckpointIO):
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with atomically(target) as stream:
-                torch.save(checkpoint, stream)
+            # In a thread of its own: a Ctrl-C inside torch.save comes out as RuntimeError, or ends the process.
+            with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
+                thread.submit(torch.save, checkpoint, stream).result()
         except (OSError, RuntimeError) as error:
             raise BadInput(
                 f"{target} could not be written ({error}): free some space and continue with --resume; "
