@@ -22,7 +22,7 @@ class Case(NamedTuple):
 
 
 def tolerance(case: Case) -> dict[str, float]:
-    return {"rtol": 1e-3, "atol": 1e-3} if case.pose.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
+    return {"rtol": 1e-4, "atol": 1e-5} if case.pose.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
 
 
 def couplings_of_children(rule: Rule, case: Case) -> Tensor:
@@ -51,7 +51,8 @@ def invariant_to_order_of_children(rule: Rule, case: Case) -> None:
     edges[:, 0] = torch.argsort(sites)[edges[:, 0]]
     edges = edges[torch.randperm(len(edges))]
     moved = rule(pose[:, sites][:, :, types], transform[:, types], replace(routing_map, edges=edges))[0]
-    torch.testing.assert_close(moved.pose, rule(*case)[0].pose, **tolerance(case))
+    for found, expected in zip(moved, rule(*case)[0], strict=True):
+        torch.testing.assert_close(found, expected, **tolerance(case))
 
 
 def equivariant_to_order_of_parent_types(rule: Rule, case: Case) -> None:
@@ -59,6 +60,7 @@ def equivariant_to_order_of_parent_types(rule: Rule, case: Case) -> None:
     moved, moved_couplings = rule(case.pose, case.transform[:, :, order], case.routing_map)
     parents, couplings = rule(*case)
     torch.testing.assert_close(moved.pose, parents.pose[:, :, order], **tolerance(case))
+    torch.testing.assert_close(moved.activation, parents.activation[:, :, order], **tolerance(case))
     torch.testing.assert_close(moved_couplings, couplings[:, order], **tolerance(case))
 
 
@@ -86,7 +88,8 @@ def a_silent_child_counts_for_nothing(rule: Rule, case: Case) -> None:
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
     without = rule(case.pose, case.transform, replace(case.routing_map, edges=kept))[0]
     with_silent = rule(silent, case.transform, case.routing_map)[0]
-    torch.testing.assert_close(with_silent.pose, without.pose, **tolerance(case))
+    for found, expected in zip(with_silent, without, strict=True):
+        torch.testing.assert_close(found, expected, **tolerance(case))
 
 
 def gradients_are_right(rule: Rule, case: Case) -> None:

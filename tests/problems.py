@@ -113,7 +113,7 @@ def em_routing_in_loops(
     competition: str = "parents",
     variance_floor: float = 1e-4,
     normalise_data: bool = True,
-    inverse_temperature: float = 0.01,
+    inverse_temperature: float = 1.0,
     temperature_schedule: str = "rising",
     parent_activation: str = "logistic",
     mean_damping: float = 0.0,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import laws
 from problems import MAPS, cases, dynamic_routing_in_loops, random_case
-from torchcaps import ROUTINGS, DynamicRouting, RoutingMap, dynamic_routing
+from torchcaps import ROUTINGS, Capsules, DynamicRouting, RoutingMap, dynamic_routing
 
 SU = {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
 OPTIONS = {
@@ -146,10 +146,10 @@ def test_matrix_poses_route_too():
 
 
 def test_module_is_the_function():
-    case = random_case(MAPS["conv"], seed=10, dtype=torch.float64)
-    assert torch.equal(
-        ROUTINGS["dynamic"](iterations=2, **SU)(*case).pose, dynamic_routing(*case, iterations=2, **SU).pose
-    )
+    pose, transform, routing_map = random_case(MAPS["conv"], seed=10, dtype=torch.float64)
+    module = ROUTINGS["dynamic"](iterations=2, **SU)
+    expected = dynamic_routing(pose, transform, routing_map, iterations=2, **SU)
+    assert torch.equal(module(Capsules(pose, pose[..., 0, 0]), transform, routing_map).pose, expected.pose)
 
 
 @pytest.mark.parametrize(

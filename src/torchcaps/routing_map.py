@@ -16,7 +16,7 @@ class RoutingMap:
     parent site ``p`` with transform ``k``. Make one with `dense`, `shared` or `conv`.
 
     Arguments:
-        edges: ``[E, 3]``, rows of (child site, parent site, transform), sorted by parent site.
+        edges: ``[E, 3]``, rows of (child site, parent site, transform), in any order.
         child_sites: S.
         parent_sites: P.
         transforms: K.
@@ -101,7 +101,8 @@ class RoutingMap:
         """
         self._check(pose, transform)
         child, _, kernel = self.edges.unbind(1)
-        return torch.einsum("becrq,ecjqn->bjecrn", pose[:, child], transform[kernel]).contiguous()
+        at_edges = pose.index_select(1, child), transform.index_select(0, kernel)
+        return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
 
     def _check(self, pose: Tensor, transform: Tensor) -> None:
         if pose.ndim != 5 or transform.ndim != 5:
@@ -152,7 +153,13 @@ class RoutingMap:
         """On every edge, the value of the parent site it leads to."""
         if self.parent_sites == 1:
             return values.expand(*values.shape[:2], len(self.edges), *values.shape[3:])
-        return values[:, :, self.edges[:, 1]]
+        return values.index_select(2, self.edges[:, 1])
+
+    def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:
+        """Per parent, the largest value of all the children that feed it."""
+        per_edge = values.amax(dim=3)
+        per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
+        return per_parent.scatter_reduce(2, self.edges[:, 1].expand_as(per_edge), per_edge, "amax")
 
     def sum_over_children(
         self, couplings: Float[Tensor, "B J E C"], votes: Float[Tensor, "B J E C R N"]

@@ -43,7 +43,7 @@ def em_routing(
     competition: Competition = "parents",
     variance_floor: float = 1e-4,
     normalise_data: bool = True,
-    inverse_temperature: float = 0.01,
+    inverse_temperature: float = 1.0,
     temperature_schedule: TemperatureSchedule = "rising",
     parent_activation: ParentActivation = "logistic",
     mean_damping: float = 0.0,
@@ -66,8 +66,8 @@ def em_routing(
     in log space. The defaults hold the corrections of Gritzman 2019 (arXiv 1907.00652): the variance floor (a single
     child has no variance), mean_data = children / parents of the layer (else layers with few parents saturate), and
     couplings that compete over every parent a child reaches. A child of activation 0 counts for nothing; a parent whose
-    children are all off has mean 0 and the cost 0. Computed in the widest dtype of its arguments, whatever autocast
-    says.
+    children are all off has mean 0 and the cost 0. Computed in the widest dtype of children and transform, whatever
+    autocast says.
 
     Arguments:
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
@@ -78,9 +78,11 @@ def em_routing(
         iterations: T, at least 1.
         competition: ``parents``, every type at every site that a child reaches; ``types`` at one site alone, as most
             implementations have it (and R_ij = 1 / J at the start).
-        variance_floor: added to σ², at least 0; Gritzman has 1e-4, the authors' code 5e-4, the paper none.
+        variance_floor: added to σ², at least 0; Gritzman has 1e-4, the authors' code 5e-4, the paper none: then a
+            parent with a single voter is NaN.
         normalise_data: divide Σ r by mean_data in the cost; the paper does not.
-        inverse_temperature: λ of the last pass of an endless rise, above 0. Gritzman's code has, in effect, 1.
+        inverse_temperature: λ, what a rise without end would reach, above 0. The paper's 0.01 belongs beside costs of
+            many data (``normalise_data=False``); beside the cost of one, 1 is its equal, and so Gritzman's code has it.
         temperature_schedule: ``rising``, λ (1 - 0.95^(t+1)) in pass t = 0, 1, …, as the authors; or ``constant``.
         parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
         mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
@@ -119,11 +121,10 @@ def em_routing(
             mean_data = routing_map.child_sites * child_types / (routing_map.parent_sites * parent_types)
         logits, mean, passes = votes.new_zeros(votes.shape[:4]), None, []
         for iteration in range(iterations):
-            rivals = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
-            couplings = rivals.exp()
-            routed = couplings * activation
-            data = routing_map.sum_at_parents(routed.sum(dim=3))
-            share = routed * routing_map.at_edges(_inverse(data)).unsqueeze(3)
+            log_r = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
+            couplings = log_r.exp()
+            data = routing_map.sum_at_parents((couplings * activation).sum(dim=3))
+            share = _shares(log_r, activation, routing_map)
             fresh = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, votes))
             mean = fresh if mean is None else (1 - mean_damping) * fresh + mean_damping * mean
             deviation = (votes - routing_map.at_edges(mean).unsqueeze(3)).square()
@@ -150,6 +151,15 @@ def em_routing(
                 volume = (log_deviation + 0.5 * math.log(2 * math.pi)).sum(dim=3)
                 logits = routing_map.at_edges(log_activation - volume).unsqueeze(3) - distance
     return passes
+
+
+def _shares(log_r: Tensor, activation: Tensor, routing_map: RoutingMap) -> Tensor:
+    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij of a parent are; 0 where all its children are off."""
+    alive = log_r.detach().masked_fill(activation.detach() <= 0, -torch.inf)
+    largest = routing_map.largest_at_parents(alive).nan_to_num(neginf=0.0)
+    routed = (log_r - routing_map.at_edges(largest).unsqueeze(3)).clamp_max(60).exp() * activation
+    total = routing_map.sum_at_parents(routed.sum(dim=3))
+    return routed * routing_map.at_edges(_inverse(total)).unsqueeze(3)
 
 
 def _inverse(total: Tensor) -> Tensor:
@@ -188,7 +198,7 @@ class EMRouting(nn.Module):
     """`em_routing` with its options fixed and its β learned, as the rule of a capsule layer.
 
     Arguments:
-        parent_types: J; β_u and β_a are one number per parent type, 0 at the start.
+        parent_types: J; β_u and β_a are one number per parent type, 0 at the start; mixing proportions need neither.
         The others are those of `em_routing`.
 
     Raises:
@@ -208,7 +218,7 @@ class EMRouting(nn.Module):
         competition: Competition = "parents",
         variance_floor: float = 1e-4,
         normalise_data: bool = True,
-        inverse_temperature: float = 0.01,
+        inverse_temperature: float = 1.0,
         temperature_schedule: TemperatureSchedule = "rising",
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
@@ -223,8 +233,9 @@ class EMRouting(nn.Module):
             parent_activation,
             mean_damping,
         )
-        self.beta_u = nn.Parameter(torch.zeros(parent_types))
-        self.beta_a = nn.Parameter(torch.zeros(parent_types))
+        learned = parent_activation == "logistic"
+        self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
+        self.beta_a = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
         self.options: dict[str, Any] = {
             "iterations": iterations,
             "competition": competition,
