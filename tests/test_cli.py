@@ -11,7 +11,7 @@ from PIL import Image
 
 from conftest import SMALL_CAPSNET
 from test_training import finished  # noqa: F401
-from torchcaps import MODELS, BadInput, cli
+from torchcaps import MODELS, BadInput, cli, create_model
 from torchcaps.recipes import RECIPES, create_recipe
 
 
@@ -72,7 +72,9 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
 
 
 def test_evaluate_and_predict(call, finished, images):  # noqa: F811
-    code, out, error = call("evaluate", finished[0], "--precision", "float32")
+    code, _, error = call("evaluate", finished[0], "--precision", "fp16")
+    assert (code, "use one of auto, bf16, float32" in error) == (2, True)
+    code, out, error = call("evaluate", finished[0], "--precision", "float32", "--batch-size", 3)
     assert code == 0, error
     assert "accuracy" in out
     code, out, error = call("predict", finished[0], images / "left" / "000.png", images / "right" / "000.png")
@@ -90,9 +92,31 @@ def test_settings_reach_the_recipe():
     assert recipe.loss_options == {"negative_weight": 0.25}
 
 
+def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_own_options():
+    settings = {"loss.positive_margin": "0.8", "loss": "margin", "data.stereo": "false", "model.pose": "vector"}
+    for order in (settings, dict(reversed(settings.items()))):
+        recipe = create_recipe("matrix-capsnet-toys", order)
+        assert recipe.loss_options == {"positive_margin": 0.8}
+        assert recipe.margin_schedule == "none"
+        assert recipe.data_options == {"stereo": False}
+        assert recipe.model_options == {"pose": "vector"}
+    assert create_recipe("pooled-cnn-mnist", {"loss": "cross_entropy"}).loss_options == {}
+    assert create_recipe("matrix-capsnet-toys", {"margin_schedule": "none", "loss.margin": "1"}).loss_options == {
+        "margin": 1.0
+    }
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"data": "toys", "data.stereo": "no"}, "data.stereo takes true or false"),
+        ({"data": "toys", "data.size": "24.0"}, "data.size takes a whole number"),
+        ({"data": "toys", "data.sise": "24"}, "did you mean 'data.size'"),
+        ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
+        ({"margin_schedule": "linear"}, "wants loss=spread"),
+        ({"loss": "spred"}, "did you mean 'spread'"),
+        ({"standardise": "true"}, "set reconstruction_weight=0"),
+        ({"test_crops": "3"}, "set crop too"),
         ({"epoch": "1"}, "did you mean 'epochs'"),
         ({"model.iteration": "1"}, "did you mean 'model.iterations'"),
         ({"model.iterations": "many"}, "takes a whole number, such as 3; got many"),
@@ -108,6 +132,24 @@ def test_settings_reach_the_recipe():
 def test_wrong_settings_are_refused(settings, message):
     with pytest.raises(BadInput, match=message):
         create_recipe("capsnet-mnist", settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("matrix-capsnet", {"competition": "x"}),
+        ("matrix-capsnet", {"iterations": 0}),
+        ("matrix-capsnet", {"variance_floor": -1.0}),
+        ("matrix-capsnet", {"deviation": 0.0}),
+        ("matrix-capsnet", {"widths": [1, 2]}),
+        ("matrix-capsnet", {"size": "huge"}),
+        ("capsnet", {"logits": "x"}),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_model_options_out_of_range_are_refused(name, options):
+    with pytest.raises(BadInput, match=rf"{next(iter(options))}|cannot be made"):
+        create_model(name, **options)
 
 
 def test_unknown_names_suggest_the_nearest(refused):

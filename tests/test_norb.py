@@ -22,7 +22,7 @@ from torchcaps.data.norb import (
     verify_smallnorb,
 )
 from torchcaps.data.toy_shapes import Solid, toy
-from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, render_toy, render_toys
+from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, render_toy, render_toys, verify_toys
 
 
 def write_split(folder, split="train", count=12, size=96, **changed):
@@ -179,11 +179,22 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
     render_toys(again, progress=False)
     render_toys(other, seed=1, progress=False)
     names = sorted(path.name for path in (first / "toys").iterdir())
-    assert names == sorted(norb_file("toys", split, 48, kind) for split in ("train", "test") for kind in KINDS)
+    files = [norb_file("toys", split, 48, kind) for split in ("train", "test") for kind in KINDS]
+    assert names == sorted([*files, "toys-48x48-md5.json"])
     for name in names:
         assert (first / "toys" / name).read_bytes() == (again / "toys" / name).read_bytes()
     images = norb_file("toys", "train", 48, "dat")
-    assert (first / "toys" / images).read_bytes() != (other / "toys" / images).read_bytes()
+    assert (first / "toys" / images).read_bytes() != (other / "toys-seed1" / images).read_bytes()
+    assert torch.equal(load_toys(other, seed=1)[0].pixels, torch.from_numpy(read_norb(other / "toys-seed1" / images)))
+    assert verify_toys(other) == [(f"toys-seed1/{file}", "ok") for file in files]
+    (other / "toys-seed1" / images).write_bytes(b"x")
+    (other / "toys-seed1" / files[-1]).unlink()
+    problems = dict(verify_toys(other))
+    assert "md5" in problems[f"toys-seed1/{images}"]
+    assert "absent" in problems[f"toys-seed1/{files[-1]}"]
+    with pytest.raises(BadInput, match="will be rendered again"):
+        load_toys(other, seed=1)
+    assert "none are rendered" in verify_toys(tmp_path / "nowhere")[0][1]
     train, test = load_toys(first)
     assert len(train) == len(test) == 5 * 5 * 2 * 3 * 2
     assert train.image_shape == (2, 48, 48)
@@ -200,7 +211,7 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
     assert set(splits.validation.attributes) == {"instance", "elevation", "azimuth", "lighting"}
 
 
-def test_toys_fill_the_frame_and_are_not_flat():
+def test_toys_fill_the_frame():
     for category in CATEGORIES:
         corners = [
             np.array(solid.centre) + solid.rotation() @ (np.array(solid.half_sizes) * signs)
@@ -256,6 +267,10 @@ def test_a_cylinder_that_tapers_is_narrower_at_its_top():
 def test_renderings_out_of_range_are_refused(options, problem, tmp_path):
     with pytest.raises(BadInput, match=problem):
         render_toys(tmp_path, **options)
+    with pytest.raises(BadInput, match="divides 48"):
+        load_toys(tmp_path, size=32)
+    with pytest.raises(BadInput, match="divides 96"):
+        load_splits("smallnorb", tmp_path, size=50)
     assert not any(tmp_path.iterdir())
 
 

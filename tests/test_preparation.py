@@ -89,7 +89,18 @@ def test_a_test_sees_many_crops_from_corner_to_corner():
     torch.testing.assert_close(Preparation(crop=4).views(PIXELS), Preparation(crop=4).plain(PIXELS)[None])
 
 
-@pytest.mark.parametrize("options", [{"crop": -1}, {"test_crops": 0}, {"brightness": -0.1}, {"contrast": float("nan")}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"crop": -1},
+        {"test_crops": 0},
+        {"test_crops": 2},
+        {"brightness": -0.1},
+        {"brightness": float("inf")},
+        {"contrast": float("nan")},
+        {"contrast": 1.5},
+    ],
+)
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(BadInput, match=next(iter(options))):
         Preparation(**options)

@@ -110,6 +110,7 @@ def evaluate(
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="bf16, float32 or auto.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 128,
 ) -> None:
     """Accuracy of a trained run on the test split of its dataset, or of another with the same classes."""
     from torchcaps.data import DATASETS, Preparation, load_splits
@@ -119,8 +120,11 @@ def evaluate(
     recipe = said["recipe"]
     name = data or recipe["data"]
     channels, height, width = said["image_shape"]
-    options = dict(recipe["data_options"]) if name == recipe["data"] else {}
-    if name not in DATASETS:
+    options = dict(recipe["data_options"])
+    if name in DATASETS:
+        options = {key: value for key, value in options.items() if key in DATASETS[name].options}
+    else:
+        options = options if name == recipe["data"] else {}
         options |= {"image_size": (height, width), "channels": channels}
     splits = load_splits(
         name, data_dir, validation_fraction=recipe["validation_fraction"], seed=recipe["seed"], **options
@@ -134,7 +138,7 @@ def evaluate(
         raise BadInput(
             f"{name} has images of {splits.test.image_shape}, but {run} was trained on {said['image_shape']}"
         )
-    accuracy = accuracy_of(model, splits.test, Preparation.of(recipe), precision=precision)
+    accuracy = accuracy_of(model, splits.test, Preparation.of(recipe), batch_size=batch_size, precision=precision)
     table = Table("run", "data", "test images", "accuracy %", "error %")
     table.add_row(str(run), name, f"{len(splits.test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")
     _print(table)
@@ -152,11 +156,13 @@ def predict(
 
     model, said = _load_run(run)
     channels, height, width = said["image_shape"]
-    read = [read_image(path, 3 if channels == 3 else 1, (height, width)) for path in images]
-    batch = torch.stack(read).expand(-1, channels, -1, -1)
-    with torch.inference_mode():
-        scores = model.eval()(Preparation.of(said["recipe"]).plain(batch)).scores
-    best = scores.topk(2, dim=1)
+    preparation = Preparation.of(said["recipe"])
+    scores = []
+    for path in images:
+        pixels = read_image(path, 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
+        with torch.inference_mode():
+            scores.append(model.eval()(preparation.views(pixels[None])[:, 0]).scores.mean(dim=0))
+    best = torch.stack(scores).topk(2, dim=1)
     table = Table("image", "class", "score", "runner-up", "score")
     for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):
         first, second = (said["class_names"][index] for index in classes)
@@ -191,7 +197,7 @@ def data_render(
     name: str,
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Pixels a side: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Another seed gives fifty other toys.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed gives fifty other toys; train on them with data.seed.")] = 0,
 ) -> None:
     """Render the toys, in smallNORB's files; the same seed gives the same bytes."""
     from torchcaps.data import render_toys

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
+from torchcaps.data import DATASETS, load_image_folder
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS
@@ -184,7 +185,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
 
     Arguments:
         name: a key of `RECIPES`.
-        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``data.OPTION`` or ``loss.OPTION``.
+        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``data.OPTION`` or ``loss.OPTION``, in any
+            order. Another model, data or loss begins with that one's own options.
 
     Raises:
         BadInput: unknown recipe or key, or a value of the wrong kind; the nearest name is suggested.
@@ -196,27 +198,41 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
     if name not in RECIPES:
         raise BadInput(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
     recipe = RECIPES[name]()
+    settings = dict(settings or {})
     plain = {f.name for f in fields(recipe)} - {"name", "model_options", "data_options", "loss_options"}
-    for key, text in (settings or {}).items():
+    changed: dict[str, Any] = {}
+    for key in sorted(settings, key=lambda key: "." in key):
         group, _, option = key.partition(".")
         if option and group in ("model", "data", "loss"):
-            value = _value(key, text, None if group == "data" else _default(recipe, group, option))
-            options = {**getattr(recipe, f"{group}_options"), option: value}
-            changed: dict[str, Any] = {f"{group}_options": options}
+            chosen = changed.get(group, getattr(recipe, group))
+            value = _value(key, settings[key], _default(group, chosen, option))
+            own = getattr(recipe, f"{group}_options") if chosen == getattr(recipe, group) else {}
+            changed[f"{group}_options"] = {**changed.get(f"{group}_options", own), option: value}
         elif key in plain:
-            if key == "model" and text not in MODELS:
-                raise BadInput(f"unknown model {text!r}{nearest(text, MODELS)}")
-            changed = {key: _value(key, text, getattr(recipe, key))}
+            if key == "model" and settings[key] not in MODELS:
+                raise BadInput(f"unknown model {settings[key]!r}{nearest(settings[key], MODELS)}")
+            if key == "loss" and settings[key] not in LOSSES:
+                raise BadInput(f"unknown loss {settings[key]!r}{nearest(settings[key], LOSSES)}")
+            changed[key] = _value(key, settings[key], getattr(recipe, key))
+            if key in ("model", "data", "loss") and changed[key] != getattr(recipe, key):
+                changed.setdefault(f"{key}_options", {})
+                if key == "loss":
+                    changed.setdefault("margin_schedule", "none")
         else:
             raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), 'model.…', 'data.…', 'loss.…'])}")
-        recipe = replace(recipe, **changed)
-    return recipe
+    return replace(recipe, **changed)
 
 
-def _default(recipe: Recipe, group: str, option: str) -> Any:
-    table: Mapping[str, Callable[..., Any]] = MODELS if group == "model" else LOSSES
-    known = inspect.signature(table[getattr(recipe, group)]).parameters
-    own = [f"{group}.{name}" for name in known if name not in ("image_shape", "classes", "scores", "target")]
+def _default(group: str, chosen: str, option: str) -> Any:
+    """What an option of the chosen model, data or loss is where nothing is said: it shows its kind."""
+    takes: Callable[..., Any]
+    if group == "data":
+        takes = DATASETS[chosen].load if chosen in DATASETS else load_image_folder
+    else:
+        takes = (MODELS if group == "model" else LOSSES)[chosen]
+    known = inspect.signature(takes).parameters
+    filled = ("image_shape", "classes", "scores", "target", "data_dir", "root")
+    own = [f"{group}.{name}" for name in known if name not in filled]
     if f"{group}.{option}" not in own:
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")
     return None if known[option].default is inspect.Parameter.empty else known[option].default

@@ -1,5 +1,6 @@
 """Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
 
+import inspect
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import atomically
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
 from torchcaps.models import create_model
 from torchcaps.run_folder import (
@@ -101,9 +102,23 @@ class Recipe:
         for key in ("learning_rate", "decay_rate"):
             if not 0 < getattr(self, key) < math.inf:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0")
-        if self.margin_schedule != "none" and self.loss != "spread":
-            raise BadInput(f"margin_schedule is {self.margin_schedule!r}, but the loss is {self.loss!r}: use spread")
-        self.preparation()
+        if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
+            raise BadInput(
+                f"margin_schedule is {self.margin_schedule!r}: it wants loss=spread without a loss.margin; "
+                "or set margin_schedule=none"
+            )
+        for option in self.loss_options:
+            known = [
+                name for name in inspect.signature(LOSSES[self.loss]).parameters if name not in ("scores", "target")
+            ]
+            if option not in known:
+                raise BadInput(f"loss {self.loss} takes no {option!r}{nearest(option, known)}")
+        preparation = self.preparation()
+        if self.reconstruction_weight and (preparation.standardise or preparation.brightness or preparation.contrast):
+            raise BadInput(
+                "reconstruction_weight is above 0, but standardise, brightness or contrast take the images out of the "
+                "decoder's range [0, 1]: set reconstruction_weight=0, or those to false and 0"
+            )
 
     def preparation(self) -> Preparation:
         """How its images become the model's input."""
@@ -113,6 +128,8 @@ class Recipe:
 def resolve_precision(precision: str) -> str:
     """bf16 where ``auto`` finds hardware that multiplies it, else float32; anything else as it is."""
     if precision != "auto":
+        if precision not in PRECISIONS:
+            raise BadInput(f"precision is {precision!r}: use one of auto, {', '.join(PRECISIONS)}")
         return precision
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -190,7 +207,8 @@ class Classifier(lightning.LightningModule):
         prediction = self.model(images, labels)
         options = dict(recipe.loss_options)
         if recipe.margin_schedule != "none":
-            options["margin"] = spread_margin(recipe.margin_schedule, self.global_step, self.steps)  # type: ignore[arg-type]
+            step = self.global_step if train else self.steps
+            options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
         loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)

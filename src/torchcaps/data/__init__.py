@@ -16,7 +16,7 @@ from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair,
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
 from torchcaps.data.preparation import Preparation, Variation
-from torchcaps.data.toys import camera_rotation, load_toys, render_toys
+from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
 from torchcaps.errors import BadInput, nearest
 
 __all__ = [
@@ -111,7 +111,8 @@ DATASETS: dict[str, Dataset] = {
         description="Rendered toys in smallNORB's structure and files, 5 classes, 48 x 48 stereo.",
         source="`torchcaps data render toys`: rendered here, the same bytes for the same seed.",
         splits="24,300 train (5 toys a class), 24,300 test (5 others), as smallNORB.",
-        options=("size", "stereo"),
+        verify=verify_toys,
+        options=("size", "stereo", "seed"),
     ),
 }
 """Name → dataset."""

@@ -63,7 +63,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
 
     Written beside it, flushed to disk, then renamed over it.
     """
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as stream:
             yield stream
@@ -82,4 +82,5 @@ def _uncompressed(path: Path) -> BufferedIOBase:
 
 
 def _unreadable(path: Path, error: Exception) -> BadInput:
-    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); delete it and get it again")
+    cure = "allow it to be read" if isinstance(error, PermissionError) else "delete it and get it again"
+    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); {cure}")

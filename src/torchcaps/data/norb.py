@@ -179,6 +179,8 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
     Example:
         >>> train, test = load_smallnorb(Path("data"))  # doctest: +SKIP
     """
+    if not 1 <= size <= 96 or 96 % size:
+        raise BadInput(f"size is {size}: give one that divides 96")
     fetch_smallnorb(data_dir)
     for file, problem in verify_smallnorb(data_dir):
         if problem != "ok":

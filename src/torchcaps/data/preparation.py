@@ -1,5 +1,6 @@
 """How stored images become a network's input: shifted, standardised, cropped, brightened; whole batches at once."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ class Preparation:
         shift: in training, up to so many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
         standardise: each image, all its channels together, to mean 0 and variance 1; else pixels in [0, 1].
         crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
-        brightness: in training, up to so much is added or taken away.
-        contrast: in training, distances from each image's mean are multiplied by 1 - contrast to 1 + contrast.
+        brightness: in training, up to so much is added or taken away, at most 10.
+        contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
         test_crops: in tests, the scores of so many crops a side, spread evenly, are averaged; 1 is the centre alone.
     Raises:
         BadInput: a value is out of its range.
@@ -55,9 +56,14 @@ class Preparation:
     test_crops: int = 1
 
     def __post_init__(self) -> None:
-        for key, least in (("shift", 0), ("crop", 0), ("brightness", 0), ("contrast", 0), ("test_crops", 1)):
-            if not getattr(self, key) >= least:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more")
+        ranges = {"shift": (0, math.inf), "crop": (0, math.inf), "test_crops": (1, math.inf)}
+        ranges |= {"brightness": (0, 10), "contrast": (0, 1)}
+        for key, (least, most) in ranges.items():
+            if not least <= getattr(self, key) <= most:
+                upper = "or more" if most == math.inf else f"to {most}"
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least} {upper}")
+        if self.test_crops > 1 and not self.crop:
+            raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Preparation":

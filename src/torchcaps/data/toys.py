@@ -4,6 +4,8 @@ They stand in for smallNORB where its files cannot be had, and their viewpoints 
 of solids (see `toy_shapes.py`); rays are cast against them.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -14,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torchcaps.data.files import atomically, present
+from torchcaps.data.files import atomically, uncompressed_md5
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
 from torchcaps.data.toy_shapes import Solid, toy
@@ -23,6 +25,8 @@ from torchcaps.errors import BadInput
 INSTANCES = {"train": (4, 6, 7, 8, 9), "test": (0, 1, 2, 3, 5)}
 ELEVATIONS, AZIMUTHS, LIGHTINGS = range(9), range(0, 36, 2), range(6)
 SIZES = (48, 96)
+SUMS = "toys-{0}x{0}-md5.json"
+"""The list of checksums that completes a rendering, by its size."""
 DISTANCE, HALF_WIDTH, BASELINE = 6.0, 1.3, 0.35
 """From the camera to the toy's centre, half of what it sees there, between the cameras; a toy has the radius 1."""
 NOISE = 2.0
@@ -31,10 +35,11 @@ VIEWS_AT_ONCE = 18
 
 
 def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool = True) -> Path:
-    """Render the six files of the toys to `data_dir/toys/`; the same seed gives the same bytes.
+    """Render the six files of the toys to `data_dir/toys/` (`toys-seedN/` for another seed): always the same bytes.
 
-    Each file is whole or absent. The categories take turns, row by row; within a category the rows go through
-    instances, elevations, azimuths and lightings.
+    Each file is whole or absent, and last comes a list of their checksums, without which they do not count. The
+    categories take turns, row by row; within a category the rows go through instances, elevations, azimuths and
+    lightings.
 
     Arguments:
         data_dir: the folder above; made when absent.
@@ -53,7 +58,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
         raise BadInput(f"size is {size}; give 48 or 96 pixels")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
-    folder = data_dir / "toys"
+    folder = _folder(data_dir, seed)
     jobs = [
         (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
     ]
@@ -61,8 +66,10 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     for split, instance, category in _tracked(jobs, progress):
         rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
     grid = torch.cartesian_prod(torch.tensor(ELEVATIONS), torch.tensor(AZIMUTHS), torch.tensor(LIGHTINGS)).numpy()
+    sums = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMS.format(size)).unlink(missing_ok=True)
         for split, instances in INSTANCES.items():
             rows = [[rendered[split, instance, category] for category in range(5)] for instance in instances]
             images = np.concatenate([np.stack(row, axis=1).reshape(-1, 2, size, size) for row in rows])
@@ -70,8 +77,12 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
             info = np.concatenate([np.insert(grid, 0, instance, axis=1) for instance in instances])
             arrays = (images, categories, np.repeat(info, 5, axis=0).astype(np.int32))
             for kind, array in zip(KINDS, arrays, strict=True):
-                with atomically(folder / norb_file("toys", split, size, kind)) as stream:
-                    stream.write(norb_bytes(array))
+                name, content = norb_file("toys", split, size, kind), norb_bytes(array)
+                sums[name] = hashlib.md5(content, usedforsecurity=False).hexdigest()
+                with atomically(folder / name) as stream:
+                    stream.write(content)
+        with atomically(folder / SUMS.format(size)) as stream:
+            stream.write((json.dumps(sums, indent=2) + "\n").encode())
     except OSError as error:
         raise BadInput(f"{folder}: cannot be written ({error}); give a data folder you may write to") from error
     return folder
@@ -99,8 +110,8 @@ def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -
     return np.clip(np.rint(255 * grey.numpy() + NOISE * noise), 0, 255).astype(np.uint8)
 
 
-def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tuple[Images, Images]:
-    """The toys as `(train, test)`, 24,300 stereo pairs each, from `data_dir/toys`; rendered there when absent.
+def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, seed: int = 0) -> tuple[Images, Images]:
+    """The toys as `(train, test)`, 24,300 stereo pairs each; rendered as by `render_toys` when absent.
 
     Attributes are those of smallNORB: instance, elevation, azimuth, lighting; see `camera_rotation`.
 
@@ -108,19 +119,53 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tuple[I
         data_dir: the folder above.
         size: pixels a side, 96, or a divisor of 48.
         stereo: both cameras as two channels; else the first camera alone.
+        seed: of the toys.
     Raises:
         BadInput: a file is damaged, cannot be written, or the size divides neither.
     Example:
         >>> train, test = load_toys(Path("data"))  # doctest: +SKIP
     """
     rendered = 96 if size == 96 else 48
-    names = [norb_file("toys", split, rendered, kind) for split in INSTANCES for kind in KINDS]
-    if not all(present(data_dir / "toys" / name) for name in names):
-        render_toys(data_dir, size=rendered)
-    train, test = (
-        as_images(load_norb_files(data_dir / "toys", "toys", split, rendered), size, stereo) for split in INSTANCES
-    )
+    if not 1 <= size <= rendered or rendered % size:
+        raise BadInput(f"size is {size}: give 96, or one that divides 48")
+    folder = _folder(data_dir, seed)
+    if not (folder / SUMS.format(rendered)).exists():
+        render_toys(data_dir, size=rendered, seed=seed)
+    for file, problem in _verified(folder, rendered):
+        if problem != "ok":
+            raise BadInput(f"{folder / file}: {problem}")
+    train, test = (as_images(load_norb_files(folder, "toys", split, rendered), size, stereo) for split in INSTANCES)
     return train, test
+
+
+def verify_toys(data_dir: Path) -> list[tuple[str, str]]:
+    """Check the files of all toys rendered to a data folder: `(file, "ok" or the problem)` for each."""
+    found = []
+    for folder in sorted(data_dir.glob("toys*")):
+        for size in SIZES:
+            if (folder / SUMS.format(size)).exists():
+                found += [(f"{folder.name}/{file}", problem) for file, problem in _verified(folder, size)]
+    return found or [("toys", f"none are rendered to {data_dir}; `torchcaps data render toys` does it")]
+
+
+def _verified(folder: Path, size: int) -> list[tuple[str, str]]:
+    again = f"remove {folder / SUMS.format(size)}, and all will be rendered again"
+    try:
+        sums = json.loads((folder / SUMS.format(size)).read_text())
+        pairs = [(str(file), str(md5)) for file, md5 in sums.items()]
+    except (ValueError, AttributeError) as error:
+        return [(SUMS.format(size), f"damaged ({error}); {again}")]
+    found = []
+    for file, md5 in pairs:
+        problem = None if (folder / file).is_file() else f"absent; {again}"
+        if problem is None and (seen := uncompressed_md5(folder / file)) != md5:
+            problem = f"its content has md5 {seen}, not {md5}; {again}"
+        found.append((file, problem or "ok"))
+    return found
+
+
+def _folder(data_dir: Path, seed: int) -> Path:
+    return data_dir / (f"toys-seed{seed}" if seed else "toys")
 
 
 def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.ndarray, "3 3"]:

@@ -29,7 +29,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
         options: arguments of that model's class.
 
     Raises:
-        BadInput: no such model, or the model has no such option.
+        BadInput: no such model, the model has no such option, or the option no such value.
 
     Example:
         >>> create_model("capsnet", image_shape=(1, 28, 28), decoder=False).decoder is None
@@ -41,7 +41,12 @@ def create_model(name: str, **options: Any) -> nn.Module:
     for option in options:
         if option not in known:
             raise BadInput(f"model {name} has no option {option!r}{nearest(option, known)}")
-    return MODELS[name](**options)
+    try:
+        return MODELS[name](**options)
+    except BadInput:
+        raise
+    except (ValueError, TypeError, ArithmeticError) as error:
+        raise BadInput(f"model {name} cannot be made with these options: {error}") from error
 
 
 __all__ = [

@@ -24,7 +24,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
     Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: conv 5×5×A stride 2 ReLU → B primary capsules at each
     position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one class capsule a class, whose
     activation is the class's score. On stereo images of five classes ``small`` has 68,618 parameters and ``base``
-    316,650.
+    316,650. No layer is padded: of 32×32 pixels the last three rows and columns are seen by no class capsule.
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17.
@@ -33,13 +33,12 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
-        inverse_temperature: λ; 1 stands beside normalise_data as the paper's 0.01 beside costs of a hundred data.
         class_temperature_factor: λ of the class capsules as a multiple of the others'; the authors' code has 1/4.
         primary_deviation, activation_deviation, deviation, class_deviation: standard deviations of the initial weights
             of the primary poses and activations, of the convolutional and of the class transforms (the authors' code:
             0.5, 3, 0.3 and 0.01); None for PyTorch's own in the primary capsules and 1/√Q in the others.
-        iterations, competition, variance_floor, normalise_data, temperature_schedule, parent_activation, mean_damping:
-            see `em_routing`.
+        iterations, competition, variance_floor, normalise_data, inverse_temperature, temperature_schedule,
+            parent_activation, mean_damping: see `em_routing`.
 
     Raises:
         BadInput: the image is too small for the kernels, or an unknown size or pose.

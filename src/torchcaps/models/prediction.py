@@ -20,7 +20,7 @@ class Prediction(NamedTuple):
     """A model's answer to a batch of images.
 
     Arguments:
-        scores: ``[B, classes]``; the largest is the predicted class. Lengths in [0, 1] of class capsules, or logits.
+        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
         capsules: the class capsules, or None for a network without any.
         reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
     """
