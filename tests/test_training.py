@@ -109,8 +109,8 @@ def test_a_checkpoint_interrupted_while_it_is_written_is_an_interruption(tmp_pat
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for seconds in (0.02, 0.03, 0.04):
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, seconds)
                 writer.save_checkpoint({"epoch": 2, "tensors": tensors}, target)
     finally:
         signal.signal(signal.SIGALRM, previous)
