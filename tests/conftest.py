@@ -10,6 +10,8 @@ import torch
 from hypothesis import settings
 from PIL import Image
 
+from torchcaps import cli
+
 torch.set_num_threads(1)
 settings.register_profile("house", deadline=None)
 settings.load_profile("house")
@@ -59,3 +61,46 @@ def make_images(root: Path, per_class: int = 40, size: tuple[int, int] = (20, 24
 @pytest.fixture(scope="session")
 def images(tmp_path_factory) -> Path:
     return make_images(tmp_path_factory.mktemp("data") / "images")
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run `torchcaps` in this process: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        printed = capsys.readouterr()
+        return stop.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def refused(call):
+    """The one line that a refused command prints."""
+
+    def run(*arguments):
+        code, _, error = call(*arguments)
+        assert code == 2, error
+        assert "Traceback" not in error
+        lines = error.strip().splitlines()
+        assert len(lines) == 1, error
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+    return run
+
+
+def train(command, images, out, *more):
+    return command("train", "capsnet-mnist", "--data", images, "--out", out, *SMALL_CAPSNET, *more)
+
+
+@pytest.fixture(scope="session")
+def finished(command, images, tmp_path_factory):
+    """A run of three epochs that nothing disturbed: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    done = train(command, images, folder, "--epochs", 3, "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    return folder, done

@@ -92,7 +92,7 @@ def a_silent_child_counts_for_nothing(rule: Rule, case: Case) -> None:
         torch.testing.assert_close(found, expected, **tolerance(case))
 
 
-def gradients_are_right(rule: Rule, case: Case) -> None:
+def gradients_are_right(rule: Rule, case: Case, fast: bool = False) -> None:
     pose = case.pose.double().requires_grad_()
     transform = case.transform.double().requires_grad_()
 
@@ -100,7 +100,7 @@ def gradients_are_right(rule: Rule, case: Case) -> None:
         capsules, couplings = rule(pose, transform, case.routing_map)
         return capsules.pose, capsules.activation, couplings
 
-    assert torch.autograd.gradcheck(outputs, (pose, transform))
+    assert torch.autograd.gradcheck(outputs, (pose, transform), fast_mode=fast)
 
 
 def same_input_same_bits(rule: Rule, case: Case) -> None:

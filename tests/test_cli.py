@@ -2,7 +2,6 @@
 
 import gzip
 import shutil
-import sys
 
 import numpy as np
 import pytest
@@ -10,39 +9,8 @@ import torch
 from PIL import Image
 
 from conftest import SMALL_CAPSNET
-from test_training import finished  # noqa: F401
-from torchcaps import MODELS, BadInput, cli, create_model
+from torchcaps import MODELS, BadInput, create_model
 from torchcaps.recipes import RECIPES, create_recipe
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Run `torchcaps` in this process: exit code, standard output, standard error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        printed = capsys.readouterr()
-        return stop.value.code or 0, printed.out, printed.err
-
-    return run
-
-
-@pytest.fixture
-def refused(call):
-    """The one line that a refused command prints."""
-
-    def run(*arguments):
-        code, _, error = call(*arguments)
-        assert code == 2, error
-        assert "Traceback" not in error
-        lines = error.strip().splitlines()
-        assert len(lines) == 1, error
-        assert lines[0].startswith("error: ")
-        return lines[0]
-
-    return run
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -66,7 +34,8 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
     assert (code, said.strip()) == (0, f"2 classes in {picture}")
     with Image.open(picture) as drawn:
         assert drawn.size == (300, 210)
-    assert "image_siz:" in refused("data", "show", images, "--set", "data.image_siz=16")
+    assert "did you mean 'data.image_size'?" in refused("data", "show", images, "--set", "data.image_siz=16")
+    assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
     assert "settings of the data alone" in refused("data", "show", images, "--set", "shift=3")
     assert "did you mean 'toys'" in refused("data", "render", "toy")
 

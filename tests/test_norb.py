@@ -185,7 +185,9 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
         assert (first / "toys" / name).read_bytes() == (again / "toys" / name).read_bytes()
     images = norb_file("toys", "train", 48, "dat")
     assert (first / "toys" / images).read_bytes() != (other / "toys-seed1" / images).read_bytes()
-    assert torch.equal(load_toys(other, seed=1)[0].pixels, torch.from_numpy(read_norb(other / "toys-seed1" / images)))
+    assert torch.equal(
+        load_toys(other, render_seed=1)[0].pixels, torch.from_numpy(read_norb(other / "toys-seed1" / images))
+    )
     assert verify_toys(other) == [(f"toys-seed1/{file}", "ok") for file in files]
     (other / "toys-seed1" / images).write_bytes(b"x")
     (other / "toys-seed1" / files[-1]).unlink()
@@ -193,7 +195,7 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
     assert "md5" in problems[f"toys-seed1/{images}"]
     assert "absent" in problems[f"toys-seed1/{files[-1]}"]
     with pytest.raises(BadInput, match="will be rendered again"):
-        load_toys(other, seed=1)
+        load_toys(other, render_seed=1)
     assert "none are rendered" in verify_toys(tmp_path / "nowhere")[0][1]
     train, test = load_toys(first)
     assert len(train) == len(test) == 5 * 5 * 2 * 3 * 2

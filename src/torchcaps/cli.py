@@ -197,7 +197,7 @@ def data_render(
     name: str,
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Pixels a side: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Another seed gives fifty other toys; train on them with data.seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Another seed, other toys; data.render_seed trains on them.")] = 0,
 ) -> None:
     """Render the toys, in smallNORB's files; the same seed gives the same bytes."""
     from torchcaps.data import render_toys

@@ -231,7 +231,7 @@ def _default(group: str, chosen: str, option: str) -> Any:
     else:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
     known = inspect.signature(takes).parameters
-    filled = ("image_shape", "classes", "scores", "target", "data_dir", "root")
+    filled = ("image_shape", "classes", "scores", "target", "data_dir", "root", "seed", "progress")
     own = [f"{group}.{name}" for name in known if name not in filled]
     if f"{group}.{option}" not in own:
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")

@@ -112,12 +112,12 @@ DATASETS: dict[str, Dataset] = {
         source="`torchcaps data render toys`: rendered here, the same bytes for the same seed.",
         splits="24,300 train (5 toys a class), 24,300 test (5 others), as smallNORB.",
         verify=verify_toys,
-        options=("size", "stereo", "seed"),
+        options=("size", "stereo", "render_seed"),
     ),
 }
 """Name → dataset."""
 
-FOLDER_OPTIONS = ("image_size", "channels", "test_fraction", "progress")
+FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """What `load_splits` passes on to `load_image_folder`."""
 
 
@@ -134,7 +134,7 @@ def load_splits(
         data_dir: where the files of named datasets lie or are downloaded to.
         validation_fraction: above 0, at most 0.5.
         seed: 0 or greater.
-        options: for a folder: image_size, channels, test_fraction, progress; for a name: what its `Dataset` says.
+        options: for a folder: image_size, channels, test_fraction; for a name: what its `Dataset` says.
     Raises:
         BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, or
             whatever the loader refuses.

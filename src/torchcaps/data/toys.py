@@ -110,7 +110,7 @@ def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -
     return np.clip(np.rint(255 * grey.numpy() + NOISE * noise), 0, 255).astype(np.uint8)
 
 
-def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, seed: int = 0) -> tuple[Images, Images]:
+def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_seed: int = 0) -> tuple[Images, Images]:
     """The toys as `(train, test)`, 24,300 stereo pairs each; rendered as by `render_toys` when absent.
 
     Attributes are those of smallNORB: instance, elevation, azimuth, lighting; see `camera_rotation`.
@@ -119,7 +119,7 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, seed: int 
         data_dir: the folder above.
         size: pixels a side, 96, or a divisor of 48.
         stereo: both cameras as two channels; else the first camera alone.
-        seed: of the toys.
+        render_seed: which toys: the seed that `render_toys` draws them from.
     Raises:
         BadInput: a file is damaged, cannot be written, or the size divides neither.
     Example:
@@ -128,9 +128,9 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, seed: int 
     rendered = 96 if size == 96 else 48
     if not 1 <= size <= rendered or rendered % size:
         raise BadInput(f"size is {size}: give 96, or one that divides 48")
-    folder = _folder(data_dir, seed)
+    folder = _folder(data_dir, render_seed)
     if not (folder / SUMS.format(rendered)).exists():
-        render_toys(data_dir, size=rendered, seed=seed)
+        render_toys(data_dir, size=rendered, seed=render_seed)
     for file, problem in _verified(folder, rendered):
         if problem != "ok":
             raise BadInput(f"{folder / file}: {problem}")
