@@ -40,7 +40,7 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
     assert "did you mean 'toys'" in refused("data", "render", "toy")
 
 
-def test_evaluate_and_predict(call, finished, images):  # noqa: F811
+def test_evaluate_and_predict(call, finished, images):
     code, _, error = call("evaluate", finished[0], "--precision", "fp16")
     assert (code, "use one of auto, bf16, float32" in error) == (2, True)
     code, out, error = call("evaluate", finished[0], "--precision", "float32", "--batch-size", 3)
@@ -167,7 +167,7 @@ def test_damaged_image_folders(refused, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):  # noqa: F811
+def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
     assert "recipe.json" in refused("evaluate", tmp_path / "nowhere")
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
