@@ -21,7 +21,9 @@ check: .venv/dev
 bench: .venv/dev
 	$(BIN)/python benchmarks/training.py
 
-.venv/demo .venv/dev: pyproject.toml constraints.txt
+KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)
+
+.venv/demo .venv/dev: pyproject.toml constraints.txt $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "torchcaps needs Python 3.11 or newer: make $(@F) PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@F)]'

@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "capsules": 0,
     "routing_map": 0,
+    "kernels": 0,
     "routing": 1,
     "layers": 2,
     "losses": 2,

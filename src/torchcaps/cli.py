@@ -248,6 +248,7 @@ def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
 @app.command()
 def info() -> None:
     """Versions, hardware and what they mean for training."""
+    from torchcaps.kernels import cpu_instruction_sets
     from torchcaps.run_folder import environment
     from torchcaps.training import resolve_precision
 
@@ -258,7 +259,8 @@ def info() -> None:
     for key, value in facts.items():
         table.add_row(key, str(value))
     table.add_row("precision auto", resolve_precision("auto"))
-    table.add_row("routing backends", "reference")
+    built = ", ".join(cpu_instruction_sets()) or "not built: reference alone"
+    table.add_row("fused routing (CPU)", built)
     _print(table)
 
 

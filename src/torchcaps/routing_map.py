@@ -99,12 +99,17 @@ class RoutingMap:
         Raises:
             ValueError: pose, transform and map disagree in shape.
         """
-        self._check(pose, transform)
+        self.check(pose, transform)
         child, _, kernel = self.edges.unbind(1)
         at_edges = pose.index_select(1, child), transform.index_select(0, kernel)
         return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
 
-    def _check(self, pose: Tensor, transform: Tensor) -> None:
+    def check(self, pose: Tensor, transform: Tensor) -> None:
+        """That pose ``[B, S, C, R, Q]``, transform ``[K, C, J, Q, N]`` and map agree.
+
+        Raises:
+            ValueError: they disagree.
+        """
         if pose.ndim != 5 or transform.ndim != 5:
             raise ValueError(
                 f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; "

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.errors import BadInput
+from torchcaps.kernels import Backend
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps
 from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
 from torchcaps.routing import EMRouting
@@ -38,7 +39,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             of the primary poses and activations, of the convolutional and of the class transforms (the authors' code:
             0.5, 3, 0.3 and 0.01); None for PyTorch's own in the primary capsules and 1/√Q in the others.
         iterations, competition, variance_floor, normalise_data, inverse_temperature, temperature_schedule,
-            parent_activation, mean_damping: see `em_routing`.
+            parent_activation, mean_damping, backend: see `em_routing`.
 
     Raises:
         BadInput: the image is too small for the kernels, or an unknown size or pose.
@@ -66,6 +67,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         temperature_schedule: TemperatureSchedule = "rising",
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
+        backend: Backend = "auto",
         primary_deviation: float | None = None,
         activation_deviation: float | None = None,
         deviation: float | None = None,
@@ -92,6 +94,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 temperature_schedule,
                 parent_activation,
                 mean_damping,
+                backend,
             )
 
         self.convolution = nn.Sequential(nn.Conv2d(channels, features, 5, stride=2), nn.ReLU())

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules
+from torchcaps.kernels import Backend, chosen_fused
+from torchcaps.kernels import em as fused
 from torchcaps.routing_map import RoutingMap
 
 Competition = Literal["parents", "types"]
@@ -32,6 +34,44 @@ class EMPass(NamedTuple):
     activation: Float[Tensor, "B P J"]
 
 
+@overload
+def em_routing(
+    children: Capsules,
+    transform: Tensor,
+    routing_map: RoutingMap,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    *,
+    iterations: int = ...,
+    competition: Competition = ...,
+    variance_floor: float = ...,
+    normalise_data: bool = ...,
+    inverse_temperature: float = ...,
+    temperature_schedule: TemperatureSchedule = ...,
+    parent_activation: ParentActivation = ...,
+    mean_damping: float = ...,
+    return_passes: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Capsules: ...
+@overload
+def em_routing(
+    children: Capsules,
+    transform: Tensor,
+    routing_map: RoutingMap,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    *,
+    iterations: int = ...,
+    competition: Competition = ...,
+    variance_floor: float = ...,
+    normalise_data: bool = ...,
+    inverse_temperature: float = ...,
+    temperature_schedule: TemperatureSchedule = ...,
+    parent_activation: ParentActivation = ...,
+    mean_damping: float = ...,
+    return_passes: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Capsules, list[EMPass]]: ...
 def em_routing(
     children: Capsules,
     transform: Float[Tensor, "K C J Q N"],
@@ -47,7 +87,9 @@ def em_routing(
     temperature_schedule: TemperatureSchedule = "rising",
     parent_activation: ParentActivation = "logistic",
     mean_damping: float = 0.0,
-) -> list[EMPass]:
+    return_passes: bool = False,
+    backend: Backend = "auto",
+) -> Capsules | tuple[Capsules, list[EMPass]]:
     """Fit a Gaussian to each parent's votes and share each child among them: Hinton, Sabour & Frosst 2018, procedure 1.
 
     ::
@@ -86,18 +128,23 @@ def em_routing(
         temperature_schedule: ``rising``, λ (1 - 0.95^(t+1)) in pass t = 0, 1, …, as the authors; or ``constant``.
         parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
         mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
+        return_passes: also return what every pass found.
+        backend: ``fused`` never writes a vote to memory; it knows the competition over parents, logistic activations
+            and no damping, keeps no passes, and is not differentiated twice. ``reference`` knows all. ``auto`` is
+            fused where it can be.
 
     Returns:
-        One `EMPass` a pass; the last one's mean and activation are the parents.
+        The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last pass; with one `EMPass` a pass
+        where asked for.
 
     Raises:
-        ValueError: shapes disagree with the map, or an option is out of its range or unknown.
+        ValueError: shapes disagree with the map, an option is out of its range or unknown, or the backend cannot.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
         >>> transform = torch.randn(4, 4, 6, 4, 4)
-        >>> passes = em_routing(children, transform, RoutingMap.conv((3, 3), 2), torch.zeros(6), torch.zeros(6))
-        >>> passes[-1].mean.shape, passes[-1].activation.shape
+        >>> parents = em_routing(children, transform, RoutingMap.conv((3, 3), 2), torch.zeros(6), torch.zeros(6))
+        >>> parents.pose.shape, parents.activation.shape
         (torch.Size([2, 4, 6, 4, 4]), torch.Size([2, 4, 6]))
     """
     _check_options(
@@ -110,15 +157,34 @@ def em_routing(
         mean_damping,
     )
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
+    routing_map.check(children.pose, transform)
+    mean_data = 1.0
+    if normalise_data:
+        capsules_below = routing_map.child_sites * transform.shape[1]
+        mean_data = capsules_below / (routing_map.parent_sites * transform.shape[2])
+    heats = [
+        inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
+        for t in range(iterations)
+    ]
+    unknown = {
+        "the passes": return_passes,
+        f"competition={competition!r}": competition != "parents",
+        f"parent_activation={parent_activation!r}": parent_activation != "logistic",
+        f"mean_damping={mean_damping}": mean_damping != 0,
+    }
+    obstacle = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
+    if chosen_fused(backend, obstacle or fused.obstacle(children.pose, transform, dtype)):
+        with torch.autocast(children.pose.device.type, enabled=False):
+            tensors = (x.to(dtype) for x in (*children, transform, beta_u, beta_a))
+            mean, activation, *_ = fused.em_routing(
+                *tensors, routing_map.edges, routing_map.parent_sites, heats, variance_floor, mean_data
+            )
+        return Capsules(mean, activation)
     with torch.autocast(children.pose.device.type, enabled=False):
         votes = routing_map.votes(children.pose.to(dtype), transform.to(dtype))
         rows, columns = votes.shape[4:]
         votes = votes.flatten(4)
         activation = children.activation.to(dtype)[:, routing_map.edges[:, 0]].unsqueeze(1)
-        child_types, parent_types = votes.shape[3], votes.shape[1]
-        mean_data = 1.0
-        if normalise_data:
-            mean_data = routing_map.child_sites * child_types / (routing_map.parent_sites * parent_types)
         logits, mean, passes = votes.new_zeros(votes.shape[:4]), None, []
         for iteration in range(iterations):
             log_r = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
@@ -131,10 +197,9 @@ def em_routing(
             variance = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, deviation)) + variance_floor
             log_deviation = 0.5 * variance.log()
             if parent_activation == "logistic":
-                heat = inverse_temperature * (1 - 0.95 ** (iteration + 1) if temperature_schedule == "rising" else 1)
                 described = beta_u.to(dtype)[:, None, None] + log_deviation
                 cost = described.sum(dim=3) * data / mean_data
-                log_activation = functional.logsigmoid(heat * (beta_a.to(dtype)[:, None] - cost))
+                log_activation = functional.logsigmoid(heats[iteration] * (beta_a.to(dtype)[:, None] - cost))
             else:
                 total = data.sum(dim=(1, 2), keepdim=True)
                 log_activation = (data * _inverse(total)).clamp_min(torch.finfo(dtype).tiny).log()
@@ -150,7 +215,8 @@ def em_routing(
                 distance = torch.einsum("bjech,bjeh->bjec", deviation, routing_map.at_edges(0.5 / variance))
                 volume = (log_deviation + 0.5 * math.log(2 * math.pi)).sum(dim=3)
                 logits = routing_map.at_edges(log_activation - volume).unsqueeze(3) - distance
-    return passes
+    parents = Capsules(passes[-1].mean, passes[-1].activation)
+    return (parents, passes) if return_passes else parents
 
 
 def _shares(log_r: Tensor, activation: Tensor, routing_map: RoutingMap) -> Tensor:
@@ -222,6 +288,7 @@ class EMRouting(nn.Module):
         temperature_schedule: TemperatureSchedule = "rising",
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         _check_options(
@@ -245,11 +312,13 @@ class EMRouting(nn.Module):
             "temperature_schedule": temperature_schedule,
             "parent_activation": parent_activation,
             "mean_damping": mean_damping,
+            "backend": backend,
         }
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
         """Every pass in full; see `em_routing`."""
-        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
+        betas = self.beta_u, self.beta_a
+        return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
 
     @overload
     def forward(
@@ -261,9 +330,11 @@ class EMRouting(nn.Module):
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
         """Parents' capsules, and the couplings of the last pass ``[B, J, E, C]`` where asked for."""
-        last = self.passes(children, transform, routing_map)[-1]
-        capsules = Capsules(last.mean, last.activation)
-        return (capsules, last.couplings) if return_couplings else capsules
+        betas = self.beta_u, self.beta_a
+        if not return_couplings:
+            return em_routing(children, transform, routing_map, *betas, **self.options)
+        parents, passes = em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)
+        return parents, passes[-1].couplings
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -1,0 +1,148 @@
+// SIMD lanes as GCC/Clang vectors, at the width this translation unit is compiled for (TORCHCAPS_BYTES). All that a
+// kernel shares stands in the namespace of its instruction set: what the linker merged might not run everywhere.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+
+namespace TORCHCAPS_TARGET {
+
+template <class T> struct Lane;
+template <> struct Lane<float> {
+  typedef float type __attribute__((vector_size(TORCHCAPS_BYTES)));
+  typedef std::int32_t bits __attribute__((vector_size(TORCHCAPS_BYTES)));
+};
+template <> struct Lane<double> {
+  typedef double type __attribute__((vector_size(TORCHCAPS_BYTES)));
+  typedef std::int64_t bits __attribute__((vector_size(TORCHCAPS_BYTES)));
+};
+
+template <class T> using Vector = typename Lane<T>::type;
+template <class T> inline constexpr int lanes = TORCHCAPS_BYTES / sizeof(T);
+template <class T> inline constexpr T lowest = -std::numeric_limits<T>::infinity();
+
+template <class T> inline Vector<T> all(T x) { return Vector<T>{} + x; }
+template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
+template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return a < b ? a : b; }
+
+// Reductions in a tree of halves.
+template <class T, int BYTES, class Join> inline T fold(const T* x, Join join) {
+  typedef T Half __attribute__((vector_size(BYTES / 2)));
+  Half low, high;
+  std::memcpy(&low, x, BYTES / 2);
+  std::memcpy(&high, x + BYTES / 2 / sizeof(T), BYTES / 2);
+  const Half joined = join(low, high);
+  T out[BYTES / 2 / sizeof(T)];
+  std::memcpy(out, &joined, BYTES / 2);
+  if constexpr (BYTES / 2 == sizeof(T)) return out[0];
+  else return fold<T, BYTES / 2>(out, join);
+}
+template <class T> inline T sum(Vector<T> x) {
+  T in[lanes<T>];
+  std::memcpy(in, &x, sizeof x);
+  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a + b; });
+}
+template <class T> inline T largest(Vector<T> x) {
+  T in[lanes<T>];
+  std::memcpy(in, &x, sizeof x);
+  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+// e^x to about 1 ulp; 0 below the smallest normal number.
+inline Vector<float> exponential(Vector<float> x) {
+  using Bits = Lane<float>::bits;
+  const Bits alive = x >= -87.0f;
+  x = smaller<float>(larger<float>(x, all(-87.0f)), all(88.0f));
+  const float magic = 12582912.0f;
+  const Vector<float> shifted = x * 1.44269504088896341f + magic;
+  const Vector<float> n = shifted - magic;
+  const Vector<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vector<float> p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Bits exponent = ((Bits)shifted) << 23;
+  const Bits scaled = (Bits)p + exponent;
+  return (Vector<float>)(scaled & alive);
+}
+
+inline bool any(Lane<float>::bits x) {
+  bool found = false;
+  for (int i = 0; i < lanes<float>; ++i) found |= x[i] != 0;
+  return found;
+}
+
+inline bool any(Lane<double>::bits x) {
+  bool found = false;
+  for (int i = 0; i < lanes<double>; ++i) found |= x[i] != 0;
+  return found;
+}
+
+inline Vector<double> exponential(Vector<double> x) {
+  for (int i = 0; i < lanes<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// log x of positive numbers, those below the smallest normal one taken as it.
+inline Vector<float> logarithm(Vector<float> x) {
+  using Bits = Lane<float>::bits;
+  x = larger<float>(x, all(std::numeric_limits<float>::min()));
+  const Bits whole = (Bits)x;
+  Bits exponent = (whole >> 23) - 126;
+  Vector<float> m = (Vector<float>)((whole & 0x007fffff) | 0x3f000000);
+  const Bits small = m < 0.707106781186547524f;
+  exponent += small;
+  m = m + (Vector<float>)((Bits)m & small) - 1.0f;
+  const Vector<float> e = __builtin_convertvector(exponent, Vector<float>);
+  const Vector<float> z = m * m;
+  Vector<float> p = all(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  p = p * m * z;
+  p = p + e * -2.12194440e-4f - z * 0.5f;
+  return m + p + e * 0.693359375f;
+}
+
+inline Vector<double> logarithm(Vector<double> x) {
+  for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(std::max(x[i], std::numeric_limits<double>::min()));
+  return x;
+}
+
+// Memory aligned for any vector.
+class Scratch {
+  void* memory = nullptr;
+  std::size_t size = 0;
+
+ public:
+  ~Scratch() { std::free(memory); }
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  template <class V> V* take(std::size_t count) {
+    const std::size_t wanted = (count * sizeof(V) + 63) / 64 * 64;
+    if (wanted > size) {
+      std::free(memory);
+      memory = std::aligned_alloc(64, wanted);
+      size = memory ? wanted : 0;
+      if (!memory) throw std::bad_alloc();
+    }
+    return static_cast<V*>(memory);
+  }
+};
+
+}  // namespace TORCHCAPS_TARGET

@@ -1,0 +1,38 @@
+// What a kernel is told: sizes, the routing map from both its sides, the options of a rule.
+#pragma once
+
+struct Problem {
+  int B, S, C, P, J, K, R, Q, N;
+  // Edges sorted by child: those of site s are child_begin[s] … child_begin[s + 1] - 1; and sorted by parent.
+  const int *child_begin, *child_parent, *child_kernel;
+  const int *parent_begin, *parent_child, *parent_kernel;
+};
+
+template <class T> struct EMOptions {
+  int iterations, threads;
+  T floor, mean_data;
+  const T *heat, *beta_u, *beta_a;  // [T], [J], [J]
+};
+
+template <class T> struct EMForward {
+  const T *pose, *activation, *transform;
+  T *kept, *log_sums, *mean, *parent_activation;
+};
+
+template <class T> struct EMBackward {
+  const T *pose, *activation, *transform, *kept, *log_sums, *mean_grad, *parent_activation_grad;
+  T *pose_grad, *activation_grad, *transform_grad, *beta_u_grad, *beta_a_grad;
+};
+
+// What one instruction set offers.
+template <class T> struct EMKernels {
+  bool (*takes)(const Problem&);
+  long (*kept)(const Problem&, int iterations);  // numbers a sample
+  void (*forward)(const Problem&, const EMOptions<T>&, const EMForward<T>&);
+  void (*backward)(const Problem&, const EMOptions<T>&, const EMBackward<T>&);
+};
+struct Kernels {
+  const char* name;
+  EMKernels<float> em_float;
+  EMKernels<double> em_double;
+};

@@ -1,0 +1,109 @@
+"""EM routing as one operator that keeps no votes; `torchcaps.routing.em` is its specification."""
+
+import torch
+from torch import Tensor
+
+from torchcaps.kernels import _cpu
+
+
+def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the operator cannot take these children; None where it can."""
+    if pose.device.type != "cpu":
+        return f"there are no fused kernels for {pose.device.type}"
+    if _cpu is None:
+        return "the fused kernels are not built here"
+    if dtype not in (torch.float32, torch.float64):
+        return f"there are no fused kernels for {dtype}"
+    if not _cpu.em_takes(pose.shape[3], pose.shape[4], transform.shape[4]):
+        return "poses of more than 64 numbers"
+    return None
+
+
+@torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
+def em_routing(
+    pose: Tensor,
+    activation: Tensor,
+    transform: Tensor,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    edges: Tensor,
+    parent_sites: int,
+    inverse_temperatures: list[float],
+    variance_floor: float,
+    mean_data: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, activation, and what the backward pass needs: every pass's fit, and the children's log-sums."""
+    outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, 0.0, 0.0)
+    inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
+    _cpu.em_forward(*_arrays(inputs), variance_floor, mean_data, torch.get_num_threads(), *_arrays(outputs))
+    return outputs
+
+
+@em_routing.register_fake
+def _empty(
+    pose: Tensor,
+    activation: Tensor,
+    transform: Tensor,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    edges: Tensor,
+    parent_sites: int,
+    inverse_temperatures: list[float],
+    variance_floor: float,
+    mean_data: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, sites, types, rows, _ = pose.shape
+    parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
+    kept = _cpu.em_kept(parent_sites, parent_types, rows, columns, passes, pose.dtype == torch.float64)
+    return (
+        pose.new_empty(batch, parent_sites, parent_types, rows, columns),
+        pose.new_empty(batch, parent_sites, parent_types),
+        pose.new_empty(batch, kept),
+        pose.new_empty(batch, passes - 1, sites, types),
+    )
+
+
+@torch.library.custom_op("torchcaps::em_routing_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    pose: Tensor,
+    activation: Tensor,
+    transform: Tensor,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    edges: Tensor,
+    kept: Tensor,
+    log_sums: Tensor,
+    mean_grad: Tensor,
+    activation_grad: Tensor,
+    inverse_temperatures: list[float],
+    variance_floor: float,
+    mean_data: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
+    gradients = tuple(torch.empty(x.shape, dtype=pose.dtype) for x in inputs[:5])
+    rest = (kept, log_sums, mean_grad, activation_grad, *gradients)
+    _cpu.em_backward(*_arrays(inputs), variance_floor, mean_data, torch.get_num_threads(), *_arrays(rest))
+    return gradients  # type: ignore[return-value]
+
+
+@_backward.register_fake
+def _(pose, activation, transform, beta_u, beta_a, *_):
+    return tuple(x.new_empty(x.shape) for x in (pose, activation, transform, beta_u, beta_a))
+
+
+def _arrays(tensors: tuple[Tensor, ...]) -> list:
+    return [tensor.detach().contiguous().numpy() for tensor in tensors]
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:6], *output[2:])
+    ctx.options = inputs[7:]
+    ctx.set_materialize_grads(True)
+
+
+def _differentiate(context, mean_grad, activation_grad, *_):
+    gradients = _backward(*context.saved_tensors, mean_grad, activation_grad, *context.options)
+    return (*gradients, None, None, None, None, None)
+
+
+em_routing.register_autograd(_differentiate, setup_context=_keep)

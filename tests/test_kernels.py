@@ -1,0 +1,182 @@
+"""The fused kernels against the reference: outputs and every gradient."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from problems import MAPS, cases, random_case
+from torchcaps import Capsules, MatrixCapsNet, RoutingMap, em_routing
+from torchcaps.kernels import _cpu, cpu_instruction_sets
+
+pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
+POSES = {"matrix": (4, 4, 4), "vector": (1, 8, 16), "odd": (3, 2, 5)}
+
+
+def problem(routing_map, parent_types, pose, child_types=3, batch=3):
+    rows, inner, columns = pose
+    activation = torch.rand(batch, routing_map.child_sites, child_types).double()
+    activation[0, :, 0] = 0
+    activation[-1, :, -1] = 1
+    return (
+        torch.randn(batch, routing_map.child_sites, child_types, rows, inner).double(),
+        activation,
+        torch.randn(routing_map.transforms, child_types, parent_types, inner, columns).double(),
+        0.3 * torch.randn(parent_types).double(),
+        torch.randn(parent_types).double(),
+    )
+
+
+def everything(tensors, routing_map, dtype=torch.float64, **options):
+    """Mean and activation of the parents and the gradients of all five tensors, of a random weighting of both."""
+    leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
+    parents = em_routing(Capsules(*leaves[:2]), leaves[2], routing_map, *leaves[3:], **options)
+    random = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=random, dtype=torch.float64).to(dtype) for part in parents]
+    sum((part * weight).sum() for part, weight in zip(parents, weights, strict=True)).backward()
+    return [part.detach() for part in parents] + [leaf.grad for leaf in leaves]
+
+
+def where_on(results, activation):
+    """Without the activation gradients of children that are off: of a starved parent they are as large as e^60."""
+    return [*results[:3], results[3] * (activation > 0), *results[4:]]
+
+
+def far(found, exact):
+    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()
+
+
+@pytest.fixture(params=cpu_instruction_sets())
+def instruction_set(request):
+    _cpu.use(request.param)
+    yield request.param
+    _cpu.use(cpu_instruction_sets()[0])
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("parent_types", [1, 5, 10, 16, 33])
+@pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
+def test_em_equals_the_reference(routing_map, pose, parent_types):
+    case = problem(MAPS[routing_map], parent_types, POSES[pose])
+    near = (0.1 * case[0], *case[1:])
+    for found, right in zip(
+        *(everything(near, MAPS[routing_map], backend=b) for b in ("fused", "reference")), strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
+    for options in ({}, {"iterations": 1}, {"iterations": 5, "normalise_data": False, "inverse_temperature": 0.1}):
+        both = [everything(case, MAPS[routing_map], backend=name, **options) for name in ("fused", "reference")]
+        for found, right in zip(*(where_on(one, case[1]) for one in both), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
+def test_em_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(routing_map, pose):
+    """In the geometric mean of nine problems: of a single one, both errors are chance."""
+    ratios = []
+    for _ in range(9):
+        case = problem(MAPS[routing_map], 16, POSES[pose])
+        exact = where_on(everything(case, MAPS[routing_map], backend="reference"), case[1])
+        fused, reference = (
+            where_on(everything(case, MAPS[routing_map], torch.float32, backend=name), case[1])
+            for name in ("fused", "reference")
+        )
+        ratios += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
+    assert torch.tensor(ratios).log().mean().exp() < 2
+
+
+@settings(max_examples=300)
+@given(
+    cases(),
+    st.sampled_from([1e-15, 1e-6, 1.0, 1e3, 1e6]),
+    st.sampled_from([0.0, 1.0, 0.5, 1e-18, 1e-30]),
+    st.booleans(),
+)
+def test_extreme_children_give_finite_values_and_gradients(case, scale, active, repeated):
+    pose = case.pose[:, :1, :1].expand_as(case.pose) if repeated else case.pose
+    activation = torch.full(pose.shape[:3], active, dtype=pose.dtype)
+    betas = [torch.zeros(case.transform.shape[2], dtype=pose.dtype) for _ in range(2)]
+    tensors = (pose * scale, activation, case.transform, *betas)
+    for value in everything(tensors, case.routing_map, pose.dtype, backend="fused"):
+        assert torch.isfinite(value).all()
+
+
+def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
+    torch.manual_seed(3)
+    routing_map = RoutingMap.shared(12)
+    pose, activation, transform, beta_u, beta_a = problem(routing_map, 3, (4, 4, 4), child_types=1, batch=1)
+    for scale in (0.01, 1.0, 30.0):
+        case = (scale * pose, activation, transform, beta_u, beta_a)
+        exact = everything(case, routing_map, backend="reference", iterations=4)
+        single = [
+            everything(case, routing_map, torch.float32, backend=name, iterations=4) for name in ("fused", "reference")
+        ]
+        for found, reference, right in zip(*single, exact, strict=True):
+            assert far(found, right) <= 4 * far(reference, right) + 1e-4
+
+
+def test_the_same_bits_for_any_number_of_threads():
+    case = problem(MAPS["conv"], 16, (4, 4, 4), batch=20)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = everything(case, MAPS["conv"], torch.float32, backend="fused")
+        torch.set_num_threads(3)
+        three = everything(case, MAPS["conv"], torch.float32, backend="fused")
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
+
+
+def test_operator_is_registered_as_torch_wants_it():
+    case = [x.float().requires_grad_() for x in problem(MAPS["conv"], 5, (4, 4, 4))]
+    arguments = (*case, MAPS["conv"].edges, MAPS["conv"].parent_sites, [0.05, 0.1], 1e-4, 1.0)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.torchcaps.em_routing.default, arguments, test_utils=tests)
+
+
+def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
+    pose, activation, transform, beta_u, beta_a = problem(MAPS["conv"], 5, (4, 4, 4))
+    right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
+    turned = Capsules(pose.mT.contiguous().mT, activation.mT.contiguous().mT)
+    found = em_routing(turned, transform.mT.contiguous().mT, MAPS["conv"], beta_u, beta_a, backend="fused")
+    assert torch.equal(found.pose, right.pose)
+    empty = em_routing(Capsules(pose[:0], activation[:0]), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
+    assert empty.pose.shape[0] == 0
+    half = Capsules(pose.bfloat16(), activation.bfloat16())
+    with pytest.raises(ValueError, match=r"no fused kernels for torch\.bfloat16"):
+        em_routing(half, transform.bfloat16(), MAPS["conv"], beta_u, beta_a, backend="fused")
+    assert em_routing(half, transform, MAPS["conv"], beta_u, beta_a, backend="fused").pose.dtype == torch.float64
+
+
+@pytest.mark.usefixtures("untyped")
+def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
+    case = random_case(MAPS["dense"], seed=0, dtype=torch.float32)
+    children = Capsules(case.pose, torch.rand(case.pose.shape[:3]))
+    betas = [torch.zeros(case.transform.shape[2]) for _ in range(2)]
+    for options in ({"competition": "types"}, {"parent_activation": "mixing"}, {"mean_damping": 0.1}):
+        with pytest.raises(ValueError, match="it does not know"):
+            em_routing(children, case.transform, case.routing_map, *betas, backend="fused", **options)
+        assert em_routing(children, case.transform, case.routing_map, *betas, **options).pose.isfinite().all()
+    with pytest.raises(ValueError, match="unknown backend"):
+        em_routing(children, case.transform, case.routing_map, *betas, backend="fast")
+    with pytest.raises(ValueError, match="beta_u has the wrong shape"):
+        em_routing(children, case.transform, case.routing_map, torch.zeros(1), betas[1], backend="fused")
+    wrong = replace(case.routing_map, edges=case.routing_map.edges + 1)
+    with pytest.raises(ValueError, match="an edge names"):
+        em_routing(children, case.transform, wrong, *betas, backend="fused")
+
+
+def test_a_model_has_the_gradients_of_the_reference():
+    images = torch.rand(2, 2, 20, 20)
+    models = [MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend=name) for name in ("fused", "reference")]
+    models[1].load_state_dict(models[0].state_dict())
+    gradients = []
+    for model in models:
+        model(images).scores.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-2, atol=2e-3)
