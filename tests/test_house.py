@@ -19,6 +19,7 @@ FLOORS = {
     "losses": 2,
     "models": 3,
     "data": 3,
+    "recipe": 4,
     "run_folder": 4,
     "training": 4,
     "recipes": 5,

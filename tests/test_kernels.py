@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from problems import MAPS, cases, random_case
-from torchcaps import Capsules, MatrixCapsNet, RoutingMap, em_routing
+from torchcaps import Capsules, MatrixCapsNet, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -180,3 +180,75 @@ def test_a_model_has_the_gradients_of_the_reference():
         gradients.append([parameter.grad for parameter in model.parameters()])
     for found, right in zip(*gradients, strict=True):
         torch.testing.assert_close(found, right, rtol=1e-2, atol=2e-3)
+
+
+DYNAMIC = {
+    "sabour": {},
+    "su": {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"},
+    "one-pass": {"iterations": 1},
+    "five-passes": {"iterations": 5, "inner_squash_form": "none"},
+    "leaky": {"leaky": True},
+    "last-gradient": {"gradient_passes": "last"},
+}
+
+
+def dynamic(tensors, routing_map, dtype=torch.float64, **options):
+    """Pose and activation of the parents and both gradients, of a random weighting of both."""
+    leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
+    parents = dynamic_routing(*leaves, routing_map, **options)
+    random = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=random, dtype=torch.float64).to(dtype) for part in parents]
+    sum((part * weight).sum() for part, weight in zip(parents, weights, strict=True)).backward()
+    return [part.detach() for part in parents] + [leaf.grad for leaf in leaves]
+
+
+def dynamic_problem(routing_map, parent_types, pose, batch=5):
+    children, _, transform, *_ = problem(routing_map, parent_types, pose, batch=batch)
+    return 0.5 * children, 0.5 * transform
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("parent_types", [1, 10, 16, 33])
+@pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
+def test_dynamic_equals_the_reference(routing_map, options, parent_types):
+    for pose in POSES.values():
+        case = dynamic_problem(MAPS[routing_map], parent_types, pose)
+        both = [dynamic(case, MAPS[routing_map], backend=b, **DYNAMIC[options]) for b in ("fused", "reference")]
+        for found, right in zip(*both, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
+def test_dynamic_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(routing_map, options):
+    ratios = []
+    for pose in (*POSES.values(), *POSES.values()):
+        case = dynamic_problem(MAPS[routing_map], 10, pose)
+        exact = dynamic(case, MAPS[routing_map], backend="reference", **DYNAMIC[options])
+        fused, reference = (
+            dynamic(case, MAPS[routing_map], torch.float32, backend=name, **DYNAMIC[options])
+            for name in ("fused", "reference")
+        )
+        ratios += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
+    assert torch.tensor(ratios).log().mean().exp() < 2
+
+
+@settings(max_examples=200)
+@given(cases(), st.sampled_from(sorted(DYNAMIC)), st.sampled_from([0.0, 1e-30, 1e-15, 1e-6, 1.0, 1e3, 1e6]))
+def test_dynamic_stays_finite(case, options, scale):
+    found = dynamic(
+        (case.pose * scale, case.transform), case.routing_map, case.pose.dtype, backend="fused", **DYNAMIC[options]
+    )
+    assert all(torch.isfinite(value).all() for value in found)
+
+
+def test_dynamic_gives_the_same_bits_for_any_number_of_threads():
+    before = torch.get_num_threads()
+    for routing_map in ("dense", "conv"):
+        case = dynamic_problem(MAPS[routing_map], 10, (1, 8, 16), batch=40)
+        results = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(dynamic(case, MAPS[routing_map], torch.float32, backend="fused"))
+        torch.set_num_threads(before)
+        assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))

@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
 from torchcaps.data import Preparation, load_splits
+from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import AtomicCheckpoints
-from torchcaps.training import ImageBatches, SplitBatches, resolve_precision
+from torchcaps.training import ImageBatches, SplitBatches
 
 
 def weights_equal(one: Path, other: Path) -> bool:
@@ -73,9 +74,12 @@ def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_pa
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(images, tmp_path):
+    """Of a process that heeds Ctrl-C, also where these tests run in the background and do not."""
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    heeding += "from torchcaps import cli; cli.main()"
     out = tmp_path / "run"
-    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
-    words += ["--epochs", "200", "--batch-size", "2"]
+    words = ["train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
+    words = [sys.executable, "-c", heeding, *words, "--epochs", "200", "--batch-size", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
         for line in process.stdout:

@@ -249,8 +249,8 @@ def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
 def info() -> None:
     """Versions, hardware and what they mean for training."""
     from torchcaps.kernels import cpu_instruction_sets
+    from torchcaps.recipe import resolve_precision
     from torchcaps.run_folder import environment
-    from torchcaps.training import resolve_precision
 
     facts = environment()
     table = Table("what", "here")

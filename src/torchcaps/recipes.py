@@ -10,7 +10,7 @@ from torchcaps.data import DATASETS, load_image_folder
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS
-from torchcaps.training import Recipe
+from torchcaps.recipe import Recipe
 
 
 def capsnet_mnist() -> Recipe:

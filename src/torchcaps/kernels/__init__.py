@@ -1,6 +1,9 @@
 """Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
 
 try:
     from torchcaps.kernels import _cpu  # type: ignore[attr-defined]
@@ -9,7 +12,7 @@ except ImportError:
 
 Backend = Literal["auto", "reference", "fused"]
 
-__all__ = ["Backend", "chosen_fused", "cpu_instruction_sets"]
+__all__ = ["Backend", "arrays", "chosen_fused", "cpu_instruction_sets", "obstacle"]
 
 
 def cpu_instruction_sets() -> list[str]:
@@ -32,3 +35,27 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" cannot run this: {obstacle}; use "auto" or "reference"')
     return backend != "reference" and obstacle is None
+
+
+def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the fused kernels cannot take these children, whatever the rule; None where they can.
+
+    Arguments:
+        pose: ``[B, S, C, R, Q]``.
+        transform: ``[K, C, J, Q, N]``.
+        dtype: that the call is computed in.
+    """
+    if pose.device.type != "cpu":
+        return f"there are no fused kernels for {pose.device.type}"
+    if _cpu is None:
+        return "the fused kernels are not built here"
+    if dtype not in (torch.float32, torch.float64):
+        return f"there are no fused kernels for {dtype}"
+    if not _cpu.takes(pose.shape[3], pose.shape[4], transform.shape[4]):
+        return "there are no fused kernels for poses of more than 64 numbers"
+    return None
+
+
+def arrays(*tensors: Tensor) -> list[Any]:
+    """Contiguous NumPy views (or copies) of tensors, as the kernels take them."""
+    return [tensor.detach().contiguous().numpy() for tensor in tensors]

@@ -3,20 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu
-
-
-def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
-    """Why the operator cannot take these children; None where it can."""
-    if pose.device.type != "cpu":
-        return f"there are no fused kernels for {pose.device.type}"
-    if _cpu is None:
-        return "the fused kernels are not built here"
-    if dtype not in (torch.float32, torch.float64):
-        return f"there are no fused kernels for {dtype}"
-    if not _cpu.em_takes(pose.shape[3], pose.shape[4], transform.shape[4]):
-        return "poses of more than 64 numbers"
-    return None
+from torchcaps.kernels import _cpu, arrays
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -35,7 +22,7 @@ def em_routing(
     """Mean, activation, and what the backward pass needs: every pass's fit, and the children's log-sums."""
     outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, 0.0, 0.0)
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
-    _cpu.em_forward(*_arrays(inputs), variance_floor, mean_data, torch.get_num_threads(), *_arrays(outputs))
+    _cpu.em_forward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *arrays(*outputs))
     return outputs
 
 
@@ -82,17 +69,13 @@ def _backward(
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
     gradients = tuple(torch.empty(x.shape, dtype=pose.dtype) for x in inputs[:5])
     rest = (kept, log_sums, mean_grad, activation_grad, *gradients)
-    _cpu.em_backward(*_arrays(inputs), variance_floor, mean_data, torch.get_num_threads(), *_arrays(rest))
+    _cpu.em_backward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *arrays(*rest))
     return gradients  # type: ignore[return-value]
 
 
 @_backward.register_fake
 def _(pose, activation, transform, beta_u, beta_a, *_):
     return tuple(x.new_empty(x.shape) for x in (pose, activation, transform, beta_u, beta_a))
-
-
-def _arrays(tensors: tuple[Tensor, ...]) -> list:
-    return [tensor.detach().contiguous().numpy() for tensor in tensors]
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -7,6 +7,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, lengths, squash
+from torchcaps.kernels import Backend, chosen_fused, obstacle
+from torchcaps.kernels import dynamic as fused
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -26,6 +28,7 @@ def dynamic_routing(
     gradient_passes: GradientPasses = ...,
     leaky: bool = ...,
     return_couplings: Literal[False] = ...,
+    backend: Backend = ...,
 ) -> Capsules: ...
 @overload
 def dynamic_routing(
@@ -40,6 +43,7 @@ def dynamic_routing(
     gradient_passes: GradientPasses = ...,
     leaky: bool = ...,
     return_couplings: Literal[True],
+    backend: Backend = ...,
 ) -> tuple[Capsules, Tensor]: ...
 def dynamic_routing(
     pose: Float[Tensor, "B S C R Q"],
@@ -53,6 +57,7 @@ def dynamic_routing(
     gradient_passes: GradientPasses = "all",
     leaky: bool = False,
     return_couplings: bool = False,
+    backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
     """Route votes to parents by agreement: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1.
 
@@ -79,20 +84,32 @@ def dynamic_routing(
         gradient_passes: ``all``, or ``last``: the couplings of the last pass are constants to the gradient.
         leaky: a "none of the above" parent with logit 0 takes part in the softmax, as in the paper's CIFAR-10 net.
         return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``, in the order of the map's edges.
+        backend: ``fused`` never writes a vote to memory, returns no couplings and is not differentiated twice;
+            ``reference`` does both; ``auto`` is fused where it can be.
 
     Returns:
         Capsules with pose ``[B, P, J, R, N]`` and activation = length of pose; with the couplings where asked for.
 
     Raises:
-        ValueError: shapes disagree with the map, fewer than one iteration, or an unknown option.
+        ValueError: shapes disagree with the map, fewer than one iteration, an unknown option, or the backend cannot.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
         >>> dynamic_routing(pose, transform, RoutingMap.dense(6)).pose.shape
         torch.Size([2, 1, 10, 1, 16])
     """
-    _check_options(iterations, logits, gradient_passes)
+    _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
+    routing_map.check(pose, transform)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
+    inner_form = squash_form if inner_squash_form is None else inner_squash_form
+    not_known = "it does not know the couplings" if return_couplings else None
+    if chosen_fused(backend, not_known or obstacle(pose, transform, dtype)):
+        options = (iterations, logits == "cumulative", squash_form, inner_form, gradient_passes == "all", leaky)
+        with torch.autocast(pose.device.type, enabled=False):
+            parents, *_ = fused.dynamic_routing(
+                pose.to(dtype), transform.to(dtype), routing_map.edges, routing_map.parent_sites, *options
+            )
+            return Capsules(parents, lengths(parents))
     with torch.autocast(pose.device.type, enabled=False):
         votes = routing_map.votes(pose.to(dtype), transform.to(dtype))
         logit = votes.new_zeros(votes.shape[:4])
@@ -100,8 +117,8 @@ def dynamic_routing(
             last = iteration == iterations - 1
             seen = votes.detach() if gradient_passes == "last" and not last else votes
             couplings = routing_map.log_couplings(logit, none_of_the_above=leaky).exp()
-            form = squash_form if last or inner_squash_form is None else inner_squash_form
-            parents = squash(routing_map.sum_over_children(couplings, seen), form)
+            sums = routing_map.sum_over_children(couplings, seen)
+            parents = squash(sums, squash_form if last else inner_form)
             if not last:
                 agreement = routing_map.agreement(seen, parents)
                 logit = logit + agreement if logits == "cumulative" else agreement
@@ -110,12 +127,16 @@ def dynamic_routing(
     return (capsules, couplings) if return_couplings else capsules
 
 
-def _check_options(iterations: int, logits: str, gradient_passes: str) -> None:
+def _check_options(
+    iterations: int, logits: str, gradient_passes: str, squash_form: str, inner_squash_form: str | None
+) -> None:
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1; got {iterations}")
     for name, value, allowed in (
         ("logits", logits, get_args(Logits)),
         ("gradient_passes", gradient_passes, get_args(GradientPasses)),
+        ("squash form", squash_form, get_args(SquashForm)),
+        ("squash form", inner_squash_form or squash_form, get_args(SquashForm)),
     ):
         if value not in allowed:
             raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
@@ -144,17 +165,17 @@ class DynamicRouting(nn.Module):
         inner_squash_form: SquashForm | None = None,
         gradient_passes: GradientPasses = "all",
         leaky: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        _check_options(iterations, logits, gradient_passes)
-        for form in (squash_form, inner_squash_form or "none"):
-            squash(torch.zeros(1, 1), form)
+        _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
         self.iterations = iterations
         self.logits: Logits = logits
         self.squash_form: SquashForm = squash_form
         self.inner_squash_form: SquashForm | None = inner_squash_form
         self.gradient_passes: GradientPasses = gradient_passes
         self.leaky = leaky
+        self.backend: Backend = backend
 
     @overload
     def forward(
@@ -177,6 +198,7 @@ class DynamicRouting(nn.Module):
             gradient_passes=self.gradient_passes,
             leaky=self.leaky,
             return_couplings=return_couplings,
+            backend="reference" if return_couplings else self.backend,
         )
 
     def extra_repr(self) -> str:

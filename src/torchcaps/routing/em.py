@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules
-from torchcaps.kernels import Backend, chosen_fused
+from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import em as fused
 from torchcaps.routing_map import RoutingMap
 
@@ -172,8 +172,8 @@ def em_routing(
         f"parent_activation={parent_activation!r}": parent_activation != "logistic",
         f"mean_damping={mean_damping}": mean_damping != 0,
     }
-    obstacle = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
-    if chosen_fused(backend, obstacle or fused.obstacle(children.pose, transform, dtype)):
+    not_known = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
+    if chosen_fused(backend, not_known or obstacle(children.pose, transform, dtype)):
         with torch.autocast(children.pose.device.type, enabled=False):
             tensors = (x.to(dtype) for x in (*children, transform, beta_u, beta_a))
             mean, activation, *_ = fused.em_routing(
@@ -316,9 +316,9 @@ class EMRouting(nn.Module):
         }
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
-        """Every pass in full; see `em_routing`."""
-        betas = self.beta_u, self.beta_a
-        return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
+        """Every pass in full, by the reference; see `em_routing`."""
+        options = {**self.options, "backend": "reference"}
+        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, return_passes=True, **options)[1]
 
     @overload
     def forward(
@@ -330,11 +330,10 @@ class EMRouting(nn.Module):
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
         """Parents' capsules, and the couplings of the last pass ``[B, J, E, C]`` where asked for."""
-        betas = self.beta_u, self.beta_a
-        if not return_couplings:
-            return em_routing(children, transform, routing_map, *betas, **self.options)
-        parents, passes = em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)
-        return parents, passes[-1].couplings
+        if return_couplings:
+            last = self.passes(children, transform, routing_map)[-1]
+            return Capsules(last.mean, last.activation), last.couplings
+        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

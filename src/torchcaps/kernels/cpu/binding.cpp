@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -19,7 +20,7 @@ namespace nb = nanobind;
 #define TORCHCAPS_TARGETS(each) each(baseline)
 #endif
 #define TORCHCAPS_DECLARE(target) \
-  namespace target { extern const Kernels kernels; }
+  namespace target { extern const Target kernels; }
 TORCHCAPS_TARGETS(TORCHCAPS_DECLARE)
 
 namespace {
@@ -35,34 +36,34 @@ bool runs_here(const std::string& name) {
   return name == "baseline";
 }
 
-std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> found;
+std::vector<const Target*> usable() {
+  std::vector<const Target*> found;
 #define TORCHCAPS_OFFER(target) \
   if (runs_here(target::kernels.name)) found.push_back(&target::kernels);
   TORCHCAPS_TARGETS(TORCHCAPS_OFFER)
   return found;
 }
 
-const Kernels* chosen = usable().front();
+const Target* chosen = usable().front();
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
-  for (const Kernels* kernels : usable()) names.push_back(kernels->name);
+  for (const Target* target : usable()) names.push_back(target->name);
   return names;
 }
 
 void use(const std::string& name) {
-  for (const Kernels* kernels : usable())
-    if (name == kernels->name) {
-      chosen = kernels;
+  for (const Target* target : usable())
+    if (name == target->name) {
+      chosen = target;
       return;
     }
   throw std::invalid_argument("this processor or build has no " + name + " kernels");
 }
 
-template <class T> EMKernels<T> em();
-template <> EMKernels<float> em<float>() { return chosen->em_float; }
-template <> EMKernels<double> em<double>() { return chosen->em_double; }
+template <class T> const Kernels<T>& kernels();
+template <> const Kernels<float>& kernels<float>() { return chosen->in_float; }
+template <> const Kernels<double>& kernels<double>() { return chosen->in_double; }
 
 template <class T> using Array = nb::ndarray<T, nb::c_contig, nb::device::cpu>;
 using Edges = nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
@@ -110,21 +111,36 @@ struct Owned {
         kernel[side][at] = int(edge[3 * e + 2]);
       }
     }
+    std::vector<int> owner(std::size_t(problem.K), -1);
+    problem.own_transforms = true;
+    for (long e = 0; e < count; ++e) {
+      int& site = owner[std::size_t(edge[3 * e + 2])];
+      problem.own_transforms = problem.own_transforms && (site < 0 || site == edge[3 * e]);
+      site = int(edge[3 * e]);
+    }
     problem.child_begin = begin[0].data(), problem.child_parent = other[0].data(), problem.child_kernel = kernel[0].data();
     problem.parent_begin = begin[1].data(), problem.parent_child = other[1].data(), problem.parent_kernel = kernel[1].data();
   }
 };
 
-bool em_takes(int R, int Q, int N) {
+bool takes(int R, int Q, int N) {
   Problem problem{};
   problem.R = R, problem.Q = Q, problem.N = N;
-  return chosen->em_float.takes(problem);
+  return chosen->in_float.em.takes(problem);
 }
 
-long em_kept(int P, int J, int R, int N, int iterations, bool is_double) {
+Problem parents_of(int P, int J, int R, int N) {
   Problem problem{};
   problem.P = P, problem.J = J, problem.R = R, problem.N = N;
-  return is_double ? chosen->em_double.kept(problem, iterations) : chosen->em_float.kept(problem, iterations);
+  return problem;
+}
+long em_kept(int P, int J, int R, int N, int iterations, bool is_double) {
+  const Problem g = parents_of(P, J, R, N);
+  return is_double ? chosen->in_double.em.kept(g, iterations) : chosen->in_float.em.kept(g, iterations);
+}
+long dynamic_kept(int P, int J, int R, int N, int iterations, bool is_double) {
+  const Problem g = parents_of(P, J, R, N);
+  return is_double ? chosen->in_double.dynamic.kept(g, iterations) : chosen->in_float.dynamic.kept(g, iterations);
 }
 
 template <class T>
@@ -133,7 +149,7 @@ EMOptions<T> options(const Problem& g, const Array<const T>& heat, const Array<c
   if (heat.ndim() != 1 || heat.shape(0) < 1) throw std::invalid_argument("one inverse temperature a pass, please");
   expect("beta_u", beta_u, {g.J});
   expect("beta_a", beta_a, {g.J});
-  if (!em<T>().takes(g)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
+  if (!kernels<T>().em.takes(g)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
   return {int(heat.shape(0)), threads, T(floor), T(mean_data), heat.data(), beta_u.data(), beta_a.data()};
 }
 
@@ -147,10 +163,10 @@ void em_forward(Array<const T> pose, Array<const T> activation, Array<const T> t
   expect("activation", activation, {g.B, g.S, g.C});
   expect("mean", mean, {g.B, g.P, g.J, g.R, g.N});
   expect("parent activation", parent_activation, {g.B, g.P, g.J});
-  expect("kept", kept, {g.B, em<T>().kept(g, o.iterations)});
+  expect("kept", kept, {g.B, kernels<T>().em.kept(g, o.iterations)});
   expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
   nb::gil_scoped_release free;
-  em<T>().forward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(), mean.data(),
+  kernels<T>().em.forward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(), mean.data(),
                          parent_activation.data()});
 }
 
@@ -164,7 +180,7 @@ void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> 
   const Problem& g = owned.problem;
   const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, threads);
   expect("activation", activation, {g.B, g.S, g.C});
-  expect("kept", kept, {g.B, em<T>().kept(g, o.iterations)});
+  expect("kept", kept, {g.B, kernels<T>().em.kept(g, o.iterations)});
   expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
   expect("gradient of the mean", mean_grad, {g.B, g.P, g.J, g.R, g.N});
   expect("gradient of the parent activation", parent_activation_grad, {g.B, g.P, g.J});
@@ -174,9 +190,56 @@ void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> 
   expect("gradient of beta_u", beta_u_grad, {g.J});
   expect("gradient of beta_a", beta_a_grad, {g.J});
   nb::gil_scoped_release free;
-  em<T>().backward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(),
+  kernels<T>().em.backward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(),
                           mean_grad.data(), parent_activation_grad.data(), pose_grad.data(), activation_grad.data(),
                           transform_grad.data(), beta_u_grad.data(), beta_a_grad.data()});
+}
+
+DynamicOptions dynamic_options(const Problem& g, int iterations, bool cumulative, const std::string& form,
+                               const std::string& inner_form, bool all_passes, bool leaky, int threads) {
+  const auto named = [](const std::string& name) {
+    for (const auto& [known, form] : {std::pair<const char*, Squash>{"none", Squash::none},
+                                      {"unit", Squash::unit},
+                                      {"sabour", Squash::sabour},
+                                      {"su", Squash::su}})
+      if (name == known) return form;
+    throw std::invalid_argument("unknown squash form " + name);
+  };
+  if (iterations < 1) throw std::invalid_argument("iterations must be at least 1");
+  if (!kernels<float>().dynamic.takes(g)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
+  return {iterations, threads, cumulative, leaky, all_passes, named(form), named(inner_form)};
+}
+
+template <class T>
+void dynamic_forward(Array<const T> pose, Array<const T> transform, Edges edges, int iterations, bool cumulative,
+                     std::string form, std::string inner_form, bool all_passes, bool leaky, int threads,
+                     Array<T> parents, Array<T> kept, Array<T> log_sums) {
+  const Owned owned(pose, transform, edges, int(parents.ndim() == 5 ? parents.shape(1) : 0));
+  const Problem& g = owned.problem;
+  const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
+  expect("parents", parents, {g.B, g.P, g.J, g.R, g.N});
+  expect("kept", kept, {g.B, kernels<T>().dynamic.kept(g, iterations)});
+  expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
+  nb::gil_scoped_release free;
+  kernels<T>().dynamic.forward(g, o, {pose.data(), transform.data(), kept.data(), log_sums.data(), parents.data()});
+}
+
+template <class T>
+void dynamic_backward(Array<const T> pose, Array<const T> transform, Edges edges, int iterations, bool cumulative,
+                      std::string form, std::string inner_form, bool all_passes, bool leaky, int threads,
+                      Array<const T> kept, Array<const T> log_sums, Array<const T> parents_grad, Array<T> pose_grad,
+                      Array<T> transform_grad) {
+  const Owned owned(pose, transform, edges, int(parents_grad.ndim() == 5 ? parents_grad.shape(1) : 0));
+  const Problem& g = owned.problem;
+  const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
+  expect("kept", kept, {g.B, kernels<T>().dynamic.kept(g, iterations)});
+  expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
+  expect("gradient of the parents", parents_grad, {g.B, g.P, g.J, g.R, g.N});
+  expect("gradient of pose", pose_grad, {g.B, g.S, g.C, g.R, g.Q});
+  expect("gradient of transform", transform_grad, {g.K, g.C, g.J, g.Q, g.N});
+  nb::gil_scoped_release free;
+  kernels<T>().dynamic.backward(g, o, {pose.data(), transform.data(), kept.data(), log_sums.data(),
+                                       parents_grad.data(), pose_grad.data(), transform_grad.data()});
 }
 
 }  // namespace
@@ -185,11 +248,16 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Fused routing on the processor; torchcaps.kernels calls it.";
   m.def("instruction_sets", &instruction_sets, "Kernels that this build holds and this processor runs, best first.");
   m.def("use", &use, nb::arg("instruction_set"), "Take the kernels of one instruction set from now on.");
-  m.def("em_takes", &em_takes, nb::arg("R"), nb::arg("Q"), nb::arg("N"));
-  m.def("em_kept", &em_kept, nb::arg("P"), nb::arg("J"), nb::arg("R"), nb::arg("N"), nb::arg("iterations"),
-        nb::arg("is_double"));
+  m.def("takes", &takes, nb::arg("R"), nb::arg("Q"), nb::arg("N"));
+  for (const auto& [name, kept] : {std::pair{"em_kept", &em_kept}, std::pair{"dynamic_kept", &dynamic_kept}})
+    m.def(name, kept, nb::arg("P"), nb::arg("J"), nb::arg("R"), nb::arg("N"), nb::arg("iterations"),
+          nb::arg("is_double"), "Numbers that a sample keeps for the backward pass.");
   m.def("em_forward", &em_forward<float>);
   m.def("em_forward", &em_forward<double>);
   m.def("em_backward", &em_backward<float>);
   m.def("em_backward", &em_backward<double>);
+  m.def("dynamic_forward", &dynamic_forward<float>);
+  m.def("dynamic_forward", &dynamic_forward<double>);
+  m.def("dynamic_backward", &dynamic_backward<float>);
+  m.def("dynamic_backward", &dynamic_backward<double>);
 }

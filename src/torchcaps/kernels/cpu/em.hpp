@@ -5,38 +5,26 @@
 // spread, or that hardly any child wants, is fitted again from its own side, in log space.
 #pragma once
 
-#include "lanes.hpp"
-#include "problem.hpp"
+#include "votes.hpp"
 
 namespace TORCHCAPS_TARGET {
 
-template <class T, int ROWS, int INNER, int COLUMNS> class EM {
-  using V = Vector<T>;
-  static constexpr int L = lanes<T>;
-  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : 64;
-  static constexpr int MOST_POSE = ROWS * INNER ? ROWS * INNER : 64;
+template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, ROWS, INNER, COLUMNS> {
+  using Base = Votes<T, ROWS, INNER, COLUMNS>;
+  using V = typename Base::V;
+  using Base::g, Base::H, Base::JB, Base::PB, Base::W, Base::MOST, Base::MOST_POSE, Base::L;
+  using Base::inner, Base::rows, Base::height, Base::weights, Base::pose_of, Base::valid, Base::vote, Base::undo_vote;
   static constexpr int BLOCK = ROWS * COLUMNS && ROWS * COLUMNS % 8 == 0 ? 8 : 1;
   static constexpr int CHUNK_BYTES = 24 * 1024, MOST_TOGETHER = 16;
   static constexpr T NOTHING = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
   static constexpr T FAINT = 10 * NOTHING;
 
-  const Problem& g;
   const EMOptions<T>& o;
-  const int H, JB, PB;
-  const V* const W;  // [K, C, JB, Q, N]
-  const int step;    // children of a site that are taken together
-
-  int rows() const { return ROWS ? ROWS : g.R; }
-  int inner() const { return INNER ? INNER : g.Q; }
-  int columns() const { return COLUMNS ? COLUMNS : g.N; }
-  int height() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
+  const int most_edges, step;  // edges of a child site; children of a site that are taken together
 
  public:
   EM(const Problem& problem, const EMOptions<T>& options, const T* transform)
-      : g(problem), o(options), H(g.R * g.N), JB((g.J + L - 1) / L), PB(g.P * JB),
-        W(reinterpret_cast<const V*>(transform)), step(together()) {}
-
-  static bool takes(const Problem& g) { return g.R * g.N <= MOST && g.R * g.Q <= MOST_POSE; }
+      : Base(problem, transform), o(options), most_edges(this->widest()), step(together()) {}
 
   // Records of vectors over parent types, one a parent block. What a pass keeps: mean [H], 1 / 2σ² [H], data, log
   // data, activation, and log activation - Σ log σ, which is -∞ where there is no parent type.
@@ -120,35 +108,14 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM {
   int grad_size() const { return 2 * height() + 3; }
   int sums_size() const { return 2 * height() + 1; }  // Σ w, Σ w d [H], Σ w d² [H]
 
-  int widest() const {
-    int most = 1;
-    for (int s = 0; s < g.S; ++s) most = std::max(most, g.child_begin[s + 1] - g.child_begin[s]);
-    return most;
-  }
   int together() const {
-    return int(std::min<long>(std::min(g.C, MOST_TOGETHER), std::max<long>(1, CHUNK_BYTES / (long(widest()) * JB * H * long(sizeof(V))))));
+    return int(std::min<long>(std::min(g.C, MOST_TOGETHER),
+                              std::max<long>(1, CHUNK_BYTES / (long(most_edges) * JB * H * long(sizeof(V))))));
   }
-  long chunk_blocks() const { return long(step) * widest() * JB; }
+  long chunk_blocks() const { return long(step) * most_edges * JB; }
 
-  const V* weights(int k, int c, int jb) const { return W + ((long(k) * g.C + c) * JB + jb) * inner() * columns(); }
-  const T* pose_of(const T* pose, int s, int c) const { return pose + (long(s) * g.C + c) * rows() * inner(); }
   T even_share(int s) const { return T(1) / (T(g.J) * T(g.child_begin[s + 1] - g.child_begin[s])); }
   V beta(const T* values, int jb) const { return reinterpret_cast<const V*>(values)[jb]; }
-  V valid(int jb) const {
-    V x{};
-    for (int i = 0; i < L; ++i) x[i] = jb * L + i < g.J;
-    return x;
-  }
-
-  void vote(const T* m, const V* w, V* out) const {
-    for (int r = 0; r < rows(); ++r) {
-      V row[COLUMNS ? COLUMNS : MOST];
-      for (int n = 0; n < columns(); ++n) row[n] = m[r * inner()] * w[n];
-      for (int q = 1; q < inner(); ++q)
-        for (int n = 0; n < columns(); ++n) row[n] += m[r * inner() + q] * w[q * columns() + n];
-      for (int n = 0; n < columns(); ++n) out[r * columns() + n] = row[n];
-    }
-  }
 
   // log R + the child's log-sum; votes minus the mean to d.
   V logit(const V* v, const V* kept_record, V* d) const {
@@ -501,19 +468,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM {
                 v_grad[h] += q * (grad.mean[h] + T(2) * grad.variance[h] * (v[h] - now.mean[h])) +
                              logit_grad * before.half[h] * d[h];
             }
-            V* w_grad = transform_grad + (w - W);
-            for (int q = 0; q < inner(); ++q)
-              for (int n = 0; n < columns(); ++n) {
-                V x = w_grad[q * columns() + n];
-                for (int r = 0; r < rows(); ++r) x += m[r * inner() + q] * v_grad[r * columns() + n];
-                w_grad[q * columns() + n] = x;
-              }
-            for (int r = 0; r < rows(); ++r)
-              for (int q = 0; q < inner(); ++q) {
-                V x = m_grad[r * inner() + q];
-                for (int n = 0; n < columns(); ++n) x += v_grad[r * columns() + n] * w[q * columns() + n];
-                m_grad[r * inner() + q] = x;
-              }
+            undo_vote(m, w, v_grad, m_grad, transform_grad + (w - W));
           }
         activation_grad[child] += sum<T>(total);
         for (int i = 0; i < size; ++i) pose_grad[child * size + i] = sum<T>(m_grad[i]);

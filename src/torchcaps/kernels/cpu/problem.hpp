@@ -6,6 +6,7 @@ struct Problem {
   // Edges sorted by child: those of site s are child_begin[s] … child_begin[s + 1] - 1; and sorted by parent.
   const int *child_begin, *child_parent, *child_kernel;
   const int *parent_begin, *parent_child, *parent_kernel;
+  bool own_transforms;  // no transform serves two child sites
 };
 
 template <class T> struct EMOptions {
@@ -24,6 +25,24 @@ template <class T> struct EMBackward {
   T *pose_grad, *activation_grad, *transform_grad, *beta_u_grad, *beta_a_grad;
 };
 
+enum class Squash { none, unit, sabour, su };
+
+struct DynamicOptions {
+  int iterations, threads;
+  bool cumulative, leaky, all_passes;
+  Squash form, inner_form;
+};
+
+template <class T> struct DynamicForward {
+  const T *pose, *transform;
+  T *kept, *log_sums, *parents;
+};
+
+template <class T> struct DynamicBackward {
+  const T *pose, *transform, *kept, *log_sums, *parents_grad;
+  T *pose_grad, *transform_grad;
+};
+
 // What one instruction set offers.
 template <class T> struct EMKernels {
   bool (*takes)(const Problem&);
@@ -31,8 +50,18 @@ template <class T> struct EMKernels {
   void (*forward)(const Problem&, const EMOptions<T>&, const EMForward<T>&);
   void (*backward)(const Problem&, const EMOptions<T>&, const EMBackward<T>&);
 };
-struct Kernels {
+template <class T> struct DynamicKernels {
+  bool (*takes)(const Problem&);
+  long (*kept)(const Problem&, int iterations);
+  void (*forward)(const Problem&, const DynamicOptions&, const DynamicForward<T>&);
+  void (*backward)(const Problem&, const DynamicOptions&, const DynamicBackward<T>&);
+};
+template <class T> struct Kernels {
+  EMKernels<T> em;
+  DynamicKernels<T> dynamic;
+};
+struct Target {
   const char* name;
-  EMKernels<float> em_float;
-  EMKernels<double> em_double;
+  Kernels<float> in_float;
+  Kernels<double> in_double;
 };

@@ -1,4 +1,5 @@
 // The kernels for one instruction set: batches over threads, between torch's layout and lanes.
+#include "dynamic.hpp"
 #include "em.hpp"
 
 #include <algorithm>
@@ -46,6 +47,11 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
+// Samples are summed in groups whose number does not depend on the threads: the same bits for any number of them.
+int group_count(int samples, long bytes) {
+  return int(std::max<long>(1, std::min<long>(std::min(samples, 16), (64L << 20) / bytes)));
+}
+
 template <class T, int R, int Q, int N> struct EMBatch {
   using V = Vector<T>;
   using Rule = EM<T, R, Q, N>;
@@ -83,12 +89,11 @@ template <class T, int R, int Q, int N> struct EMBatch {
     });
   }
 
-  // Samples in groups, each with sums of its own that are added in order: the same bits for any number of threads.
   static void backward(const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
     const Ready ready(g, o, x.transform);
     const int J = ready.J, H = g.R * g.N;
-    const long one = ready.transform_size + 2 * J, most = (64L << 20) / (one * long(sizeof(T)));
-    const int groups = int(std::max<long>(1, std::min<long>(std::min(g.B, 16), most)));
+    const long one = ready.transform_size + 2 * J;
+    const int groups = group_count(g.B, one * long(sizeof(T)));
     Scratch memory;
     T* sums = memory.take<T>(one * groups);
     on_threads(groups, o.threads, [&](int group, Scratch& scratch) {
@@ -116,21 +121,110 @@ template <class T, int R, int Q, int N> struct EMBatch {
   }
 };
 
-bool matrix(const Problem& g) { return g.R == 4 && g.Q == 4 && g.N == 4; }
+template <class T, int R, int Q, int N> struct DynamicBatch {
+  using V = Vector<T>;
+  using Rule = Dynamic<T, R, Q, N>;
 
-template <class T> constexpr EMKernels<T> em_kernels() {
-  using General = EMBatch<T, 0, 0, 0>;
-  using Matrix = EMBatch<T, 4, 4, 4>;
+  struct Ready {
+    Scratch memory;
+    long transform_size;
+    Rule rule;
+    Ready(const Problem& g, const DynamicOptions& o, const T* transform)
+        : transform_size(long(g.K) * g.C * padded<T>(g.J) * g.Q * g.N), rule(g, o, fill(g, o, transform)) {}
+    T* fill(const Problem& g, const DynamicOptions& o, const T* transform) {
+      T* weights = memory.take<T>(transform_size);
+      const int per = padded<T>(g.J) * g.Q * g.N;
+      on_threads(g.K, o.threads, [&](int k, Scratch&) {
+        to_lanes(transform + long(k) * g.C * g.J * g.Q * g.N, weights + long(k) * g.C * per, g.C, g.J, g.Q * g.N);
+      });
+      return weights;
+    }
+  };
+
+  // Blocks of samples, as many as keep the threads busy and as large as the cache allows.
+  template <class Work> static void on_blocks(const Problem& g, const DynamicOptions& o, const Rule& rule, Work work) {
+    const int size = rule.block(std::max(1, (g.B + o.threads - 1) / o.threads)), count = (g.B + size - 1) / size;
+    on_threads(count, o.threads, [&](int i, Scratch& scratch) { work(i * size, std::min(g.B, (i + 1) * size), scratch); });
+  }
+
+  static void forward(const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
+    const Ready ready(g, o, x.transform);
+    on_blocks(g, o, ready.rule, [&](int from, int to, Scratch& scratch) {
+      ready.rule.forward(from, to, x.pose, x.kept, x.log_sums, scratch);
+      for (int b = from; b < to; ++b) ready.rule.result(b, x.kept, x.parents + b * long(g.P) * g.J * g.R * g.N);
+    });
+  }
+
+  static void backward(const Problem& g, const DynamicOptions& o, const DynamicBackward<T>& x) {
+    const Ready ready(g, o, x.transform);
+    const Rule& rule = ready.rule;
+    Scratch work_memory, sums_memory;
+    const long gammas_size = (g.B * rule.log_sums() + lanes<T> - 1) / lanes<T>;
+    V* works = work_memory.take<V>(g.B * rule.work() + gammas_size);
+    T* gammas = reinterpret_cast<T*>(works + g.B * rule.work());
+    T* kept = const_cast<T*>(x.kept);
+    on_blocks(g, o, rule, [&](int from, int to, Scratch& scratch) {
+      for (int b = from; b < to; ++b)
+        to_lanes(x.parents_grad + b * long(g.P) * g.J * g.R * g.N,
+                 reinterpret_cast<T*>(works + (b + 1) * rule.work() - rule.whole()), g.P, g.J, g.R * g.N);
+      rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, gammas, scratch);
+    });
+    if (g.own_transforms) {
+      V* sum = sums_memory.take<V>(ready.transform_size / lanes<T>);
+      std::fill_n(reinterpret_cast<T*>(sum), ready.transform_size, T(0));
+      on_threads(g.S, o.threads, [&](int s, Scratch&) {
+        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, sum);
+      });
+      from_lanes(reinterpret_cast<T*>(sum), x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
+      return;
+    }
+    const int groups = group_count(g.B, ready.transform_size * long(sizeof(T)));
+    T* sums = sums_memory.take<T>(ready.transform_size * groups);
+    on_threads(groups, o.threads, [&](int group, Scratch&) {
+      T* sum = sums + ready.transform_size * group;
+      std::fill_n(sum, ready.transform_size, T(0));
+      rule.undo_votes(0, g.S, int(long(g.B) * group / groups), int(long(g.B) * (group + 1) / groups), x.pose,
+                      x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum));
+    });
+    for (int group = 1; group < groups; ++group)
+      for (long i = 0; i < ready.transform_size; ++i) sums[i] += sums[ready.transform_size * group + i];
+    from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
+  }
+};
+
+bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
+
+// Calls use.template operator()<…> with the batch made for the problem's shape, or with the general one.
+template <template <class, int, int, int> class Batch, class T, class Use> void pick(const Problem& g, Use use) {
+  if (shape_is(g, 4, 4, 4)) return use(Batch<T, 4, 4, 4>());
+  if (shape_is(g, 4, 5, 4)) return use(Batch<T, 4, 5, 4>());
+  if (shape_is(g, 1, 8, 16)) return use(Batch<T, 1, 8, 16>());
+  return use(Batch<T, 0, 0, 0>());
+}
+
+template <class T> constexpr Kernels<T> kernels_in() {
   return {
-      [](const Problem& g) { return General::Rule::takes(g); },
-      [](const Problem& g, int iterations) {
-        return long(g.P) * padded<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
+      {
+          [](const Problem& g) { return EM<T, 0, 0, 0>::takes(g); },
+          [](const Problem& g, int iterations) {
+            return long(g.P) * padded<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
+          },
+          [](const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
+            pick<EMBatch, T>(g, [&](auto batch) { batch.forward(g, o, x); });
+          },
+          [](const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
+            pick<EMBatch, T>(g, [&](auto batch) { batch.backward(g, o, x); });
+          },
       },
-      [](const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
-        matrix(g) ? Matrix::forward(g, o, x) : General::forward(g, o, x);
-      },
-      [](const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
-        matrix(g) ? Matrix::backward(g, o, x) : General::backward(g, o, x);
+      {
+          [](const Problem& g) { return Dynamic<T, 0, 0, 0>::takes(g); },
+          [](const Problem& g, int iterations) { return long(g.P) * padded<T>(g.J) * g.R * g.N * iterations; },
+          [](const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
+            pick<DynamicBatch, T>(g, [&](auto batch) { batch.forward(g, o, x); });
+          },
+          [](const Problem& g, const DynamicOptions& o, const DynamicBackward<T>& x) {
+            pick<DynamicBatch, T>(g, [&](auto batch) { batch.backward(g, o, x); });
+          },
       },
   };
 }
@@ -139,7 +233,7 @@ template <class T> constexpr EMKernels<T> em_kernels() {
 
 #define TORCHCAPS_TEXT(name) TORCHCAPS_TEXT_OF(name)
 #define TORCHCAPS_TEXT_OF(name) #name
-extern const Kernels kernels;
-const Kernels kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), em_kernels<float>(), em_kernels<double>()};
+extern const Target kernels;
+const Target kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), kernels_in<float>(), kernels_in<double>()};
 
 }  // namespace TORCHCAPS_TARGET

@@ -1,0 +1,72 @@
+// A capsule layer as its kernels see it: poses, transforms in lanes, and the votes they make.
+#pragma once
+
+#include "lanes.hpp"
+#include "problem.hpp"
+
+namespace TORCHCAPS_TARGET {
+
+// ROWS, INNER and COLUMNS are R, Q and N where they are known beforehand, else 0.
+template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
+ protected:
+  using V = Vector<T>;
+  static constexpr int L = lanes<T>;
+  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : 64;
+  static constexpr int MOST_POSE = ROWS * INNER ? ROWS * INNER : 64;
+
+  const Problem& g;
+  const int H, JB, PB;  // numbers in a vote, blocks of parent types, blocks of parents
+  const V* const W;     // [K, C, JB, Q, N]
+
+  Votes(const Problem& problem, const T* transform)
+      : g(problem), H(g.R * g.N), JB((g.J + L - 1) / L), PB(g.P * JB), W(reinterpret_cast<const V*>(transform)) {}
+
+  int rows() const { return ROWS ? ROWS : g.R; }
+  int inner() const { return INNER ? INNER : g.Q; }
+  int columns() const { return COLUMNS ? COLUMNS : g.N; }
+  int height() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
+
+  const V* weights(int k, int c, int jb) const { return W + ((long(k) * g.C + c) * JB + jb) * inner() * columns(); }
+  const T* pose_of(const T* pose, int s, int c) const { return pose + (long(s) * g.C + c) * rows() * inner(); }
+  V valid(int jb) const {
+    V x{};
+    for (int i = 0; i < L; ++i) x[i] = jb * L + i < g.J;
+    return x;
+  }
+  int widest() const {
+    int most = 1;
+    for (int s = 0; s < g.S; ++s) most = std::max(most, g.child_begin[s + 1] - g.child_begin[s]);
+    return most;
+  }
+
+  void vote(const T* m, const V* w, V* out) const {
+    for (int r = 0; r < rows(); ++r) {
+      V row[COLUMNS ? COLUMNS : MOST];
+      for (int n = 0; n < columns(); ++n) row[n] = m[r * inner()] * w[n];
+      for (int q = 1; q < inner(); ++q)
+        for (int n = 0; n < columns(); ++n) row[n] += m[r * inner() + q] * w[q * columns() + n];
+      for (int n = 0; n < columns(); ++n) out[r * columns() + n] = row[n];
+    }
+  }
+
+  // The gradient of a vote, added to those of its pose [R, Q], lanes apart, and of its transform.
+  void undo_vote(const T* m, const V* w, const V* v_grad, V* m_grad, V* w_grad) const {
+    for (int q = 0; q < inner(); ++q)
+      for (int n = 0; n < columns(); ++n) {
+        V x = w_grad[q * columns() + n];
+        for (int r = 0; r < rows(); ++r) x += m[r * inner() + q] * v_grad[r * columns() + n];
+        w_grad[q * columns() + n] = x;
+      }
+    for (int r = 0; r < rows(); ++r)
+      for (int q = 0; q < inner(); ++q) {
+        V x = m_grad[r * inner() + q];
+        for (int n = 0; n < columns(); ++n) x += v_grad[r * columns() + n] * w[q * columns() + n];
+        m_grad[r * inner() + q] = x;
+      }
+  }
+
+ public:
+  static bool takes(const Problem& g) { return g.R * g.N <= MOST && g.R * g.Q <= MOST_POSE; }
+};
+
+}  // namespace TORCHCAPS_TARGET

@@ -1,0 +1,88 @@
+"""Dynamic routing as one operator that keeps no votes; `torchcaps.routing.dynamic` is its specification."""
+
+import torch
+from torch import Tensor
+
+from torchcaps.kernels import _cpu, arrays
+
+
+@torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
+def dynamic_routing(
+    pose: Tensor,
+    transform: Tensor,
+    edges: Tensor,
+    parent_sites: int,
+    iterations: int,
+    cumulative: bool,
+    squash_form: str,
+    inner_squash_form: str,
+    all_passes: bool,
+    leaky: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parents' poses, and what the backward pass needs: the sums of every pass and the children's log-sums."""
+    options = (iterations, cumulative, squash_form, inner_squash_form, all_passes, leaky)
+    outputs = _empty(pose, transform, edges, parent_sites, *options)
+    _cpu.dynamic_forward(*arrays(pose, transform, edges), *options, torch.get_num_threads(), *arrays(*outputs))
+    return outputs
+
+
+@dynamic_routing.register_fake
+def _empty(
+    pose: Tensor,
+    transform: Tensor,
+    edges: Tensor,
+    parent_sites: int,
+    iterations: int,
+    cumulative: bool,
+    squash_form: str,
+    inner_squash_form: str,
+    all_passes: bool,
+    leaky: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, sites, types, rows, _ = pose.shape
+    parent_types, columns = transform.shape[2], transform.shape[4]
+    kept = _cpu.dynamic_kept(parent_sites, parent_types, rows, columns, iterations, pose.dtype == torch.float64)
+    return (
+        pose.new_empty(batch, parent_sites, parent_types, rows, columns),
+        pose.new_empty(batch, kept),
+        pose.new_empty(batch, iterations - 1, sites, types),
+    )
+
+
+@torch.library.custom_op("torchcaps::dynamic_routing_backward", mutates_args=(), device_types="cpu")
+def _backward(
+    pose: Tensor,
+    transform: Tensor,
+    edges: Tensor,
+    kept: Tensor,
+    log_sums: Tensor,
+    parents_grad: Tensor,
+    iterations: int,
+    cumulative: bool,
+    squash_form: str,
+    inner_squash_form: str,
+    all_passes: bool,
+    leaky: bool,
+) -> tuple[Tensor, Tensor]:
+    options = (iterations, cumulative, squash_form, inner_squash_form, all_passes, leaky, torch.get_num_threads())
+    gradients = torch.empty(pose.shape, dtype=pose.dtype), torch.empty(transform.shape, dtype=pose.dtype)
+    _cpu.dynamic_backward(*arrays(pose, transform, edges), *options, *arrays(kept, log_sums, parents_grad, *gradients))
+    return gradients
+
+
+@_backward.register_fake
+def _(pose, transform, *_):
+    return pose.new_empty(pose.shape), transform.new_empty(transform.shape)
+
+
+def _keep(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:3], *output[1:])
+    ctx.options = inputs[4:]
+
+
+def _differentiate(context, parents_grad, *_):
+    gradients = _backward(*context.saved_tensors, parents_grad, *context.options)
+    return (*gradients, *(None,) * 8)
+
+
+dynamic_routing.register_autograd(_differentiate, setup_context=_keep)
