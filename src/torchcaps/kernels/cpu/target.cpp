@@ -194,12 +194,18 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
-// Calls use.template operator()<…> with the batch made for the problem's shape, or with the general one.
-template <template <class, int, int, int> class Batch, class T, class Use> void pick(const Problem& g, Use use) {
-  if (shape_is(g, 4, 4, 4)) return use(Batch<T, 4, 4, 4>());
-  if (shape_is(g, 4, 5, 4)) return use(Batch<T, 4, 5, 4>());
-  if (shape_is(g, 1, 8, 16)) return use(Batch<T, 1, 8, 16>());
-  return use(Batch<T, 0, 0, 0>());
+// The published shapes are compiled one by one, in float32; everything else runs on the general code.
+template <class T, class Use> void em_batch(const Problem& g, Use use) {
+  if constexpr (sizeof(T) == 4) {
+    if (shape_is(g, 4, 4, 4)) return use(EMBatch<T, 4, 4, 4>());
+    if (shape_is(g, 4, 5, 4)) return use(EMBatch<T, 4, 5, 4>());
+  }
+  use(EMBatch<T, 0, 0, 0>());
+}
+template <class T, class Use> void dynamic_batch(const Problem& g, Use use) {
+  if constexpr (sizeof(T) == 4)
+    if (shape_is(g, 1, 8, 16)) return use(DynamicBatch<T, 1, 8, 16>());
+  use(DynamicBatch<T, 0, 0, 0>());
 }
 
 template <class T> constexpr Kernels<T> kernels_in() {
@@ -210,20 +216,20 @@ template <class T> constexpr Kernels<T> kernels_in() {
             return long(g.P) * padded<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
           },
           [](const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
-            pick<EMBatch, T>(g, [&](auto batch) { batch.forward(g, o, x); });
+            em_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
           },
           [](const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
-            pick<EMBatch, T>(g, [&](auto batch) { batch.backward(g, o, x); });
+            em_batch<T>(g, [&](auto batch) { batch.backward(g, o, x); });
           },
       },
       {
           [](const Problem& g) { return Dynamic<T, 0, 0, 0>::takes(g); },
           [](const Problem& g, int iterations) { return long(g.P) * padded<T>(g.J) * g.R * g.N * iterations; },
           [](const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
-            pick<DynamicBatch, T>(g, [&](auto batch) { batch.forward(g, o, x); });
+            dynamic_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
           },
           [](const Problem& g, const DynamicOptions& o, const DynamicBackward<T>& x) {
-            pick<DynamicBatch, T>(g, [&](auto batch) { batch.backward(g, o, x); });
+            dynamic_batch<T>(g, [&](auto batch) { batch.backward(g, o, x); });
           },
       },
   };
