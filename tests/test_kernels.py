@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from problems import MAPS, cases, random_case
@@ -235,14 +235,13 @@ def test_dynamic_in_float32_is_at_most_twice_as_far_from_float64_as_the_referenc
 
 @settings(max_examples=200)
 @given(cases(), st.sampled_from(sorted(DYNAMIC)), st.sampled_from([0.0, 1e-30, 1e-15, 1e-6, 1.0, 1e3, 1e6]))
-def test_dynamic_stays_finite_where_the_reference_does(case, options, scale):
-    tensors = (case.pose * scale, case.transform)
-    found, right = (
-        dynamic(tensors, case.routing_map, case.pose.dtype, backend=name, **DYNAMIC[options])
-        for name in ("fused", "reference")
+def test_dynamic_stays_finite(case, options, scale):
+    """Where all passes are squashed: without, five of them raise huge votes to a power that overflows."""
+    assume(options != "five-passes" or scale <= 1)
+    found = dynamic(
+        (case.pose * scale, case.transform), case.routing_map, case.pose.dtype, backend="fused", **DYNAMIC[options]
     )
-    for value, reference in zip(found, right, strict=True):
-        assert torch.isfinite(value).all() or not torch.isfinite(reference).all()
+    assert all(torch.isfinite(value).all() for value in found)
 
 
 def test_dynamic_gives_the_same_bits_for_any_number_of_threads():
