@@ -126,7 +126,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
                 if (t > 0) {
                   const long child = b * log_sums() + (t - 1) * children() + long(s) * g.C + c;
                   const V* with = agreed(works, b, t) + at;
-                  coupling = exponential(product(v, with) - log_sums_all[child]) * valid(jb);
+                  coupling = coupling_of(v, with, log_sums_all[child], jb);
                   if (o.all_passes) {
                     logit_grad = coupling * (product(v, grad) - gammas[child]);
                     for (int h = 0; h < height(); ++h) v_grad[h] += logit_grad * with[h];
@@ -155,6 +155,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     for (int h = 0; h + 1 < height(); h += 2) x += a[h] * b[h], y += a[h + 1] * b[h + 1];
     if (height() % 2) x += a[height() - 1] * b[height() - 1];
     return x + y;
+  }
+
+  V coupling_of(const V* v, const V* with, T log_sum, int jb) const {
+    return exponential(valid(jb) > 0 ? product(v, with) - log_sum : all(lowest<T>));
   }
 
   // What the next pass agrees with.
@@ -213,7 +217,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         const long at = (long(g.child_parent[begin + e]) * JB + jb) * H;
         V* v = votes + long(i) * height();
         vote(m, weights(g.child_kernel[begin + e], c, jb), v);
-        coupling[i] = exponential(product(v, with + at) - log_sum) * valid(jb);
+        coupling[i] = coupling_of(v, with + at, log_sum, jb);
         coupling_grad[i] = product(v, sums_grads + at);
         total += coupling[i] * coupling_grad[i];
       }
