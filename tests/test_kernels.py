@@ -254,3 +254,31 @@ def test_dynamic_gives_the_same_bits_for_any_number_of_threads():
             results.append(dynamic(case, MAPS[routing_map], torch.float32, backend="fused"))
         torch.set_num_threads(before)
         assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("which", range(5))
+def test_a_nan_is_never_turned_into_a_number(which, dtype):
+    case = [x.to(dtype) for x in problem(MAPS["conv"], 16, (4, 4, 4))]
+    case[which].view(-1)[-1] = torch.nan
+    for iterations in (1, 3):
+        children = Capsules(*case[:2])
+        rest = (case[2], MAPS["conv"], *case[3:])
+        found, right = (
+            em_routing(children, *rest, iterations=iterations, backend=name) for name in ("fused", "reference")
+        )
+        for one, other in zip(found, right, strict=True):
+            assert (torch.isnan(one) == torch.isnan(other)).all()
+    if which in (0, 2):
+        found, right = (dynamic_routing(case[0], case[2], MAPS["conv"], backend=b) for b in ("fused", "reference"))
+        assert (torch.isnan(found.pose) == torch.isnan(right.pose)).all()
+
+
+def test_the_gradients_of_a_parent_that_is_surely_active():
+    case = problem(MAPS["conv"], 4, (4, 4, 4))
+    case = (*case[:4], torch.full((4,), 15.0))
+    options = {"temperature_schedule": "constant", "normalise_data": False}
+    exact = everything(case, MAPS["conv"], backend="reference", **options)
+    found = everything(case, MAPS["conv"], torch.float32, backend="fused", **options)
+    assert far(found[-1], exact[-1]) < 1e-3

@@ -57,5 +57,12 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def arrays(*tensors: Tensor) -> list[Any]:
-    """Contiguous NumPy views (or copies) of tensors, as the kernels take them."""
-    return [tensor.detach().contiguous().numpy() for tensor in tensors]
+    """Contiguous NumPy views (or copies) of tensors of one floating dtype, aligned as the kernels take them.
+
+    Raises:
+        ValueError: the floating dtypes differ.
+    """
+    if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1:
+        raise ValueError("the fused kernels take tensors of one dtype")
+    whole = [tensor.detach().contiguous() for tensor in tensors]
+    return [(x.clone() if x.data_ptr() % 64 else x).numpy() for x in whole]

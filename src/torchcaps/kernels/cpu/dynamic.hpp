@@ -187,7 +187,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         if (seen) {
           const V logit = product(v, seen + (long(g.child_parent[begin + e]) * JB + jb) * H);
           weight[i] = valid(jb) > 0 ? logit : all(lowest<T>);
-          top = larger<T>(top, weight[i]);
+          top = larger<T>(weight[i], top);
         }
       }
     if (seen) {

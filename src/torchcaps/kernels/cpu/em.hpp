@@ -154,11 +154,14 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
   // the children need.
   void undecide(int t, const Fit& now, int jb, V log_activation_grad, const Grad& grad, V* beta_u_grad,
                 V* beta_a_grad) const {
-    const V x_grad = (T(1) - now.activation) * log_activation_grad * valid(jb);
+    const V half_logs = log_deviations(now), described = T(H) * beta(o.beta_u, jb) + half_logs;
+    const V x = o.heat[t] * (beta(o.beta_a, jb) - described * now.data / o.mean_data);
+    const V small = exponential(x < 0 ? x : -x);  // 1 - activation without cancellation
+    const V x_grad = (x < 0 ? T(1) / (T(1) + small) : small / (T(1) + small)) * log_activation_grad * valid(jb);
     const V cost_grad = -o.heat[t] * x_grad / o.mean_data;
     beta_a_grad[jb] += o.heat[t] * x_grad;
     beta_u_grad[jb] += T(H) * cost_grad * now.data;
-    grad.data = cost_grad * (T(H) * beta(o.beta_u, jb) + log_deviations(now));
+    grad.data = cost_grad * described;
     V offset{};
     for (int h = 0; h < height(); ++h) {
       grad.variance[h] += cost_grad * now.data * now.half[h];
@@ -177,13 +180,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
         const T share = even_share(s);
         for (int c = 0; c < g.C; ++c) {
           const T a = activation[long(s) * g.C + c];
-          if (!(a > 0)) continue;
+          if (a <= 0) continue;
           if (pilot < 0) pilot = e, pilot_type = c;
           data += a * share;
           most = std::max(most, share);
         }
       }
-      const bool dead = !(data > NOTHING * most);
+      const bool dead = data <= NOTHING * most;
       for (int jb = 0; jb < JB; ++jb) {
         const V mask = valid(jb);
         const Fit now = fit(sample, 0, p * JB + jb);
@@ -293,7 +296,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
               V v[MOST];
               vote(pose_of(pose, s, c0 + c), weights(g.child_kernel[e], c0 + c, jb), v);
               w[block] = logit(v, before, buffer + block * height());
-              top[c] = larger<T>(top[c], w[block]);
+              top[c] = larger<T>(w[block], top[c]);
             }
           }
         T high[MOST_TOGETHER], scale[MOST_TOGETHER];
@@ -315,7 +318,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
       const V mask = valid(at % JB), *x = sums + long(at) * sums_size();
       const Fit now = fit(sample, t, at);
       now.data = x[0];
-      now.log_data = logarithm(x[0]);
+      now.log_data = logarithm(mask > 0 ? x[0] : all(T(1)));
       bool exact = !any((x[0] < FAINT) & (mask > 0));
       if (exact) {
         const V inverse = T(1) / (mask > 0 ? x[0] : all(T(1)));
@@ -337,20 +340,20 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
       for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e)
         for (int c = 0; c < g.C; ++c) {
           const long child = long(g.parent_child[e]) * g.C + c;
-          if (!(activation[child] > 0)) continue;
+          if (activation[child] <= 0) continue;
           V v[MOST];
           vote(pose_of(pose, g.parent_child[e], c), weights(g.parent_kernel[e], c, jb), v);
           use(activation[child], logit(v, before, d) - log_sums[child]);
         }
     };
-    each([&](T, V log_r) { top = larger<T>(top, log_r); });
-    top = top > lowest<T> ? top : V{};
+    each([&](T, V log_r) { top = larger<T>(log_r, top); });
+    top = top == lowest<T> ? V{} : top;
     each([&](T a, V log_r) {
       const V w = a * exponential(log_r - top);
       total += w;
       for (int h = 0; h < height(); ++h) moment[h] += w * d[h];
     });
-    const auto alive = total > NOTHING;
+    const auto alive = ~(total <= NOTHING);
     const V inverse = alive ? T(1) / (alive ? total : all(T(1))) : V{};
     for (int h = 0; h < height(); ++h) {
       now.mean[h] = alive ? before[h] + moment[h] * inverse : V{};

@@ -28,8 +28,9 @@ template <class T> inline constexpr int lanes = TORCHCAPS_BYTES / sizeof(T);
 template <class T> inline constexpr T lowest = -std::numeric_limits<T>::infinity();
 
 template <class T> inline Vector<T> all(T x) { return Vector<T>{} + x; }
-template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a > b ? a : b; }
-template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return a < b ? a : b; }
+// Of NaN and a number, a's NaN comes through.
+template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
+template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
 
 // Reductions in a tree of halves.
 template <class T, int BYTES, class Join> inline T fold(const T* x, Join join) {
@@ -51,13 +52,14 @@ template <class T> inline T sum(Vector<T> x) {
 template <class T> inline T largest(Vector<T> x) {
   T in[lanes<T>];
   std::memcpy(in, &x, sizeof x);
-  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a > b ? a : b; });
+  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a < b || b != b ? b : a; });
 }
 
 // e^x to about 1 ulp; 0 below the smallest normal number.
 inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;
+  const Vector<float> nan = x;
   x = smaller<float>(larger<float>(x, all(-87.0f)), all(88.0f));
   const float magic = 12582912.0f;
   const Vector<float> shifted = x * 1.44269504088896341f + magic;
@@ -72,18 +74,12 @@ inline Vector<float> exponential(Vector<float> x) {
   p = p * (r * r) + r + 1.0f;
   const Bits exponent = ((Bits)shifted) << 23;
   const Bits scaled = (Bits)p + exponent;
-  return (Vector<float>)(scaled & alive);
+  return nan == nan ? (Vector<float>)(scaled & alive) : nan;
 }
 
-inline bool any(Lane<float>::bits x) {
+template <class Bits> inline bool any(Bits x) {
   bool found = false;
-  for (int i = 0; i < lanes<float>; ++i) found |= x[i] != 0;
-  return found;
-}
-
-inline bool any(Lane<double>::bits x) {
-  bool found = false;
-  for (int i = 0; i < lanes<double>; ++i) found |= x[i] != 0;
+  for (std::size_t i = 0; i < sizeof x / sizeof x[0]; ++i) found |= x[i] != 0;
   return found;
 }
 
@@ -96,6 +92,7 @@ inline Vector<double> exponential(Vector<double> x) {
 inline Vector<float> logarithm(Vector<float> x) {
   using Bits = Lane<float>::bits;
   x = larger<float>(x, all(std::numeric_limits<float>::min()));
+  const Vector<float> beyond = x;
   const Bits whole = (Bits)x;
   Bits exponent = (whole >> 23) - 126;
   Vector<float> m = (Vector<float>)((whole & 0x007fffff) | 0x3f000000);
@@ -115,11 +112,11 @@ inline Vector<float> logarithm(Vector<float> x) {
   p = p * m + 3.3333331174e-1f;
   p = p * m * z;
   p = p + e * -2.12194440e-4f - z * 0.5f;
-  return m + p + e * 0.693359375f;
+  return beyond <= std::numeric_limits<float>::max() ? m + p + e * 0.693359375f : beyond;
 }
 
 inline Vector<double> logarithm(Vector<double> x) {
-  for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(std::max(x[i], std::numeric_limits<double>::min()));
+  for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(x[i] < std::numeric_limits<double>::min() ? std::numeric_limits<double>::min() : x[i]);
   return x;
 }
 
