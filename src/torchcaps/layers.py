@@ -132,7 +132,9 @@ class DenseCaps(CapsuleLayer):
         routing: nn.Module | None = None,
     ) -> None:
         spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
-        transform = _normal((child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread)
+        transform = truncated_normal_(
+            torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread
+        )
         super().__init__(RoutingMap.dense(child_sites), transform, DynamicRouting() if routing is None else routing)
 
 
@@ -174,7 +176,7 @@ class ConvCaps(CapsuleLayer):
     ) -> None:
         size = pose_size[1]
         shape = (kernel_size**2, child_types, parent_types, size, size)
-        transform = _normal(shape, size**-0.5 if deviation is None else deviation)
+        transform = truncated_normal_(torch.empty(shape), size**-0.5 if deviation is None else deviation)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
 
@@ -217,7 +219,9 @@ class ClassCaps(CapsuleLayer):
         routing: nn.Module | None = None,
     ) -> None:
         size = pose_size[1]
-        transform = _normal((1, child_types, classes, size, size), size**-0.5 if deviation is None else deviation)
+        transform = truncated_normal_(
+            torch.empty(1, child_types, classes, size, size), size**-0.5 if deviation is None else deviation
+        )
         routing_map = RoutingMap.shared(len(coordinates))
         super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
         self.register_buffer("coordinates", coordinates, persistent=False)
@@ -233,8 +237,9 @@ class ClassCaps(CapsuleLayer):
         return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
 
 
-def _normal(shape: Sequence[int], deviation: float) -> Tensor:
-    return nn.init.trunc_normal_(torch.empty(*shape), std=deviation, a=-2 * deviation, b=2 * deviation)
+def truncated_normal_(weights: Tensor, deviation: float) -> Tensor:
+    """Fill weights from a normal distribution that is cut off at two standard deviations; the weights."""
+    return nn.init.trunc_normal_(weights, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 class SharedCaps(nn.Module):

@@ -2,11 +2,11 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from torchcaps.data import DATASETS, load_image_folder
+from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS
@@ -226,13 +226,17 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
 def _default(group: str, chosen: str, option: str) -> Any:
     """What an option of the chosen model, data or loss is where nothing is said: it shows its kind."""
     takes: Callable[..., Any]
-    if group == "data":
-        takes = DATASETS[chosen].load if chosen in DATASETS else load_image_folder
+    names: Sequence[str] | None = None
+    if group == "data" and chosen in DATASETS:
+        takes, names = DATASETS[chosen].load, DATASETS[chosen].options
+    elif group == "data":
+        takes, names = load_image_folder, FOLDER_OPTIONS
     else:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
     known = inspect.signature(takes).parameters
-    filled = ("image_shape", "classes", "scores", "target", "data_dir", "root", "seed", "progress")
-    own = [f"{group}.{name}" for name in known if name not in filled]
+    if names is None:
+        names = [name for name in known if name not in ("image_shape", "classes", "scores", "target")]
+    own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")
     return None if known[option].default is inspect.Parameter.empty else known[option].default

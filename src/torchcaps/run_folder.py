@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from torchcaps.data import Images, Preparation, Splits
-from torchcaps.data.files import atomically
+from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput
 
 
@@ -77,8 +77,7 @@ def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: b
         "image_shape": splits.train.image_shape,
         "environment": environment(),
     }
-    with atomically(written) as stream:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())
+    write_json(written, content)
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

@@ -1,6 +1,5 @@
 """Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
 
-import json
 import math
 import os
 import sys
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from torchcaps.data import Images, Preparation, Splits, Variation
-from torchcaps.data.files import atomically
+from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
 from torchcaps.models import create_model
@@ -277,8 +276,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         model.save_pretrained(folder)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)
         save_reconstructions(model, recipe.preparation(), splits.validation, folder / "reconstructions.png")
-        with atomically(folder / "metrics.json") as stream:
-            stream.write((json.dumps(metrics, indent=2) + "\n").encode())
+        write_json(folder / "metrics.json", metrics)
     return metrics
 
 

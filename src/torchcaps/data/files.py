@@ -2,13 +2,14 @@
 
 import gzip
 import hashlib
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchcaps.errors import BadInput
 
@@ -73,6 +74,12 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, whole or not at all."""
+    with atomically(path) as stream:
+        stream.write((json.dumps(content, indent=2) + "\n").encode())
 
 
 def _uncompressed(path: Path) -> BufferedIOBase:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torchcaps.data.files import atomically, uncompressed_md5
+from torchcaps.data.files import atomically, uncompressed_md5, write_json
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
 from torchcaps.data.toy_shapes import Solid, toy
@@ -81,8 +81,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
                 sums[name] = hashlib.md5(content, usedforsecurity=False).hexdigest()
                 with atomically(folder / name) as stream:
                     stream.write(content)
-        with atomically(folder / SUMS.format(size)) as stream:
-            stream.write((json.dumps(sums, indent=2) + "\n").encode())
+        write_json(folder / SUMS.format(size), sums)
     except OSError as error:
         raise BadInput(f"{folder}: cannot be written ({error}); give a data folder you may write to") from error
     return folder

@@ -21,24 +21,13 @@ def dynamic_routing(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parents' poses, and what the backward pass needs: the sums of every pass and the children's log-sums."""
     options = (iterations, cumulative, squash_form, inner_squash_form, all_passes, leaky)
-    outputs = _empty(pose, transform, edges, parent_sites, *options)
+    outputs = _empty(pose, transform, edges, parent_sites, iterations)
     _cpu.dynamic_forward(*arrays(pose, transform, edges), *options, torch.get_num_threads(), *arrays(*outputs))
     return outputs
 
 
 @dynamic_routing.register_fake
-def _empty(
-    pose: Tensor,
-    transform: Tensor,
-    edges: Tensor,
-    parent_sites: int,
-    iterations: int,
-    cumulative: bool,
-    squash_form: str,
-    inner_squash_form: str,
-    all_passes: bool,
-    leaky: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty(pose, transform, edges, parent_sites, iterations, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns = transform.shape[2], transform.shape[4]
     kept = _cpu.dynamic_kept(parent_sites, parent_types, rows, columns, iterations, pose.dtype == torch.float64)

@@ -20,25 +20,14 @@ def em_routing(
     mean_data: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, activation, and what the backward pass needs: every pass's fit, and the children's log-sums."""
-    outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, 0.0, 0.0)
+    outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures)
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
     _cpu.em_forward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *arrays(*outputs))
     return outputs
 
 
 @em_routing.register_fake
-def _empty(
-    pose: Tensor,
-    activation: Tensor,
-    transform: Tensor,
-    beta_u: Tensor,
-    beta_a: Tensor,
-    edges: Tensor,
-    parent_sites: int,
-    inverse_temperatures: list[float],
-    variance_floor: float,
-    mean_data: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
     kept = _cpu.em_kept(parent_sites, parent_types, rows, columns, passes, pose.dtype == torch.float64)
@@ -81,7 +70,6 @@ def _(pose, activation, transform, beta_u, beta_a, *_):
 def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:6], *output[2:])
     ctx.options = inputs[7:]
-    ctx.set_materialize_grads(True)
 
 
 def _differentiate(context, mean_grad, activation_grad, *_):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
-from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps
+from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
 from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
 from torchcaps.routing import EMRouting
 from torchcaps.routing.em import Competition, ParentActivation, TemperatureSchedule
@@ -106,7 +106,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             (self.primary_capsules.activation, activation_deviation),
         ):
             if layer is not None and spread is not None:
-                nn.init.trunc_normal_(layer.weight, std=spread, a=-2 * spread, b=2 * spread)
+                truncated_normal_(layer.weight, spread)
         grid = ((height - 5) // 2 + 1, (width - 5) // 2 + 1)
         self.first_capsules = ConvCaps(
             grid, primary, first, 3, stride=2, pose_size=pose_size, deviation=deviation, routing=routing(first)

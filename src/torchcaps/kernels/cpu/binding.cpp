@@ -123,10 +123,9 @@ struct Owned {
   }
 };
 
-bool takes(int R, int Q, int N) {
-  Problem problem{};
-  problem.R = R, problem.Q = Q, problem.N = N;
-  return chosen->in_float.em.takes(problem);
+bool takes(int R, int Q, int N) { return long(R) * N <= MOST_NUMBERS && long(R) * Q <= MOST_NUMBERS; }
+void expect_takes(const Problem& g) {
+  if (!takes(g.R, g.Q, g.N)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
 }
 
 Problem parents_of(int P, int J, int R, int N) {
@@ -149,7 +148,7 @@ EMOptions<T> options(const Problem& g, const Array<const T>& heat, const Array<c
   if (heat.ndim() != 1 || heat.shape(0) < 1) throw std::invalid_argument("one inverse temperature a pass, please");
   expect("beta_u", beta_u, {g.J});
   expect("beta_a", beta_a, {g.J});
-  if (!kernels<T>().em.takes(g)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
+  expect_takes(g);
   return {int(heat.shape(0)), threads, T(floor), T(mean_data), heat.data(), beta_u.data(), beta_a.data()};
 }
 
@@ -206,7 +205,7 @@ DynamicOptions dynamic_options(const Problem& g, int iterations, bool cumulative
     throw std::invalid_argument("unknown squash form " + name);
   };
   if (iterations < 1) throw std::invalid_argument("iterations must be at least 1");
-  if (!kernels<float>().dynamic.takes(g)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
+  expect_takes(g);
   return {iterations, threads, cumulative, leaky, all_passes, named(form), named(inner_form)};
 }
 

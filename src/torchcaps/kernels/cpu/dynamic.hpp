@@ -48,7 +48,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
             add_child(s, c, m, t ? seen + (b - from) * whole() : nullptr, log_sum, sums(kept_all, b, t), votes);
           }
       if (t + 1 < o.iterations)
-        for (int b = from; b < to; ++b) see(t, sums(kept_all, b, t), seen + (b - from) * whole());
+        for (int b = from; b < to; ++b) see(sums(kept_all, b, t), seen + (b - from) * whole());
     }
   }
 
@@ -78,7 +78,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
       for (int t = 1; t <= last; ++t) {
         V *before = agreed(works, b, t - 1), *now = agreed(works, b, t);
         for (long i = 0; i < whole(); ++i) now[i] = t > 1 ? before[i] : V{};
-        see(t - 1, sums(kept_all, b, t - 1), now);
+        see(sums(kept_all, b, t - 1), now);
       }
     }
     if (!o.all_passes) return;
@@ -161,11 +161,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     return exponential(valid(jb) > 0 ? product(v, with) - log_sum : all(lowest<T>));
   }
 
-  // What the next pass agrees with.
-  void see(int t, const V* sums_here, V* seen) const {
+  // What the pass after these sums agrees with.
+  void see(const V* sums_here, V* seen) const {
     V v[MOST];
     for (int at = 0; at < PB; ++at) {
-      squash(t + 1 < o.iterations ? o.inner_form : o.form, sums_here + long(at) * H, v);
+      squash(o.inner_form, sums_here + long(at) * H, v);
       for (int h = 0; h < height(); ++h) {
         V& x = seen[long(at) * H + h];
         x = o.cumulative ? x + v[h] : v[h];

@@ -136,26 +136,29 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
 
   // Activation and prior of a parent block whose variance and data are known.
   void decide(int t, const Fit& now, int jb) const {
-    const V half_logs = log_deviations(now);
-    const V cost = (T(H) * beta(o.beta_u, jb) + half_logs) * now.data / o.mean_data;
-    const V x = o.heat[t] * (beta(o.beta_a, jb) - cost);
+    const auto [half_logs, described, x] = weigh(t, now, jb);
     const V magnitude = x < 0 ? -x : x;
     const V log_activation = smaller<T>(x, V{}) - logarithm(T(1) + exponential(-magnitude));
     now.activation = exponential(log_activation);
     now.prior = valid(jb) > 0 ? log_activation - half_logs : all(lowest<T>);
   }
-  V log_deviations(const Fit& now) const {
-    V x{};
-    for (int h = 0; h < height(); ++h) x -= T(0.5) * logarithm(T(2) * now.half[h]);
-    return x;
+
+  // Σ log σ; Σ (β_u + log σ), the cost of one datum; and what the activation is the logistic function of.
+  struct Weighed {
+    V half_logs, described, x;
+  };
+  Weighed weigh(int t, const Fit& now, int jb) const {
+    V half_logs{};
+    for (int h = 0; h < height(); ++h) half_logs -= T(0.5) * logarithm(T(2) * now.half[h]);
+    const V described = T(H) * beta(o.beta_u, jb) + half_logs;
+    return {half_logs, described, o.heat[t] * (beta(o.beta_a, jb) - described * now.data / o.mean_data)};
   }
 
   // From the gradients of log activation, mean and variance to those of data, betas and variance, and the factors that
   // the children need.
   void undecide(int t, const Fit& now, int jb, V log_activation_grad, const Grad& grad, V* beta_u_grad,
                 V* beta_a_grad) const {
-    const V half_logs = log_deviations(now), described = T(H) * beta(o.beta_u, jb) + half_logs;
-    const V x = o.heat[t] * (beta(o.beta_a, jb) - described * now.data / o.mean_data);
+    const auto [half_logs, described, x] = weigh(t, now, jb);
     const V small = exponential(x < 0 ? x : -x);  // 1 - activation without cancellation
     const V x_grad = (x < 0 ? T(1) / (T(1) + small) : small / (T(1) + small)) * log_activation_grad * valid(jb);
     const V cost_grad = -o.heat[t] * x_grad / o.mean_data;

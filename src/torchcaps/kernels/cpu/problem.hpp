@@ -1,6 +1,8 @@
 // What a kernel is told: sizes, the routing map from both its sides, the options of a rule.
 #pragma once
 
+constexpr int MOST_NUMBERS = 64;  // in a pose, of a child or of a parent
+
 struct Problem {
   int B, S, C, P, J, K, R, Q, N;
   // Edges sorted by child: those of site s are child_begin[s] … child_begin[s + 1] - 1; and sorted by parent.
@@ -45,13 +47,11 @@ template <class T> struct DynamicBackward {
 
 // What one instruction set offers.
 template <class T> struct EMKernels {
-  bool (*takes)(const Problem&);
   long (*kept)(const Problem&, int iterations);  // numbers a sample
   void (*forward)(const Problem&, const EMOptions<T>&, const EMForward<T>&);
   void (*backward)(const Problem&, const EMOptions<T>&, const EMBackward<T>&);
 };
 template <class T> struct DynamicKernels {
-  bool (*takes)(const Problem&);
   long (*kept)(const Problem&, int iterations);
   void (*forward)(const Problem&, const DynamicOptions&, const DynamicForward<T>&);
   void (*backward)(const Problem&, const DynamicOptions&, const DynamicBackward<T>&);

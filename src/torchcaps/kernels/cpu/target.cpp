@@ -47,9 +47,30 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// Samples are summed in groups whose number does not depend on the threads: the same bits for any number of them.
-int group_count(int samples, long bytes) {
-  return int(std::max<long>(1, std::min<long>(std::min(samples, 16), (64L << 20) / bytes)));
+long transform_size(const Problem& g, int J) { return long(g.K) * g.C * J * g.Q * g.N; }
+
+// [K, C, J, Q, N] → [K, C, JB, Q, N, lane].
+template <class T> void transforms_to_lanes(const Problem& g, const T* from, T* to, int threads) {
+  const long one = long(g.C) * g.J * g.Q * g.N, in_lanes = long(g.C) * padded<T>(g.J) * g.Q * g.N;
+  on_threads(g.K, threads, [&](int k, Scratch&) {
+    to_lanes(from + k * one, to + k * in_lanes, g.C, g.J, g.Q * g.N);
+  });
+}
+
+// Sums of `size` numbers over samples: work(from, to, sum, scratch) adds up groups of them, at most 16, whose number
+// does not depend on the threads: the same bits for any number of them. The whole stands in the first.
+template <class T, class Work> T* sum_in_groups(int samples, long size, int threads, Scratch& memory, Work work) {
+  const long most = (64L << 20) / (size * long(sizeof(T)));
+  const int groups = int(std::max<long>(1, std::min<long>(std::min(samples, 16), most)));
+  T* sums = memory.take<T>(size * groups);
+  on_threads(groups, threads, [&](int group, Scratch& scratch) {
+    T* sum = sums + size * group;
+    std::fill_n(sum, size, T(0));
+    work(int(long(samples) * group / groups), int(long(samples) * (group + 1) / groups), sum, scratch);
+  });
+  for (int group = 1; group < groups; ++group)
+    for (long i = 0; i < size; ++i) sums[i] += sums[size * group + i];
+  return sums;
 }
 
 template <class T, int R, int Q, int N> struct EMBatch {
@@ -59,20 +80,20 @@ template <class T, int R, int Q, int N> struct EMBatch {
   // Transforms and betas in lanes, and the rule that reads them.
   struct Ready {
     Scratch memory;
-    long transform_size, parents, children;
+    long transforms, parents, children;
     int J;
     EMOptions<T> options;
     Rule rule;
     Ready(const Problem& g, const EMOptions<T>& o, const T* transform)
-        : transform_size(long(g.K) * g.C * padded<T>(g.J) * g.Q * g.N), parents(long(g.P) * g.J),
+        : transforms(transform_size(g, padded<T>(g.J))), parents(long(g.P) * g.J),
           children(long(g.S) * g.C), J(padded<T>(g.J)), options(o), rule(g, options, fill(g, o, transform)) {}
     T* fill(const Problem& g, const EMOptions<T>& o, const T* transform) {
-      T* weights = memory.take<T>(transform_size + 2 * J);
-      to_lanes(transform, weights, long(g.K) * g.C, g.J, g.Q * g.N);
-      to_lanes(o.beta_u, weights + transform_size, 1, g.J, 1);
-      to_lanes(o.beta_a, weights + transform_size + J, 1, g.J, 1);
-      options.beta_u = weights + transform_size;
-      options.beta_a = weights + transform_size + J;
+      T* weights = memory.take<T>(transforms + 2 * J);
+      transforms_to_lanes(g, transform, weights, o.threads);
+      to_lanes(o.beta_u, weights + transforms, 1, g.J, 1);
+      to_lanes(o.beta_a, weights + transforms + J, 1, g.J, 1);
+      options.beta_u = weights + transforms;
+      options.beta_a = weights + transforms + J;
       return weights;
     }
     long kept() const { return rule.kept() * lanes<T> * options.iterations; }
@@ -92,32 +113,26 @@ template <class T, int R, int Q, int N> struct EMBatch {
   static void backward(const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
     const Ready ready(g, o, x.transform);
     const int J = ready.J, H = g.R * g.N;
-    const long one = ready.transform_size + 2 * J;
-    const int groups = group_count(g.B, one * long(sizeof(T)));
     Scratch memory;
-    T* sums = memory.take<T>(one * groups);
-    on_threads(groups, o.threads, [&](int group, Scratch& scratch) {
-      T* sum = sums + one * group;
-      std::fill(sum, sum + one, T(0));
+    const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
       Scratch in_lanes;
       T* mean_grad = in_lanes.take<T>(long(g.P) * J * (H + 1));
       T* activation_grad = mean_grad + long(g.P) * J * H;
-      for (int b = int(long(g.B) * group / groups); b < int(long(g.B) * (group + 1) / groups); ++b) {
+      for (int b = from; b < to; ++b) {
         to_lanes(x.mean_grad + b * ready.parents * H, mean_grad, g.P, g.J, H);
         to_lanes(x.parent_activation_grad + b * ready.parents, activation_grad, g.P, g.J, 1);
         ready.rule.backward(x.pose + b * ready.children * g.R * g.Q, x.activation + b * ready.children,
                             x.kept + ready.kept() * b, x.log_sums + ready.log_sums() * b,
                             reinterpret_cast<const V*>(mean_grad), reinterpret_cast<const V*>(activation_grad),
                             x.pose_grad + b * ready.children * g.R * g.Q, x.activation_grad + b * ready.children,
-                            reinterpret_cast<V*>(sum), reinterpret_cast<V*>(sum + ready.transform_size),
-                            reinterpret_cast<V*>(sum + ready.transform_size + J), scratch);
+                            reinterpret_cast<V*>(sum), reinterpret_cast<V*>(sum + ready.transforms),
+                            reinterpret_cast<V*>(sum + ready.transforms + J), scratch);
       }
-    });
-    for (int group = 1; group < groups; ++group)
-      for (long i = 0; i < one; ++i) sums[i] += sums[one * group + i];
+    };
+    const T* sums = sum_in_groups<T>(g.B, ready.transforms + 2 * J, o.threads, memory, add_up);
     from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
-    from_lanes(sums + ready.transform_size, x.beta_u_grad, 1, g.J, 1);
-    from_lanes(sums + ready.transform_size + J, x.beta_a_grad, 1, g.J, 1);
+    from_lanes(sums + ready.transforms, x.beta_u_grad, 1, g.J, 1);
+    from_lanes(sums + ready.transforms + J, x.beta_a_grad, 1, g.J, 1);
   }
 };
 
@@ -127,16 +142,13 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
 
   struct Ready {
     Scratch memory;
-    long transform_size;
+    long transforms;
     Rule rule;
     Ready(const Problem& g, const DynamicOptions& o, const T* transform)
-        : transform_size(long(g.K) * g.C * padded<T>(g.J) * g.Q * g.N), rule(g, o, fill(g, o, transform)) {}
+        : transforms(transform_size(g, padded<T>(g.J))), rule(g, o, fill(g, o, transform)) {}
     T* fill(const Problem& g, const DynamicOptions& o, const T* transform) {
-      T* weights = memory.take<T>(transform_size);
-      const int per = padded<T>(g.J) * g.Q * g.N;
-      on_threads(g.K, o.threads, [&](int k, Scratch&) {
-        to_lanes(transform + long(k) * g.C * g.J * g.Q * g.N, weights + long(k) * g.C * per, g.C, g.J, g.Q * g.N);
-      });
+      T* weights = memory.take<T>(transforms);
+      transforms_to_lanes(g, transform, weights, o.threads);
       return weights;
     }
   };
@@ -170,24 +182,18 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
       rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, gammas, scratch);
     });
     if (g.own_transforms) {
-      V* sum = sums_memory.take<V>(ready.transform_size / lanes<T>);
-      std::fill_n(reinterpret_cast<T*>(sum), ready.transform_size, T(0));
+      V* sum = sums_memory.take<V>(ready.transforms / lanes<T>);
+      std::fill_n(reinterpret_cast<T*>(sum), ready.transforms, T(0));
       on_threads(g.S, o.threads, [&](int s, Scratch&) {
         rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, sum);
       });
       from_lanes(reinterpret_cast<T*>(sum), x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
       return;
     }
-    const int groups = group_count(g.B, ready.transform_size * long(sizeof(T)));
-    T* sums = sums_memory.take<T>(ready.transform_size * groups);
-    on_threads(groups, o.threads, [&](int group, Scratch&) {
-      T* sum = sums + ready.transform_size * group;
-      std::fill_n(sum, ready.transform_size, T(0));
-      rule.undo_votes(0, g.S, int(long(g.B) * group / groups), int(long(g.B) * (group + 1) / groups), x.pose,
-                      x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum));
-    });
-    for (int group = 1; group < groups; ++group)
-      for (long i = 0; i < ready.transform_size; ++i) sums[i] += sums[ready.transform_size * group + i];
+    const auto add_up = [&](int from, int to, T* sum, Scratch&) {
+      rule.undo_votes(0, g.S, from, to, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum));
+    };
+    const T* sums = sum_in_groups<T>(g.B, ready.transforms, o.threads, sums_memory, add_up);
     from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
   }
 };
@@ -211,7 +217,6 @@ template <class T, class Use> void dynamic_batch(const Problem& g, Use use) {
 template <class T> constexpr Kernels<T> kernels_in() {
   return {
       {
-          [](const Problem& g) { return EM<T, 0, 0, 0>::takes(g); },
           [](const Problem& g, int iterations) {
             return long(g.P) * padded<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
           },
@@ -223,7 +228,6 @@ template <class T> constexpr Kernels<T> kernels_in() {
           },
       },
       {
-          [](const Problem& g) { return Dynamic<T, 0, 0, 0>::takes(g); },
           [](const Problem& g, int iterations) { return long(g.P) * padded<T>(g.J) * g.R * g.N * iterations; },
           [](const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
             dynamic_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });

@@ -11,8 +11,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
  protected:
   using V = Vector<T>;
   static constexpr int L = lanes<T>;
-  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : 64;
-  static constexpr int MOST_POSE = ROWS * INNER ? ROWS * INNER : 64;
+  static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
+  static constexpr int MOST_POSE = ROWS * INNER ? ROWS * INNER : MOST_NUMBERS;
 
   const Problem& g;
   const int H, JB, PB;  // numbers in a vote, blocks of parent types, blocks of parents
@@ -64,9 +64,6 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
         m_grad[r * inner() + q] = x;
       }
   }
-
- public:
-  static bool takes(const Problem& g) { return g.R * g.N <= MOST && g.R * g.Q <= MOST_POSE; }
 };
 
 }  // namespace TORCHCAPS_TARGET
