@@ -1,5 +1,7 @@
 """The fused kernels against the reference: outputs and every gradient."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from problems import MAPS, cases, random_case
 from torchcaps import Capsules, MatrixCapsNet, RoutingMap, dynamic_routing, em_routing
@@ -131,11 +134,74 @@ def test_the_same_bits_for_any_number_of_threads():
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
 
 
-def test_operator_is_registered_as_torch_wants_it():
-    case = [x.float().requires_grad_() for x in problem(MAPS["conv"], 5, (4, 4, 4))]
-    arguments = (*case, MAPS["conv"].edges, MAPS["conv"].parent_sites, [0.05, 0.1], 1e-4, 1.0)
+def operators():
+    pose, activation, transform, *betas = (x.float() for x in problem(MAPS["conv"], 5, (4, 4, 4)))
+    edges, parents = MAPS["conv"].edges, MAPS["conv"].parent_sites
+    em = ((pose, activation, transform, *betas, edges), (parents,), ([0.05, 0.1], 1e-4, 1.0))
+    dynamic = ((pose, transform, edges), (parents,), (3, True, "sabour", "sabour", True, False))
+    for name, (tensors, sites, options) in {"em_routing": em, "dynamic_routing": dynamic}.items():
+        forward, backward = (getattr(torch.ops.torchcaps, name + end).default for end in ("", "_backward"))
+        *results, kept, log_sums = forward(*tensors, *sites, *options)
+        leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in tensors]
+        yield forward, (*leaves, *sites, *options)
+        yield backward, (*tensors, kept, log_sums, *results, *options)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_operators_are_registered_as_torch_wants_them(which):
+    operator, arguments = [*operators()][which]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(torch.ops.torchcaps.em_routing.default, arguments, test_utils=tests)
+    torch.library.opcheck(operator, arguments, test_utils=tests)
+
+
+def test_models_compile_as_one_graph():
+    """In a process of its own: the run-time check of types cannot be traced."""
+    script = """
+import torch
+from torchcaps import CapsNet, MatrixCapsNet
+
+torch.manual_seed(0)
+images = torch.rand(2, 2, 20, 20)
+for model in (
+    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend="fused"),
+    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, backend="fused"),
+):
+    gradients = []
+    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        each(images).scores.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, right)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_model_on_the_reference_is_exported():
+    model, images = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend="reference"), torch.rand(2, 2, 20, 20)
+    exported = torch.export.export(model, (images,)).module()
+    torch.testing.assert_close(exported(images).scores, model(images).scores)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_other_kinds_of_differentiation_run_on_the_reference():
+    pose, activation, transform, *betas = problem(MAPS["conv"], 5, (4, 4, 4))
+
+    def routed(pose, backend="auto"):
+        return em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, backend=backend).pose.sum()
+
+    slope = torch.func.grad(routed)(pose)
+    tangent = torch.func.jvp(routed, (pose,), (torch.ones_like(pose),))[1]
+    torch.testing.assert_close(tangent, slope.sum())
+    with forward_ad.dual_level():
+        dual = routed(forward_ad.make_dual(pose, torch.ones_like(pose)))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
+    pose.requires_grad_()
+    (once,) = torch.autograd.grad(routed(pose, "fused"), pose, create_graph=True)
+    torch.testing.assert_close(once, slope)
+    with pytest.raises(RuntimeError, match='differentiated once; use backend="reference"'):
+        once.sum().backward()
 
 
 def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
@@ -146,6 +212,11 @@ def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
     assert torch.equal(found.pose, right.pose)
     empty = em_routing(Capsules(pose[:0], activation[:0]), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
     assert empty.pose.shape[0] == 0
+    for tensor in everything((pose[:0], activation[:0], transform, beta_u, beta_a), MAPS["conv"], backend="fused")[2:]:
+        assert not tensor.any()
+    moved = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x) for x in (pose, activation, transform)]
+    shifted = em_routing(Capsules(*moved[:2]), moved[2], MAPS["conv"], beta_u, beta_a, backend="fused")
+    assert torch.equal(shifted.pose, right.pose)
     half = Capsules(pose.bfloat16(), activation.bfloat16())
     with pytest.raises(ValueError, match=r"no fused kernels for torch\.bfloat16"):
         em_routing(half, transform.bfloat16(), MAPS["conv"], beta_u, beta_a, backend="fused")

@@ -1,18 +1,20 @@
 """Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.types import IntLikeType
 
-try:
-    from torchcaps.kernels import _cpu  # type: ignore[attr-defined]
-except ImportError:
-    _cpu = None
+_cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
+MOST_NUMBERS = 64
 
 Backend = Literal["auto", "reference", "fused"]
 
-__all__ = ["Backend", "arrays", "chosen_fused", "cpu_instruction_sets", "obstacle"]
+__all__ = ["Backend", "arrays", "chosen_fused", "cpu_instruction_sets", "kept_parents", "obstacle", "once"]
 
 
 def cpu_instruction_sets() -> list[str]:
@@ -51,9 +53,19 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "the fused kernels are not built here"
     if dtype not in (torch.float32, torch.float64):
         return f"there are no fused kernels for {dtype}"
-    if not _cpu.takes(pose.shape[3], pose.shape[4], transform.shape[4]):
-        return "there are no fused kernels for poses of more than 64 numbers"
+    if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
+        return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
+    if not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    ):
+        return "the fused kernels know nothing of torch.func and of forward-mode differentiation"
     return None
+
+
+def kept_parents(parent_sites: IntLikeType, parent_types: IntLikeType, dtype: torch.dtype) -> IntLikeType:
+    """Parents that the kernels keep something of: types are padded to the widest lanes there are, 64 bytes."""
+    lanes = 64 // dtype.itemsize
+    return parent_sites * -(-parent_types // lanes) * lanes
 
 
 def arrays(*tensors: Tensor) -> list[Any]:
@@ -66,3 +78,12 @@ def arrays(*tensors: Tensor) -> list[Any]:
         raise ValueError("the fused kernels take tensors of one dtype")
     whole = [tensor.detach().contiguous() for tensor in tensors]
     return [(x.clone() if x.data_ptr() % 64 else x).numpy() for x in whole]
+
+
+def once(*_: Any) -> None:
+    """The gradient of a gradient.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError('fused routing is differentiated once; use backend="reference" for the gradients of gradients')

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays
+from torchcaps.kernels import _cpu, arrays, kept_parents, once
 
 
 @torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
@@ -30,7 +30,7 @@ def dynamic_routing(
 def _empty(pose, transform, edges, parent_sites, iterations, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns = transform.shape[2], transform.shape[4]
-    kept = _cpu.dynamic_kept(parent_sites, parent_types, rows, columns, iterations, pose.dtype == torch.float64)
+    kept = kept_parents(parent_sites, parent_types, pose.dtype) * rows * columns * iterations
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
         pose.new_empty(batch, kept),
@@ -75,3 +75,4 @@ def _differentiate(context, parents_grad, *_):
 
 
 dynamic_routing.register_autograd(_differentiate, setup_context=_keep)
+_backward.register_autograd(once)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays
+from torchcaps.kernels import _cpu, arrays, kept_parents, once
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -30,7 +30,7 @@ def em_routing(
 def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
-    kept = _cpu.em_kept(parent_sites, parent_types, rows, columns, passes, pose.dtype == torch.float64)
+    kept = kept_parents(parent_sites, parent_types, pose.dtype) * (2 * rows * columns + 4) * passes
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
         pose.new_empty(batch, parent_sites, parent_types),
@@ -78,3 +78,4 @@ def _differentiate(context, mean_grad, activation_grad, *_):
 
 
 em_routing.register_autograd(_differentiate, setup_context=_keep)
+_backward.register_autograd(once)

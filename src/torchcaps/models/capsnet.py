@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import SquashForm
+from torchcaps.kernels import Backend
 from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps
 from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
 from torchcaps.routing import DynamicRouting
@@ -27,7 +28,7 @@ class CapsNet(nn.Module, Pretrained):
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
         decoder: also draw the image from the class capsule.
-        iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky: see `dynamic_routing`.
+        iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend: see `dynamic_routing`.
 
     Raises:
         BadInput: the image is too small for the kernels.
@@ -54,13 +55,14 @@ class CapsNet(nn.Module, Pretrained):
         inner_squash_form: SquashForm | None = None,
         gradient_passes: Literal["all", "last"] = "all",
         leaky: bool = False,
+        backend: Backend = "auto",
     ) -> None:
         super().__init__()
         channels, height, width = shape = check_image_shape("CapsNet", image_shape, smallest=17)
         self.convolution = nn.Sequential(nn.Conv2d(channels, convolution_channels, 9), nn.ReLU())
         self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 9, stride=2)
         sites = ((height - 8 - 9) // 2 + 1) * ((width - 8 - 9) // 2 + 1)
-        routing = DynamicRouting(iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky)
+        routing = DynamicRouting(iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend)
         self.class_capsules = DenseCaps(
             sites, primary_types, primary_pose_size, classes, class_pose_size, routing=routing
         )

@@ -1,5 +1,6 @@
 // Python's door to the kernels: shapes and indices are checked here, so that nothing can read or write out of bounds.
-#include <cstdlib>
+#include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -14,7 +15,7 @@
 
 namespace nb = nanobind;
 
-#if defined(__x86_64__)
+#if defined(TORCHCAPS_X86)
 #define TORCHCAPS_TARGETS(each) each(avx512) each(avx2) each(baseline)
 #else
 #define TORCHCAPS_TARGETS(each) each(baseline)
@@ -26,7 +27,7 @@ TORCHCAPS_TARGETS(TORCHCAPS_DECLARE)
 namespace {
 
 bool runs_here(const std::string& name) {
-#if defined(__x86_64__)
+#if defined(TORCHCAPS_X86)
   __builtin_cpu_init();
   if (name == "avx512")
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -123,23 +124,9 @@ struct Owned {
   }
 };
 
-bool takes(int R, int Q, int N) { return long(R) * N <= MOST_NUMBERS && long(R) * Q <= MOST_NUMBERS; }
 void expect_takes(const Problem& g) {
-  if (!takes(g.R, g.Q, g.N)) throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
-}
-
-Problem parents_of(int P, int J, int R, int N) {
-  Problem problem{};
-  problem.P = P, problem.J = J, problem.R = R, problem.N = N;
-  return problem;
-}
-long em_kept(int P, int J, int R, int N, int iterations, bool is_double) {
-  const Problem g = parents_of(P, J, R, N);
-  return is_double ? chosen->in_double.em.kept(g, iterations) : chosen->in_float.em.kept(g, iterations);
-}
-long dynamic_kept(int P, int J, int R, int N, int iterations, bool is_double) {
-  const Problem g = parents_of(P, J, R, N);
-  return is_double ? chosen->in_double.dynamic.kept(g, iterations) : chosen->in_float.dynamic.kept(g, iterations);
+  if (long(g.R) * g.N > MOST_NUMBERS || long(g.R) * g.Q > MOST_NUMBERS)
+    throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
 }
 
 template <class T>
@@ -162,9 +149,9 @@ void em_forward(Array<const T> pose, Array<const T> activation, Array<const T> t
   expect("activation", activation, {g.B, g.S, g.C});
   expect("mean", mean, {g.B, g.P, g.J, g.R, g.N});
   expect("parent activation", parent_activation, {g.B, g.P, g.J});
-  expect("kept", kept, {g.B, kernels<T>().em.kept(g, o.iterations)});
+  expect("kept", kept, {g.B, em_kept<T>(g, o.iterations)});
   expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
-  nb::gil_scoped_release free;
+  nb::gil_scoped_release released;
   kernels<T>().em.forward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(), mean.data(),
                          parent_activation.data()});
 }
@@ -179,7 +166,7 @@ void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> 
   const Problem& g = owned.problem;
   const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, threads);
   expect("activation", activation, {g.B, g.S, g.C});
-  expect("kept", kept, {g.B, kernels<T>().em.kept(g, o.iterations)});
+  expect("kept", kept, {g.B, em_kept<T>(g, o.iterations)});
   expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
   expect("gradient of the mean", mean_grad, {g.B, g.P, g.J, g.R, g.N});
   expect("gradient of the parent activation", parent_activation_grad, {g.B, g.P, g.J});
@@ -188,7 +175,7 @@ void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> 
   expect("gradient of transform", transform_grad, {g.K, g.C, g.J, g.Q, g.N});
   expect("gradient of beta_u", beta_u_grad, {g.J});
   expect("gradient of beta_a", beta_a_grad, {g.J});
-  nb::gil_scoped_release free;
+  nb::gil_scoped_release released;
   kernels<T>().em.backward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(),
                           mean_grad.data(), parent_activation_grad.data(), pose_grad.data(), activation_grad.data(),
                           transform_grad.data(), beta_u_grad.data(), beta_a_grad.data()});
@@ -217,9 +204,9 @@ void dynamic_forward(Array<const T> pose, Array<const T> transform, Edges edges,
   const Problem& g = owned.problem;
   const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
   expect("parents", parents, {g.B, g.P, g.J, g.R, g.N});
-  expect("kept", kept, {g.B, kernels<T>().dynamic.kept(g, iterations)});
+  expect("kept", kept, {g.B, dynamic_kept<T>(g, iterations)});
   expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
-  nb::gil_scoped_release free;
+  nb::gil_scoped_release released;
   kernels<T>().dynamic.forward(g, o, {pose.data(), transform.data(), kept.data(), log_sums.data(), parents.data()});
 }
 
@@ -231,12 +218,12 @@ void dynamic_backward(Array<const T> pose, Array<const T> transform, Edges edges
   const Owned owned(pose, transform, edges, int(parents_grad.ndim() == 5 ? parents_grad.shape(1) : 0));
   const Problem& g = owned.problem;
   const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
-  expect("kept", kept, {g.B, kernels<T>().dynamic.kept(g, iterations)});
+  expect("kept", kept, {g.B, dynamic_kept<T>(g, iterations)});
   expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
   expect("gradient of the parents", parents_grad, {g.B, g.P, g.J, g.R, g.N});
   expect("gradient of pose", pose_grad, {g.B, g.S, g.C, g.R, g.Q});
   expect("gradient of transform", transform_grad, {g.K, g.C, g.J, g.Q, g.N});
-  nb::gil_scoped_release free;
+  nb::gil_scoped_release released;
   kernels<T>().dynamic.backward(g, o, {pose.data(), transform.data(), kept.data(), log_sums.data(),
                                        parents_grad.data(), pose_grad.data(), transform_grad.data()});
 }
@@ -247,10 +234,6 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Fused routing on the processor; torchcaps.kernels calls it.";
   m.def("instruction_sets", &instruction_sets, "Kernels that this build holds and this processor runs, best first.");
   m.def("use", &use, nb::arg("instruction_set"), "Take the kernels of one instruction set from now on.");
-  m.def("takes", &takes, nb::arg("R"), nb::arg("Q"), nb::arg("N"));
-  for (const auto& [name, kept] : {std::pair{"em_kept", &em_kept}, std::pair{"dynamic_kept", &dynamic_kept}})
-    m.def(name, kept, nb::arg("P"), nb::arg("J"), nb::arg("R"), nb::arg("N"), nb::arg("iterations"),
-          nb::arg("is_double"), "Numbers that a sample keeps for the backward pass.");
   m.def("em_forward", &em_forward<float>);
   m.def("em_forward", &em_forward<double>);
   m.def("em_backward", &em_backward<float>);

@@ -23,8 +23,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
 
   long whole() const { return long(PB) * H; }
   long children() const { return long(g.S) * g.C; }
-  // Vectors that a sample keeps, Σ c û of every pass; and numbers, the log-sum of every child in the passes but the first.
-  long kept() const { return whole() * o.iterations; }
+  // Numbers that a sample keeps beside Σ c û of every pass: the log-sum of every child in the passes but the first.
   long log_sums() const { return children() * (o.iterations - 1); }
   // Vectors that a sample needs in the backward pass: what each pass agrees with, and the gradients of its sums.
   long work() const { return 2 * whole() * o.iterations + whole(); }
@@ -33,7 +32,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     return int(std::max<long>(1, std::min<long>(samples, BLOCK_BYTES / bytes)));
   }
 
-  // Samples from … to - 1: pose [B, S, C, R, Q] → kept [B, T, PB, H], log_sums [B, T - 1, S, C].
+  // Samples from … to - 1: pose [B, S, C, R, Q] → kept, [T, PB, H] a sample, and log_sums [B, T - 1, S, C].
   void forward(int from, int to, const T* pose, T* kept_all, T* log_sums_all, Scratch& scratch) const {
     V* seen = scratch.take<V>((to - from) * whole() + most_edges * JB * (H + 1L));
     V* votes = seen + (to - from) * whole();
@@ -143,7 +142,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
  private:
   static constexpr long BLOCK_BYTES = 512 * 1024;
 
-  V* sums(T* kept_all, int b, int t) const { return reinterpret_cast<V*>(kept_all) + b * kept() + t * whole(); }
+  V* sums(T* kept_all, int b, int t) const {
+    return reinterpret_cast<V*>(kept_all + b * dynamic_kept<T>(g, o.iterations)) + t * whole();
+  }
   V* agreed(V* works, int b, int t) const { return works + b * work() + t * whole(); }
   V* sums_grad(V* works, int b, int t) const { return works + b * work() + (o.iterations + t) * whole(); }
   T even(int s) const {

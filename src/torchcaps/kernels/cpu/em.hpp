@@ -286,7 +286,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     clear(sums);
     for (int s = 0; s < g.S; ++s) {
       const int begin = g.child_begin[s], end = g.child_begin[s + 1];
-      if (begin == end) continue;
+      if (begin == end) {
+        std::fill_n(log_sums + long(s) * g.C, g.C, T(0));
+        continue;
+      }
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
         V top[MOST_TOGETHER], total[MOST_TOGETHER];

@@ -11,6 +11,19 @@ struct Problem {
   bool own_transforms;  // no transform serves two child sites
 };
 
+// Numbers that a sample keeps for the backward pass. They are laid out in the lanes at work, but have the size of the
+// widest: the operators promise one shape on every processor.
+template <class T> long widest_parents(const Problem& g) {
+  const int L = 64 / int(sizeof(T));
+  return long(g.P) * ((g.J + L - 1) / L * L);
+}
+template <class T> long em_kept(const Problem& g, int iterations) {
+  return widest_parents<T>(g) * (2 * g.R * g.N + 4) * iterations;
+}
+template <class T> long dynamic_kept(const Problem& g, int iterations) {
+  return widest_parents<T>(g) * g.R * g.N * iterations;
+}
+
 template <class T> struct EMOptions {
   int iterations, threads;
   T floor, mean_data;
@@ -47,12 +60,10 @@ template <class T> struct DynamicBackward {
 
 // What one instruction set offers.
 template <class T> struct EMKernels {
-  long (*kept)(const Problem&, int iterations);  // numbers a sample
   void (*forward)(const Problem&, const EMOptions<T>&, const EMForward<T>&);
   void (*backward)(const Problem&, const EMOptions<T>&, const EMBackward<T>&);
 };
 template <class T> struct DynamicKernels {
-  long (*kept)(const Problem&, int iterations);
   void (*forward)(const Problem&, const DynamicOptions&, const DynamicForward<T>&);
   void (*backward)(const Problem&, const DynamicOptions&, const DynamicBackward<T>&);
 };

@@ -96,14 +96,14 @@ template <class T, int R, int Q, int N> struct EMBatch {
       options.beta_a = weights + transforms + J;
       return weights;
     }
-    long kept() const { return rule.kept() * lanes<T> * options.iterations; }
     long log_sums() const { return (options.iterations - 1) * children; }
   };
 
   static void forward(const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
     const Ready ready(g, o, x.transform);
+    const long kept = em_kept<T>(g, o.iterations);
     on_threads(g.B, o.threads, [&](int b, Scratch& scratch) {
-      T* sample = x.kept + ready.kept() * b;
+      T* sample = x.kept + kept * b;
       ready.rule.forward(x.pose + b * ready.children * g.R * g.Q, x.activation + b * ready.children, sample,
                          x.log_sums + ready.log_sums() * b, scratch);
       ready.rule.result(sample, x.mean + b * ready.parents * g.R * g.N, x.parent_activation + b * ready.parents);
@@ -113,6 +113,7 @@ template <class T, int R, int Q, int N> struct EMBatch {
   static void backward(const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
     const Ready ready(g, o, x.transform);
     const int J = ready.J, H = g.R * g.N;
+    const long kept = em_kept<T>(g, o.iterations);
     Scratch memory;
     const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
       Scratch in_lanes;
@@ -122,7 +123,7 @@ template <class T, int R, int Q, int N> struct EMBatch {
         to_lanes(x.mean_grad + b * ready.parents * H, mean_grad, g.P, g.J, H);
         to_lanes(x.parent_activation_grad + b * ready.parents, activation_grad, g.P, g.J, 1);
         ready.rule.backward(x.pose + b * ready.children * g.R * g.Q, x.activation + b * ready.children,
-                            x.kept + ready.kept() * b, x.log_sums + ready.log_sums() * b,
+                            x.kept + kept * b, x.log_sums + ready.log_sums() * b,
                             reinterpret_cast<const V*>(mean_grad), reinterpret_cast<const V*>(activation_grad),
                             x.pose_grad + b * ready.children * g.R * g.Q, x.activation_grad + b * ready.children,
                             reinterpret_cast<V*>(sum), reinterpret_cast<V*>(sum + ready.transforms),
@@ -217,9 +218,6 @@ template <class T, class Use> void dynamic_batch(const Problem& g, Use use) {
 template <class T> constexpr Kernels<T> kernels_in() {
   return {
       {
-          [](const Problem& g, int iterations) {
-            return long(g.P) * padded<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
-          },
           [](const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
             em_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
           },
@@ -228,7 +226,6 @@ template <class T> constexpr Kernels<T> kernels_in() {
           },
       },
       {
-          [](const Problem& g, int iterations) { return long(g.P) * padded<T>(g.J) * g.R * g.N * iterations; },
           [](const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
             dynamic_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
           },
