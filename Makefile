@@ -19,7 +19,9 @@ check: .venv/dev
 	$(BIN)/mypy
 
 bench: .venv/dev
-	$(BIN)/python benchmarks/training.py
+	for heap in warm plain; do for what in routing train; do \
+	  $(BIN)/torchcaps bench $$what --heap $$heap --out results/bench-$$what-$$heap.csv || exit 1; done; done
+	$(BIN)/torchcaps bench memory --out results/bench-memory.csv --plot docs/memory.png
 
 KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)
 

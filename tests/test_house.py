@@ -23,6 +23,7 @@ FLOORS = {
     "run_folder": 4,
     "training": 4,
     "recipes": 5,
+    "benchmarks": 6,
     "cli": 7,
 }
 

@@ -1,4 +1,4 @@
-"""The command `torchcaps`: recipes, train, evaluate, predict, data, info."""
+"""The command `torchcaps`: recipes, train, evaluate, predict, data, bench, info."""
 
 import ctypes
 import json
@@ -29,6 +29,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(no_args_is_help=True, help="Datasets: list them, fetch them, verify their checksums.")
 app.add_typer(data_app, name="data")
+
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
 RunFolder = Annotated[Path, typer.Argument(help="A folder made by `torchcaps train`.")]
@@ -72,6 +73,7 @@ def train(
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
     if recipe == "capsnet-images" and data is None:
         raise BadInput("capsnet-images learns from your own images: name their folder with --data FOLDER")
+    keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     _writable(folder)
@@ -116,6 +118,7 @@ def evaluate(
     from torchcaps.data import DATASETS, Preparation, load_splits
     from torchcaps.training import evaluate as accuracy_of
 
+    keep_heap_warm()
     model, said = _load_run(run)
     recipe = said["recipe"]
     name = data or recipe["data"]
@@ -246,6 +249,41 @@ def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
 
 
 @app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="routing, train or memory.")],
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each way.")] = 10,
+    heap: Annotated[
+        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: as Python does.")
+    ] = "warm",
+    out: Annotated[Path | None, typer.Option(help="CSV to write, with hardware and versions beside each row.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture of `bench memory` to write.")] = None,
+) -> None:
+    """Routing fused, by the reference and with votes in memory: its time, that of training steps, and peak memory."""
+    from torchcaps.benchmarks import write_csv
+    from torchcaps.benchmarks.memory import bench_memory, draw_growth
+    from torchcaps.benchmarks.routing import bench_routing
+    from torchcaps.benchmarks.training import bench_training
+
+    runs = {"routing": lambda: bench_routing(repeats), "train": lambda: bench_training(repeats), "memory": bench_memory}
+    for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
+        if name not in known:
+            raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
+    heap = "plain" if what == "memory" else heap
+    if heap == "warm":
+        keep_heap_warm()
+    rows = [{**row, "heap": heap} for row in runs[what]()]
+    same = {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
+    table = Table(*(key for key in rows[0] if key not in same), title=", ".join(f"{k} {v}" for k, v in same.items()))
+    for row in rows:
+        table.add_row(*(str(value) for key, value in row.items() if key not in same))
+    _print(table)
+    if out:
+        write_csv(out, rows)
+    if plot and what == "memory":
+        draw_growth(rows, plot)
+
+
+@app.command()
 def info() -> None:
     """Versions, hardware and what they mean for training."""
     from torchcaps.kernels import cpu_instruction_sets
@@ -254,9 +292,7 @@ def info() -> None:
 
     facts = environment()
     table = Table("what", "here")
-    for key, value in facts.pop("versions").items():
-        table.add_row(key, str(value))
-    for key, value in facts.items():
+    for key, value in {**facts.pop("versions"), **facts}.items():
         table.add_row(key, str(value))
     table.add_row("precision auto", resolve_precision("auto"))
     built = ", ".join(cpu_instruction_sets()) or "not built: reference alone"
@@ -336,7 +372,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"lightning|torch|tensorboard|requests")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    keep_heap_warm()
     try:
         code = app(standalone_mode=False)
     except (BadInput, OSError) as error:

@@ -14,12 +14,27 @@ MOST_NUMBERS = 64
 
 Backend = Literal["auto", "reference", "fused"]
 
-__all__ = ["Backend", "arrays", "chosen_fused", "cpu_instruction_sets", "kept_parents", "obstacle", "once"]
+__all__ = [
+    "Backend",
+    "arrays",
+    "chosen_fused",
+    "cpu_instruction_sets",
+    "kept_parents",
+    "obstacle",
+    "once",
+    "peak_gflops",
+]
 
 
 def cpu_instruction_sets() -> list[str]:
     """Instruction sets of the processor that the fused kernels are built for, best first; empty where not built."""
     return [] if _cpu is None else _cpu.instruction_sets()
+
+
+def peak_gflops() -> float:
+    """10⁹ multiplications and additions a second, float32, in registers alone on torch's number of threads; the best
+    of five tries. 0 where the kernels are not built."""
+    return 0.0 if _cpu is None else max(_cpu.peak_gflops(torch.get_num_threads()) for _ in range(5))
 
 
 def chosen_fused(backend: Backend, obstacle: str | None) -> bool:

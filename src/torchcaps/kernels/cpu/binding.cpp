@@ -1,4 +1,5 @@
 // Python's door to the kernels: shapes and indices are checked here, so that nothing can read or write out of bounds.
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
@@ -234,6 +235,10 @@ NB_MODULE(_cpu, m) {
   m.doc() = "Fused routing on the processor; torchcaps.kernels calls it.";
   m.def("instruction_sets", &instruction_sets, "Kernels that this build holds and this processor runs, best first.");
   m.def("use", &use, nb::arg("instruction_set"), "Take the kernels of one instruction set from now on.");
+  m.def("peak_gflops", [](int threads) {
+    nb::gil_scoped_release released;
+    return chosen->peak_gflops(std::max(1, threads));
+  });
   m.def("em_forward", &em_forward<float>);
   m.def("em_forward", &em_forward<double>);
   m.def("em_backward", &em_backward<float>);

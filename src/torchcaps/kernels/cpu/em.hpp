@@ -15,16 +15,15 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
   using Base::g, Base::H, Base::JB, Base::PB, Base::W, Base::MOST, Base::MOST_POSE, Base::L;
   using Base::inner, Base::rows, Base::height, Base::weights, Base::pose_of, Base::valid, Base::vote, Base::undo_vote;
   static constexpr int BLOCK = ROWS * COLUMNS && ROWS * COLUMNS % 8 == 0 ? 8 : 1;
-  static constexpr int CHUNK_BYTES = 24 * 1024, MOST_TOGETHER = 16;
+  static constexpr int CHUNK_BYTES = 32 * 1024, MOST_TOGETHER = 16, SIDE_BY_SIDE = 4, PAIR = 2;
   static constexpr T NOTHING = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
   static constexpr T FAINT = 10 * NOTHING;
 
   const EMOptions<T>& o;
-  const int most_edges, step;  // edges of a child site; children of a site that are taken together
 
  public:
   EM(const Problem& problem, const EMOptions<T>& options, const T* transform)
-      : Base(problem, transform), o(options), most_edges(this->widest()), step(together()) {}
+      : Base(problem, transform), o(options) {}
 
   // Records of vectors over parent types, one a parent block. What a pass keeps: mean [H], 1 / 2σ² [H], data, log
   // data, activation, and log activation - Σ log σ, which is -∞ where there is no parent type.
@@ -39,8 +38,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
 
   // One sample: pose [S, C, R, Q], activation [S, C] → kept passes and log_sums [T - 1, S, C].
   void forward(const T* pose, const T* activation, T* sample, T* log_sums, Scratch& scratch) const {
-    first_pass(pose, activation, sample);
-    V* sums = scratch.take<V>(long(PB) * sums_size() + chunk_blocks() * (H + 1));
+    const long sites = long(sizeof(Site)) * g.S / long(sizeof(V)) + 1;
+    V* sums = scratch.take<V>(long(PB) * sums_size() + std::max(chunk_blocks() * (H + 1), sites));
+    first_pass(pose, activation, sample, sums);
     for (int t = 1; t < o.iterations; ++t)
       later_pass(t, pose, activation, sample, log_sums + long(t - 1) * g.S * g.C, sums);
   }
@@ -63,7 +63,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     const int last = o.iterations - 1;
     const long child = long(g.S) * g.C, gammas_size = (last * child + L - 1) / L;
     V* grads = scratch.take<V>(long(PB) * (o.iterations * grad_size() + sums_size()) + gammas_size +
-                               chunk_blocks() * (H + 2));
+                               std::max(chunk_blocks() * (H + 2), long(g.C) * (rows() * inner() + 1) +
+                                                                      2L * SIDE_BY_SIDE * (o.iterations + 1)));
     V* sums = grads + long(PB) * o.iterations * grad_size();
     T* gammas = reinterpret_cast<T*>(sums + long(PB) * sums_size());
     V* buffer = sums + long(PB) * sums_size() + gammas_size;
@@ -90,7 +91,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
         undo_later_pass(t, pose, activation, sample, grads, log_sums + (t - 1) * child, gammas + (t - 1) * child,
                         child_activation_grad, sums, buffer);
     }
-    undo_votes(pose, activation, sample, log_sums, grads, gammas, pose_grad, child_activation_grad, transform_grad);
+    undo_votes(pose, activation, sample, log_sums, grads, gammas, pose_grad, child_activation_grad, transform_grad,
+               buffer);
   }
 
  private:
@@ -108,30 +110,34 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
   int grad_size() const { return 2 * height() + 3; }
   int sums_size() const { return 2 * height() + 1; }  // Σ w, Σ w d [H], Σ w d² [H]
 
-  int together() const {
-    return int(std::min<long>(std::min(g.C, MOST_TOGETHER),
-                              std::max<long>(1, CHUNK_BYTES / (long(most_edges) * JB * H * long(sizeof(V))))));
+  // Children of a site that are taken together: what is kept of them between two visits stays in the nearest cache.
+  int together(int s) const {
+    const long bytes = long(g.child_begin[s + 1] - g.child_begin[s]) * JB * (H + 1) * long(sizeof(V));
+    const long most = std::max(1L, std::min<long>(MOST_TOGETHER, CHUNK_BYTES / std::max(1L, bytes)));
+    const long turns = (g.C + most - 1) / most;
+    return int((g.C + turns - 1) / turns);
   }
-  long chunk_blocks() const { return long(step) * most_edges * JB; }
+  long chunk_blocks() const {
+    long most = 0;
+    for (int s = 0; s < g.S; ++s)
+      most = std::max(most, long(together(s)) * (g.child_begin[s + 1] - g.child_begin[s]) * JB);
+    return most;
+  }
 
   T even_share(int s) const { return T(1) / (T(g.J) * T(g.child_begin[s + 1] - g.child_begin[s])); }
   V beta(const T* values, int jb) const { return reinterpret_cast<const V*>(values)[jb]; }
 
-  // log R + the child's log-sum; votes minus the mean to d.
+  // log R + the child's log-sum; votes minus the mean to d. The backward pass adds up in the same order, to the same
+  // bits: of huge distances, only then do differences mean anything.
   V logit(const V* v, const V* kept_record, V* d) const {
     const V *mean = kept_record, *half = kept_record + height();
-    V far{}, farther{};
-    for (int h = 0; h < height(); h += 2) {
+    V far{};
+    for (int h = 0; h < height(); ++h) {
       const V x = v[h] - mean[h];
       d[h] = x;
       far += x * x * half[h];
-      if (h + 1 < height()) {
-        const V y = v[h + 1] - mean[h + 1];
-        d[h + 1] = y;
-        farther += y * y * half[h + 1];
-      }
     }
-    return kept_record[2 * height() + 3] - (far + farther);
+    return kept_record[2 * height() + 3] - far;
   }
 
   // Activation and prior of a parent block whose variance and data are known.
@@ -174,64 +180,116 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     grad.inverse = exponential(-now.log_data);
   }
 
-  void first_pass(const T* pose, const T* activation, T* sample) const {
+  // The children of a site that are on: how much there is of them, and one of them, or -1.
+  struct Site {
+    T data;
+    int pilot;
+  };
+
+  // Fits every parent to votes that are shared evenly. A few transforms at a time serve all parents, from the nearest
+  // cache; the sums are centred on one vote.
+  void first_pass(const T* pose, const T* activation, T* sample, V* sums) const {
+    Site* sites = reinterpret_cast<Site*>(sums + long(PB) * sums_size());
+    for (int s = 0; s < g.S; ++s) {
+      sites[s] = {T(0), -1};
+      for (int c = g.C - 1; c >= 0; --c) {
+        const T a = activation[long(s) * g.C + c];
+        if (!(a <= 0)) sites[s] = {sites[s].data + a, c};
+      }
+    }
+    clear(sums);
+    int most_edges = 0;
     for (int p = 0; p < g.P; ++p) {
       T data = 0, most = 0;
-      int pilot = -1, pilot_type = 0;
+      int pilot = -1;
+      most_edges = std::max(most_edges, g.parent_begin[p + 1] - g.parent_begin[p]);
       for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
         const int s = g.parent_child[e];
-        const T share = even_share(s);
-        for (int c = 0; c < g.C; ++c) {
-          const T a = activation[long(s) * g.C + c];
-          if (a <= 0) continue;
-          if (pilot < 0) pilot = e, pilot_type = c;
-          data += a * share;
-          most = std::max(most, share);
-        }
+        if (sites[s].pilot < 0) continue;
+        if (pilot < 0) pilot = e;
+        data += even_share(s) * sites[s].data;
+        most = std::max(most, even_share(s));
       }
       const bool dead = data <= NOTHING * most;
       for (int jb = 0; jb < JB; ++jb) {
-        const V mask = valid(jb);
         const Fit now = fit(sample, 0, p * JB + jb);
-        now.data = data * mask;
+        now.data = data * valid(jb);
         now.log_data = all(dead ? -lowest<T> : std::log(data));
         if (dead) {
-          for (int h = 0; h < height(); ++h) now.mean[h] = V{}, now.half[h] = halved(V{}, mask);
+          for (int h = 0; h < height(); ++h) now.mean[h] = V{};
         } else {
-          V centre[MOST], first[MOST]{}, second[MOST]{}, d[MOST];
-          vote(pose_of(pose, g.parent_child[pilot], pilot_type), weights(g.parent_kernel[pilot], pilot_type, jb), centre);
-          for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
-            const int s = g.parent_child[e];
-            const T share = even_share(s) / data;
-            for (int c = 0; c < g.C; ++c) {
-              const T weight = share * activation[long(s) * g.C + c];
-              vote(pose_of(pose, s, c), weights(g.parent_kernel[e], c, jb), d);
-              for (int h = 0; h < height(); ++h) {
-                d[h] -= centre[h];
-                const V x = weight * d[h];
-                first[h] += x;
-                second[h] += x * d[h];
-              }
-            }
-          }
-          if (!settle(centre, first, second, now, mask)) {
-            for (int h = 0; h < height(); ++h) second[h] = V{};
-            for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
-              const int s = g.parent_child[e];
-              for (int c = 0; c < g.C; ++c) {
-                vote(pose_of(pose, s, c), weights(g.parent_kernel[e], c, jb), d);
-                for (int h = 0; h < height(); ++h) {
-                  const V x = d[h] - now.mean[h];
-                  second[h] += even_share(s) / data * activation[long(s) * g.C + c] * x * x;
-                }
-              }
-            }
-            for (int h = 0; h < height(); ++h) now.half[h] = halved(second[h], mask);
-          }
+          const int s = g.parent_child[pilot], c = sites[s].pilot;
+          vote(pose_of(pose, s, c), weights(g.parent_kernel[pilot], c, jb), now.mean);
         }
-        decide(0, now, jb);
+        now.activation = all(dead ? T(0) : T(1) / data);
       }
     }
+    const long one = long(g.C) * inner() * this->columns() * long(sizeof(V));
+    const int step = int(std::max(1L, CHUNK_BYTES / one));
+    for (int jb = 0; jb < JB; ++jb)
+      for (int from = 0; from < most_edges; from += step)
+        for (int p = 0; p < g.P; ++p)
+          add_evenly(pose, activation, g.parent_begin[p] + from,
+                     std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]), jb,
+                     fit(sample, 0, p * JB + jb), sums + (long(p) * JB + jb) * sums_size());
+    for (int at = 0; at < PB; ++at) {
+      const Fit now = fit(sample, 0, at);
+      const V mask = valid(at % JB), *first = sums + long(at) * sums_size(), *second = first + height();
+      V centre[MOST];
+      for (int h = 0; h < height(); ++h) centre[h] = now.mean[h];
+      if (!settle(centre, first, second, now, mask)) spread_evenly(pose, activation, at, now);
+      decide(0, now, at % JB);
+    }
+  }
+
+  // Adds the shares of a parent's edges from … to - 1 to its sums around now.mean; now.activation holds 1 / data.
+  void add_evenly(const T* pose, const T* activation, int from, int to, int jb, const Fit& now, V* first) const {
+    constexpr int ROWS_TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
+    constexpr int NUMBERS = ROWS_TOGETHER ? ROWS_TOGETHER * COLUMNS : MOST;
+    const int step = ROWS_TOGETHER ? ROWS_TOGETHER : rows(), numbers = step * this->columns();
+    const T inverse = now.activation[0];
+    for (int r = 0; r < rows(); r += step) {
+      const long at = long(r) * this->columns();
+      V centre[NUMBERS], one[NUMBERS], two[NUMBERS];
+      for (int h = 0; h < numbers; ++h) {
+        centre[h] = now.mean[at + h];
+        one[h] = first[at + h];
+        two[h] = first[height() + at + h];
+      }
+      for (int e = from; e < to; ++e) {
+        const int s = g.parent_child[e];
+        const T share = even_share(s) * inverse;
+        for (int c = 0; c < g.C; ++c) {
+          const T weight = share * activation[long(s) * g.C + c];
+          V v[NUMBERS];
+          this->vote_rows(pose_of(pose, s, c) + r * inner(), weights(g.parent_kernel[e], c, jb), step, v);
+          for (int h = 0; h < numbers; ++h) {
+            const V d = v[h] - centre[h], x = weight * d;
+            one[h] += x;
+            two[h] += x * d;
+          }
+        }
+      }
+      for (int h = 0; h < numbers; ++h) first[at + h] = one[h], first[height() + at + h] = two[h];
+    }
+  }
+
+  // The spread of evenly shared votes around their mean.
+  void spread_evenly(const T* pose, const T* activation, int at, const Fit& now) const {
+    const int p = at / JB, jb = at % JB;
+    V spread[MOST]{};
+    for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
+      const int s = g.parent_child[e];
+      for (int c = 0; c < g.C; ++c) {
+        V v[MOST];
+        vote(pose_of(pose, s, c), weights(g.parent_kernel[e], c, jb), v);
+        for (int h = 0; h < height(); ++h) {
+          const V d = v[h] - now.mean[h];
+          spread[h] += even_share(s) * now.activation * activation[long(s) * g.C + c] * d * d;
+        }
+      }
+    }
+    for (int h = 0; h < height(); ++h) now.half[h] = halved(spread[h], valid(jb));
   }
 
   V halved(V spread, V mask) const { return mask > 0 ? T(0.5) / (spread + o.floor) : all(T(0.5)); }
@@ -280,6 +338,27 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     for (long i = 0; i < long(PB) * sums_size(); ++i) sums[i] = V{};
   }
 
+  // Softmax of some children's logits w [block, child], whose largest are in top, lanes apart; times their activations.
+  void share_out(int children, long blocks, V* top, const T* activation, V* w, T* log_sums) const {
+    V total[MOST_TOGETHER]{};
+    T high[MOST_TOGETHER], scale[MOST_TOGETHER];
+    for (int c = 0; c < children; c += L) {
+      const V x = across<T>(top + c, [](V a, V b) { return (a < b) | (b != b) ? b : a; });
+      std::memcpy(high + c, &x, sizeof x);
+    }
+    for (long i = 0; i < blocks; i += children)
+      for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - high[c]);
+    for (int c = 0; c < children; c += L) {
+      const V x = across<T>(total + c, [](V a, V b) { return a + b; }), inverse = T(1) / x, log_sum = logarithm(x);
+      for (int i = 0; i < std::min(L, children - c); ++i) {
+        log_sums[c + i] = high[c + i] + log_sum[i];
+        scale[c + i] = activation[c + i] * inverse[i];
+      }
+    }
+    for (long i = 0; i < blocks; i += children)
+      for (int c = 0; c < children; ++c) w[i + c] *= scale[c];
+  }
+
   void later_pass(int t, const T* pose, const T* activation, T* sample, T* log_sums, V* sums) const {
     V* buffer = sums + long(PB) * sums_size();
     V* w = buffer + chunk_blocks() * H;
@@ -290,10 +369,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
         std::fill_n(log_sums + long(s) * g.C, g.C, T(0));
         continue;
       }
+      const int step = together(s);
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
-        V top[MOST_TOGETHER], total[MOST_TOGETHER];
-        for (int c = 0; c < children; ++c) top[c] = all(std::numeric_limits<T>::lowest());
+        V top[MOST_TOGETHER];
+        for (int c = 0; c < MOST_TOGETHER; ++c) top[c] = all(std::numeric_limits<T>::lowest());
         long block = 0;
         for (int e = begin; e < end; ++e)
           for (int jb = 0; jb < JB; ++jb) {
@@ -305,18 +385,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
               top[c] = larger<T>(w[block], top[c]);
             }
           }
-        T high[MOST_TOGETHER], scale[MOST_TOGETHER];
-        for (int c = 0; c < children; ++c) high[c] = largest<T>(top[c]), total[c] = V{};
-        for (long i = 0; i < block; i += children)
-          for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - high[c]);
         const long child = long(s) * g.C + c0;
-        for (int c = 0; c < children; ++c) {
-          scale[c] = sum<T>(total[c]);
-          log_sums[child + c] = high[c] + std::log(scale[c]);
-          scale[c] = activation[child + c] / scale[c];
-        }
-        for (long i = 0; i < block; i += children)
-          for (int c = 0; c < children; ++c) w[i + c] *= scale[c];
+        share_out(children, block, top, activation + child, w, log_sums + child);
         add_up(s, children, buffer, w, sums);
       }
     }
@@ -381,19 +451,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
   struct Part {
     V share, u;
   };
-  Part part(const V* v, const Fit& now, const Grad& grad, V r, V log_r) const {
-    V bracket = -grad.offset, other{};
-    for (int h = 0; h < height(); h += 2) {
-      const V d = v[h] - now.mean[h];
-      bracket += d * (grad.mean[h] + grad.variance[h] * d);
-      if (h + 1 < height()) {
-        const V f = v[h + 1] - now.mean[h + 1];
-        other += f * (grad.mean[h + 1] + grad.variance[h + 1] * f);
-      }
-    }
-    bracket += other;
+  static bool faint(const Fit& now) { return any(now.log_data < T(-40)); }
+  Part part(const Fit& now, bool faint, const Grad& grad, V bracket, V r, V log_r) const {
     V share = r * grad.inverse;
-    if (any(now.log_data < T(-40))) share = exponential(smaller<T>(log_r - now.log_data, all(T(60))));
+    if (faint) share = exponential(smaller<T>(log_r - now.log_data, all(T(60))));
     return {share, share * bracket + r * grad.data};
   }
 
@@ -404,7 +465,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     V* couplings = w + chunk_blocks();
     clear(sums);
     for (int s = 0; s < g.S; ++s) {
-      const int begin = g.child_begin[s], end = g.child_begin[s + 1];
+      const int begin = g.child_begin[s], end = g.child_begin[s + 1], step = together(s);
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
         const long child = long(s) * g.C + c0;
@@ -415,13 +476,32 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
             const int at = g.child_parent[e] * JB + jb;
             const Fit before = fit(sample, t - 1, at), now = fit(sample, t, at);
             const Grad grad = gradient(grads, t, at);
-            for (int c = 0; c < children; ++c, ++block) {
-              V v[MOST];
-              vote(pose_of(pose, s, c0 + c), weights(g.child_kernel[e], c0 + c, jb), v);
-              const V log_r = logit(v, before.mean, buffer + block * height()) - log_sums[child + c];
-              couplings[block] = exponential(log_r);
-              w[block] = part(v, now, grad, couplings[block], log_r).u;
-              total[c] += w[block];
+            const bool now_faint = faint(now);
+            for (int c = 0; c < children; block += std::min(PAIR, children - c), c += PAIR) {
+              V v[PAIR][MOST], far[PAIR]{}, bracket[PAIR];
+              V* d[PAIR];
+              for (int i = 0; i < PAIR; ++i) {
+                const int there = std::min(c + i, children - 1);
+                vote(pose_of(pose, s, c0 + there), weights(g.child_kernel[e], c0 + there, jb), v[i]);
+                d[i] = buffer + (block + there - c) * height();
+                bracket[i] = -grad.offset;
+              }
+              for (int h = 0; h < height(); ++h) {
+                const V mean = before.mean[h], half = before.half[h], mean_now = now.mean[h];
+                const V mean_grad = grad.mean[h], variance_grad = grad.variance[h];
+                for (int i = 0; i < PAIR; ++i) {
+                  const V x = v[i][h] - mean, y = v[i][h] - mean_now;
+                  d[i][h] = x;
+                  far[i] += x * x * half;
+                  bracket[i] += y * (mean_grad + variance_grad * y);
+                }
+              }
+              for (int i = 0; i < std::min(PAIR, children - c); ++i) {
+                const V log_r = smaller<T>(before.prior - far[i] - log_sums[child + c + i], V{});
+                couplings[block + i] = exponential(log_r);
+                w[block + i] = part(now, now_faint, grad, bracket[i], couplings[block + i], log_r).u;
+                total[c + i] += w[block + i];
+              }
             }
           }
         T gamma[MOST_TOGETHER];
@@ -437,51 +517,93 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public Votes<T, 
     }
   }
 
-  // The gradient of every vote, over all passes, to pose and transform at once.
+  // The gradient of every vote, over all passes, to pose and transform at once. Some children of a site are taken
+  // together: what a parent was and its gradients, of all passes, are read once for them.
   void undo_votes(const T* pose, const T* activation, const T* sample, const T* log_sums, V* grads, const T* gammas,
-                  T* pose_grad, T* activation_grad, V* transform_grad) const {
+                  T* pose_grad, T* activation_grad, V* transform_grad, V* work) const {
     const int size = rows() * inner();
+    V *m_grad = work, *total = work + long(g.C) * size;
+    auto by_pass = reinterpret_cast<V(*)[SIDE_BY_SIDE]>(total + g.C);
     for (int s = 0; s < g.S; ++s) {
-      const T even = even_share(s);
-      const V log_even = all(std::log(even));
+      for (long i = 0; i < long(g.C) * (size + 1); ++i) work[i] = V{};
+      for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e)
+        for (int jb = 0; jb < JB; ++jb)
+          for (int c = 0; c < g.C; c += SIDE_BY_SIDE) {
+            const long child = long(s) * g.C + c;
+            const int children = std::min(SIDE_BY_SIDE, g.C - c);
+            V v[SIDE_BY_SIDE][MOST];
+            for (int i = 0; i < SIDE_BY_SIDE; ++i) {
+              const int there = std::min(c + i, g.C - 1);  // the last one stands in for children that are not
+              vote(pose_of(pose, s, there), weights(g.child_kernel[e], there, jb), v[i]);
+            }
+            undo_fits(s, child, children, g.child_parent[e] * JB + jb, activation, sample, log_sums, grads, gammas,
+                      by_pass, total + c, v);
+            for (int i = 0; i < children; ++i) {
+              const V* w = weights(g.child_kernel[e], c + i, jb);
+              undo_vote(pose_of(pose, s, c + i), w, v[i], m_grad + long(c + i) * size, transform_grad + (w - W));
+            }
+          }
       for (int c = 0; c < g.C; ++c) {
         const long child = long(s) * g.C + c;
-        const T a = activation[child];
-        const T* m = pose_of(pose, s, c);
-        V m_grad[MOST_POSE], total{};
-        for (int i = 0; i < size; ++i) m_grad[i] = V{};
-        for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e)
-          for (int jb = 0; jb < JB; ++jb) {
-            const int at = g.child_parent[e] * JB + jb;
-            const V* w = weights(g.child_kernel[e], c, jb);
-            V v[MOST], v_grad[MOST], d[MOST];
-            vote(m, w, v);
-            {
-              const Fit now = fit(sample, 0, at);
-              const Grad grad = gradient(grads, 0, at);
-              const Part one = part(v, now, grad, all(even), log_even);
-              const V q = a * one.share;
-              total += one.u;
-              for (int h = 0; h < height(); ++h)
-                v_grad[h] = q * (grad.mean[h] + T(2) * grad.variance[h] * (v[h] - now.mean[h]));
-            }
-            for (int t = 1; t < o.iterations; ++t) {
-              const Fit before = fit(sample, t - 1, at), now = fit(sample, t, at);
-              const Grad grad = gradient(grads, t, at);
-              const long at_child = long(t - 1) * g.S * g.C + child;
-              const V log_r = logit(v, before.mean, d) - log_sums[at_child];
-              const V r = exponential(log_r);
-              const Part one = part(v, now, grad, r, log_r);
-              const V q = a * one.share, logit_grad = T(-2) * a * (one.u - r * gammas[at_child]);
-              for (int h = 0; h < height(); ++h)
-                v_grad[h] += q * (grad.mean[h] + T(2) * grad.variance[h] * (v[h] - now.mean[h])) +
-                             logit_grad * before.half[h] * d[h];
-            }
-            undo_vote(m, w, v_grad, m_grad, transform_grad + (w - W));
-          }
-        activation_grad[child] += sum<T>(total);
-        for (int i = 0; i < size; ++i) pose_grad[child * size + i] = sum<T>(m_grad[i]);
+        activation_grad[child] += sum<T>(total[c]);
+        for (int i = 0; i < size; ++i) pose_grad[child * size + i] = sum<T>(m_grad[long(c) * size + i]);
       }
+    }
+  }
+
+  // Votes of some children of a site for one parent block → their gradients, in place. by_pass is work space.
+  void undo_fits(int s, long child, int children, int at, const T* activation, const T* sample, const T* log_sums,
+                 V* grads, const T* gammas, V (*by_pass)[SIDE_BY_SIDE], V* total, V (*v)[MOST]) const {
+    constexpr int N = SIDE_BY_SIDE;
+    V (*to_fit)[N] = by_pass, (*to_logit)[N] = by_pass + o.iterations, distance[N];
+    for (int t = 0; t < o.iterations; ++t) {
+      const Fit now = fit(sample, t, at);
+      const Grad grad = gradient(grads, t, at);
+      const bool now_faint = faint(now);
+      V bracket[N], far[N]{};
+      for (int i = 0; i < N; ++i) bracket[i] = -grad.offset;
+      for (int h = 0; h < height(); ++h) {
+        const V mean = now.mean[h], half = now.half[h], mean_grad = grad.mean[h], variance_grad = grad.variance[h];
+        for (int i = 0; i < N; ++i) {
+          const V d = v[i][h] - mean;
+          bracket[i] += d * (mean_grad + variance_grad * d);
+          far[i] += d * d * half;
+        }
+      }
+      for (int i = 0; i < children; ++i) {
+        const T a = activation[child + i];
+        const long earlier = long(t - 1) * g.S * g.C + child + i;
+        V log_r, r;
+        if (t == 0) {
+          const T even = even_share(s);
+          log_r = all(std::log(even)), r = all(even);
+        } else {
+          log_r = smaller<T>(fit(sample, t - 1, at).prior - distance[i] - log_sums[earlier], V{});
+          r = exponential(log_r);
+        }
+        const Part one = part(now, now_faint, grad, bracket[i], r, log_r);
+        if (t == 0) total[i] += one.u;
+        to_fit[t][i] = a * one.share;
+        to_logit[t][i] = t > 0 ? T(-2) * a * (one.u - r * gammas[earlier]) : V{};
+        distance[i] = far[i];
+      }
+    }
+    for (int t = 0; t < o.iterations; ++t)
+      for (int i = children; i < N; ++i) to_fit[t][i] = to_logit[t][i] = V{};
+    for (int i = 0; i < N; ++i) to_logit[o.iterations][i] = V{};
+    for (int h = 0; h < height(); ++h) {
+      V sum[N]{};
+      for (int t = 0; t < o.iterations; ++t) {
+        const Fit now = fit(sample, t, at);
+        const Grad grad = gradient(grads, t, at);
+        const V mean = now.mean[h], half = now.half[h], mean_grad = grad.mean[h], twice = T(2) * grad.variance[h];
+        for (int i = 0; i < N; ++i) {
+          const V slope = to_fit[t][i] * twice + to_logit[t + 1][i] * half;
+          sum[i] += to_fit[t][i] * mean_grad;
+          sum[i] += (v[i][h] - mean) * slope;
+        }
+      }
+      for (int i = 0; i < N; ++i) v[i][h] = sum[i];
     }
   }
 };

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <new>
+#include <utility>
 
 namespace TORCHCAPS_TARGET {
 
@@ -55,6 +56,25 @@ template <class T> inline T largest(Vector<T> x) {
   return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a < b || b != b ? b : a; });
 }
 
+// The even, or the odd, lanes of two vectors in a row.
+template <class T, int ODD, int... I>
+inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (2 * I + ODD)...);
+#else
+  return __builtin_shuffle(a, b, typename Lane<T>::bits{(2 * I + ODD)...});
+#endif
+}
+
+// Vectors x[0 … L - 1], which it overwrites → one whose lane i joins all lanes of x[i].
+template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) {
+  const auto each = std::make_integer_sequence<int, lanes<T>>();
+  for (int count = lanes<T>; count > 1; count /= 2)
+    for (int i = 0; i < count / 2; ++i)
+      x[i] = join(every_other<T, 0>(x[2 * i], x[2 * i + 1], each), every_other<T, 1>(x[2 * i], x[2 * i + 1], each));
+  return x[0];
+}
+
 // e^x to about 1 ulp; 0 below the smallest normal number.
 inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
@@ -78,9 +98,10 @@ inline Vector<float> exponential(Vector<float> x) {
 }
 
 template <class Bits> inline bool any(Bits x) {
-  bool found = false;
-  for (std::size_t i = 0; i < sizeof x / sizeof x[0]; ++i) found |= x[i] != 0;
-  return found;
+  std::uint64_t parts[sizeof x / 8], found = 0;
+  std::memcpy(parts, &x, sizeof x);
+  for (const std::uint64_t part : parts) found |= part;
+  return found != 0;
 }
 
 inline Vector<double> exponential(Vector<double> x) {
@@ -116,7 +137,8 @@ inline Vector<float> logarithm(Vector<float> x) {
 }
 
 inline Vector<double> logarithm(Vector<double> x) {
-  for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(x[i] < std::numeric_limits<double>::min() ? std::numeric_limits<double>::min() : x[i]);
+  x = larger<double>(x, all(std::numeric_limits<double>::min()));
+  for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(x[i]);
   return x;
 }
 

@@ -75,4 +75,5 @@ struct Target {
   const char* name;
   Kernels<float> in_float;
   Kernels<double> in_double;
+  double (*peak_gflops)(int threads);
 };

@@ -39,8 +39,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
     return most;
   }
 
-  void vote(const T* m, const V* w, V* out) const {
-    for (int r = 0; r < rows(); ++r) {
+  void vote(const T* m, const V* w, V* out) const { vote_rows(m, w, rows(), out); }
+  void vote_rows(const T* m, const V* w, int count, V* out) const {
+    for (int r = 0; r < count; ++r) {
       V row[COLUMNS ? COLUMNS : MOST];
       for (int n = 0; n < columns(); ++n) row[n] = m[r * inner()] * w[n];
       for (int q = 1; q < inner(); ++q)
@@ -50,9 +51,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
   }
 
   // The gradient of a vote, added to those of its pose [R, Q], lanes apart, and of its transform.
-  void undo_vote(const T* m, const V* w, const V* v_grad, V* m_grad, V* w_grad) const {
-    for (int q = 0; q < inner(); ++q)
-      for (int n = 0; n < columns(); ++n) {
+  void undo_vote(const T* __restrict m, const V* __restrict w, const V* __restrict v_grad, V* __restrict m_grad,
+                 V* __restrict w_grad) const {
+    for (int n = 0; n < columns(); ++n)
+      for (int q = 0; q < inner(); ++q) {
         V x = w_grad[q * columns() + n];
         for (int r = 0; r < rows(); ++r) x += m[r * inner() + q] * v_grad[r * columns() + n];
         w_grad[q * columns() + n] = x;

@@ -1,0 +1,109 @@
+"""Measured speed and memory: ratios inside one run, medians with their spread, never a time alone."""
+
+import csv
+import ctypes
+import gc
+import io
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
+from torchcaps.run_folder import environment
+
+__all__ = ["compare", "peak_bytes", "progress", "write_csv"]
+
+Way = Callable[[], object]
+
+
+def compare(
+    case: str, ways: Mapping[str, Way], *, images: int, repeats: int, warm_ups: int = 2
+) -> list[dict[str, Any]]:
+    """Time ways of doing the same in turns, so that a machine that slows down slows them all.
+
+    Arguments:
+        case: what they do.
+        ways: name → call; ratios are to the first.
+        images: that one call works on.
+        repeats: timed calls of each.
+        warm_ups: calls of each before, not counted.
+
+    Returns:
+        A row a way: median milliseconds, their 10th and 90th percentile, images a second, and the ratio of its
+        median to the first way's.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(warm_ups + repeats):
+        progress(f"{case}: {turn + 1}/{warm_ups + repeats}")
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    rows = []
+    first = statistics.median(seconds[next(iter(ways))][warm_ups:])
+    for name, times in seconds.items():
+        low, *_, high = statistics.quantiles(times[warm_ups:], n=10)
+        median = statistics.median(times[warm_ups:])
+        rows.append(
+            {
+                "case": case,
+                "way": name,
+                "median ms": round(1e3 * median, 2),
+                "10 % ms": round(1e3 * low, 2),
+                "90 % ms": round(1e3 * high, 2),
+                "images/s": round(images / median, 1),
+                "ratio": round(median / first, 2),
+                "repeats": repeats,
+            }
+        )
+    return rows
+
+
+def progress(line: str) -> None:
+    """Say what is being measured, on one line of a terminal or a line each."""
+    print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
+
+
+def peak_bytes(work: Way) -> int:
+    """Bytes by which a call raises the memory of this process at its peak; Linux alone.
+
+    Raises:
+        BadInput: the system does not tell.
+    """
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+        work()
+        return _status("VmHWM") - before
+    except (OSError, AttributeError) as error:
+        raise BadInput(
+            f"peak memory is read from /proc, which cannot be used here ({error}): run it on Linux"
+        ) from error
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows with the commit, the hardware and the versions beside each; whole or not at all."""
+    here = environment()
+    beside = {name: here[name] for name in ("commit", "processor", "threads", "gpu")} | {"torch": torch.__version__}
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0], *beside], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({**row, **beside} for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomically(path) as stream:
+        stream.write(text.getvalue().encode())
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")

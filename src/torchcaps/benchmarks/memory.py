@@ -1,0 +1,83 @@
+"""How much memory routing takes as batch, images, capsule types and iterations grow."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchcaps.benchmarks import peak_bytes, progress
+from torchcaps.benchmarks.routing import both, em_stack
+from torchcaps.benchmarks.training import matrix_step
+
+GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "batch": [(batch, {"batch": batch}) for batch in (8, 16, 32, 64)],
+    "sites a side": [(grid, {"grid": grid}) for grid in (8, 14, 20, 28)],
+    "capsule types": [(types, {"types": (types, types, types)}) for types in (8, 16, 24, 32)],
+    "iterations": [(iterations, {"iterations": iterations}) for iterations in (1, 2, 3, 5)],
+}
+WAYS = ("fused", "reference", "votes in memory")
+
+
+def bench_memory() -> list[dict[str, Any]]:
+    """Peak bytes of forward and backward of the small net's ConvCaps stack (batch 16 unless it grows), and of a step.
+
+    ``held`` is the memory at the peak, with the leaves that stand there before, over the bytes of leaves, outputs and
+    their gradients: what any implementation has to hold.
+    """
+    rows = []
+    for what, points in GROWTH.items():
+        for value, options in points:
+            progress(f"memory: {what} {value}")
+            problem = em_stack(**{"batch": 16, **options})
+            outputs = problem.ways["fused"]()
+            leaves = sum(_bytes(leaf) for leaf in problem.leaves)
+            needed = 2 * (leaves + sum(_bytes(x) for x in outputs))
+            for way in WAYS:
+                peak = peak_bytes(both(problem, problem.ways[way]))
+                rows.append(
+                    {
+                        "case": what,
+                        "value": value,
+                        "way": way,
+                        "peak MiB": _mib(peak),
+                        "held": round((peak + leaves) / needed, 2),
+                    }
+                )
+    progress("memory: MatrixCapsNet base at 224×224")
+    step = matrix_step("fused", batch=4, size="base", image_shape=(3, 224, 224))
+    rows.append(
+        {
+            "case": "MatrixCapsNet base, a step",
+            "value": 224,
+            "way": "fused",
+            "peak MiB": _mib(peak_bytes(step)),
+            "held": "",
+        }
+    )
+    return rows
+
+
+def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """One panel for everything that grows."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    for axes, what in zip(figure.subplots(1, len(GROWTH), sharey=True), GROWTH, strict=True):
+        for way in WAYS:
+            own = [row for row in rows if row["case"] == what and row["way"] == way]
+            axes.plot([row["value"] for row in own], [row["peak MiB"] for row in own], marker="o", label=way)
+        axes.set(xlabel=what, yscale="log")
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("peak memory, MiB")
+    figure.axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _mib(count: int) -> float:
+    return round(count / 2**20, 1)

@@ -1,0 +1,229 @@
+"""Fused routing beside the reference and beside votes in memory, as capsule networks are mostly written."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from torchcaps.benchmarks import compare
+from torchcaps.capsules import Capsules
+from torchcaps.errors import BadInput
+from torchcaps.kernels import peak_gflops
+from torchcaps.routing import dynamic_routing, em_routing
+from torchcaps.routing_map import RoutingMap
+
+ITERATIONS = 3
+
+
+class Problem(NamedTuple):
+    """What is routed: leaves that take gradients, ways to route them, multiply-adds an image counted as two."""
+
+    leaves: list[Tensor]
+    ways: dict[str, Callable[[], list[Tensor]]]
+    agreeing: list[tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]]
+    flops: float
+
+
+class Layer(NamedTuple):
+    """One convolutional layer of matrix capsules by EM."""
+
+    transform: Tensor
+    beta_u: Tensor
+    beta_a: Tensor
+    grid: tuple[int, int]
+    stride: int
+
+    @property
+    def routing_map(self) -> RoutingMap:
+        return RoutingMap.conv(self.grid, 3, self.stride)
+
+
+def em_stack(
+    batch: int, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16), iterations: int = ITERATIONS
+) -> Problem:
+    """The two ConvCaps layers of the small net: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
+    torch.manual_seed(0)
+    layers, size = [], (grid, grid)
+    for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
+        transform = (0.5 * torch.randn(9, below, above, 4, 4)).requires_grad_()
+        beta_u, beta_a = (0.1 * torch.randn(2, above)).unbind()
+        layers.append(Layer(transform, beta_u.requires_grad_(), beta_a.requires_grad_(), size, stride))
+        size = layers[-1].routing_map.parent_grid
+    pose = torch.randn(batch, grid * grid, types[0], 4, 4).requires_grad_()
+    activation = torch.rand(batch, grid * grid, types[0]).requires_grad_()
+
+    def routed(**options: Any) -> list[Tensor]:
+        capsules = Capsules(pose, activation)
+        for layer in layers:
+            capsules = em_routing(
+                capsules,
+                layer.transform,
+                layer.routing_map,
+                layer.beta_u,
+                layer.beta_a,
+                iterations=iterations,
+                **options,
+            )
+        return list(capsules)
+
+    def in_memory(rule: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        capsules = (pose, activation)
+        for layer in layers:
+            mean_data = capsules[1][0].numel() / (layer.routing_map.parent_sites * len(layer.beta_u))
+            votes, below = em_votes_in_memory(*capsules, layer.transform, layer.grid, layer.stride)
+            found, parents = rule(votes, below, layer.beta_u, layer.beta_a, mean_data, iterations)
+            capsules = (found, parents)
+        return list(capsules)
+
+    compiled = cache(lambda: torch.compile(em_of_votes))
+    votes = sum(len(layer.routing_map.edges) * layer.transform.shape[1] * layer.transform.shape[2] for layer in layers)
+    return Problem(
+        leaves=[pose, activation, *(x for layer in layers for x in layer[:3])],
+        ways={
+            "fused": lambda: routed(backend="fused"),
+            "reference": lambda: routed(backend="reference"),
+            "votes in memory": lambda: in_memory(em_of_votes),
+            "votes in memory, compiled": lambda: in_memory(compiled()),
+        },
+        agreeing=[
+            (lambda: routed(backend="fused"), lambda: routed(backend="reference")),
+            (lambda: in_memory(em_of_votes), lambda: routed(competition="types")),
+            (lambda: in_memory(compiled()), lambda: in_memory(em_of_votes)),
+        ],
+        flops=votes * (2 * 4 * 16 + iterations * 6 * 16 + (iterations - 1) * (4 * 16 + 9)),
+    )
+
+
+def em_votes_in_memory(
+    pose: Tensor, activation: Tensor, transform: Tensor, grid: tuple[int, int], stride: int
+) -> tuple[Tensor, Tensor]:
+    """All votes ``[B, P, K · C, J, 16]`` and their children's activations, by unfold and one einsum."""
+    batch, _, types = activation.shape
+    planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
+    patches = functional.unfold(planes, 3, stride=stride).unflatten(1, (17 * types, 9))
+    sites = patches.shape[3]
+    patch_pose = patches[:, : 16 * types].reshape(batch, types, 4, 4, 9, sites)
+    patch_activation = patches[:, 16 * types :].permute(0, 3, 2, 1).reshape(batch, sites, 9 * types, 1)
+    votes = torch.einsum("bcrqkp,kcjqn->bpkcjrn", patch_pose, transform)
+    return votes.reshape(batch, sites, 9 * types, transform.shape[2], 16), patch_activation
+
+
+def em_of_votes(
+    votes: Tensor, activation: Tensor, beta_u: Tensor, beta_a: Tensor, mean_data: float, iterations: int
+) -> tuple[Tensor, Tensor]:
+    """EM routing as it is mostly written: every pass reads all votes, softmax over types alone."""
+    couplings = votes.new_full(votes.shape[:4], 1 / votes.shape[3])
+    mean, parents = votes, activation
+    for iteration in range(iterations):
+        routed = couplings * activation
+        data = routed.sum(dim=2, keepdim=True)
+        share = (routed / data).unsqueeze(4)
+        mean = (share * votes).sum(dim=2, keepdim=True)
+        variance = (share * (votes - mean).square()).sum(dim=2, keepdim=True) + 1e-4
+        log_deviation = 0.5 * variance.log()
+        cost = (beta_u[:, None] + log_deviation).sum(dim=4) * data / mean_data
+        parents = torch.sigmoid((1 - 0.95 ** (iteration + 1)) * (beta_a - cost))
+        if iteration < iterations - 1:
+            log_probability = -((votes - mean).square() / (2 * variance) + log_deviation).sum(dim=4)
+            couplings = (parents.log() + log_probability).softmax(dim=3)
+    return mean.squeeze(2).unflatten(3, (4, 4)), parents.squeeze(2)
+
+
+def dynamic_layer(batch: int) -> Problem:
+    """The class capsules of CapsNet on MNIST: 1152 capsules of 8 numbers → 10 of 16."""
+    torch.manual_seed(0)
+    pose = (0.3 * torch.randn(batch, 36, 32, 1, 8)).requires_grad_()
+    transform = (0.05 * torch.randn(36, 32, 10, 8, 16)).requires_grad_()
+    routing_map = RoutingMap.dense(36)
+    compiled = cache(lambda: torch.compile(dynamic_with_votes_in_memory))
+    ways = {
+        "fused": lambda: [dynamic_routing(pose, transform, routing_map, backend="fused").pose],
+        "reference": lambda: [dynamic_routing(pose, transform, routing_map, backend="reference").pose],
+        "votes in memory": lambda: [dynamic_with_votes_in_memory(pose, transform)],
+        "votes in memory, compiled": lambda: [compiled()(pose, transform)],
+    }
+    return Problem(
+        leaves=[pose, transform],
+        ways=ways,
+        agreeing=[(way, ways["reference"]) for way in ways.values()],
+        flops=1152 * 10 * (2 * 8 * 16 + ITERATIONS * 2 * 16 + (ITERATIONS - 1) * (2 * 16 + 9)),
+    )
+
+
+def dynamic_with_votes_in_memory(pose: Tensor, transform: Tensor) -> Tensor:
+    """Dynamic routing as it is mostly written: one einsum for all votes."""
+    votes = torch.einsum("bscq,scjqn->bscjn", pose[:, :, :, 0], transform).flatten(1, 2)
+    logits = votes.new_zeros(votes.shape[:3])
+    parents = votes
+    for iteration in range(ITERATIONS):
+        total = torch.einsum("bij,bijn->bjn", logits.softmax(dim=2), votes)
+        length = total.norm(dim=2, keepdim=True)
+        parents = total * length / (1 + length.square())
+        if iteration < ITERATIONS - 1:
+            logits = logits + torch.einsum("bijn,bjn->bij", votes, parents)
+    return parents[:, None, :, None]
+
+
+PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
+    "EM, ConvCaps stack": (em_stack, 32),
+    "dynamic, CapsNet": (dynamic_layer, 100),
+}
+
+
+def bench_routing(repeats: int = 10, warm_ups: int = 3) -> list[dict[str, Any]]:
+    """Forward, and forward and backward, of every problem in every way.
+
+    Raises:
+        BadInput: ways that should agree do not; then no time is told.
+    """
+    peak, rows = peak_gflops(), []
+    for name, (create, batch) in PROBLEMS.items():
+        problem = create(batch)
+        check_agreement(name, problem)
+        for direction, call, share in (("forward", forward, 1), ("forward and backward", both, 3)):
+            ways = {way: call(problem, run) for way, run in problem.ways.items()}
+            for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=warm_ups):
+                reached = share * problem.flops * batch / (1e6 * row["median ms"])
+                rows.append({**row, "useful GFLOP/s": round(reached, 1), "peak GFLOP/s": round(peak, 1)})
+    return rows
+
+
+def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:
+    """A call that routes and takes no gradient."""
+
+    def call() -> None:
+        with torch.no_grad():
+            run()
+
+    return call
+
+
+def both(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:
+    """A call that routes and takes every gradient."""
+
+    def call() -> None:
+        torch.autograd.grad(sum((x.sum() for x in run()), torch.zeros(())), problem.leaves)
+
+    return call
+
+
+def check_agreement(name: str, problem: Problem) -> None:
+    """No time is told of ways that compute different things.
+
+    Raises:
+        BadInput: values or gradients of two ways that should agree are further apart than 1 % of their size.
+    """
+    for one, other in problem.agreeing:
+        found, right = (_values_and_gradients(problem.leaves, way) for way in (one, other))
+        for x, y in zip(found, right, strict=True):
+            apart = ((x - y).norm() / y.norm()).item()
+            if not apart < 0.01:
+                raise BadInput(f"{name}: two ways that should agree are {apart:.1%} apart; no time is told")
+
+
+def _values_and_gradients(leaves: list[Tensor], way: Callable[[], list[Tensor]]) -> list[Tensor]:
+    outputs = way()
+    return [*outputs, *torch.autograd.grad(sum((x.square().mean() for x in outputs), torch.zeros(())), leaves)]

@@ -1,0 +1,65 @@
+"""Whole training steps: fused routing beside the reference, bf16 beside float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchcaps.benchmarks import compare
+from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
+from torchcaps.models import create_model
+
+
+def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
+    """A step of CapsNet on images of MNIST's shape, and one of the small MatrixCapsNet on smallNORB's crops."""
+    capsnet = {
+        "fused": capsnet_step("fused"),
+        "fused, bf16": capsnet_step("fused", bf16=True),
+        "reference": capsnet_step("reference"),
+        "reference, bf16": capsnet_step("reference", bf16=True),
+    }
+    matrix = {name: matrix_step(name) for name in ("fused", "reference")}
+    return [
+        *compare("CapsNet, batch 100", capsnet, images=100, repeats=repeats),
+        *compare("MatrixCapsNet small, batch 64", matrix, images=64, repeats=repeats),
+    ]
+
+
+def capsnet_step(backend: str, *, bf16: bool = False, batch: int = 100) -> Callable[[], None]:
+    """Forward, losses, backward and Adam, convolutions in channels_last."""
+    model = create_model("capsnet", backend=backend)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+    images = torch.rand(batch, 1, 28, 28).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (batch,))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+            prediction = model(images, labels)
+            loss = margin_loss(prediction.scores, labels)
+            loss = loss + 0.0005 * reconstruction_loss(prediction.reconstruction, images)
+        _update(optimizer, loss)
+
+    return step
+
+
+def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[], None]:
+    """Forward, spread loss, backward and Adam."""
+    options = {"image_shape": (2, 32, 32), "classes": 5, **options}
+    model: nn.Module = create_model("matrix-capsnet", backend=backend, **options)
+    images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["classes"], (batch,))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        _update(optimizer, spread_loss(model(images).scores, labels, margin=0.5))
+
+    return step
+
+
+def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,70 @@
+"""The benchmarks measure what they say, and tell no time of ways that disagree."""
+
+import csv
+import sys
+import time
+
+import pytest
+import torch
+
+from torchcaps.benchmarks import compare, peak_bytes, write_csv
+from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
+from torchcaps.benchmarks.routing import Problem, check_agreement, dynamic_layer, em_stack
+from torchcaps.errors import BadInput
+
+
+def test_rows_hold_medians_and_ratios_to_the_first():
+    ways = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.02)}
+    short, long = compare("sleep", ways, images=10, repeats=5)
+    assert (short["way"], short["ratio"], short["repeats"]) == ("short", 1.0, 5)
+    assert long["ratio"] > 2
+    assert long["10 % ms"] <= long["median ms"] <= long["90 % ms"]
+    assert long["images/s"] == pytest.approx(10_000 / long["median ms"], rel=0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_peak_memory_is_that_of_the_call():
+    assert 60 << 20 < peak_bytes(lambda: torch.ones(16 << 20).sum()) < 90 << 20
+
+
+@pytest.mark.parametrize("create", [lambda: em_stack(1, grid=8, types=(2, 3, 4)), lambda: dynamic_layer(1)])
+def test_the_ways_agree_but_for_the_compiled_one_which_takes_minutes(create):
+    problem = create()
+    check_agreement("alike", problem._replace(agreeing=problem.agreeing[:-1]))
+
+
+def test_no_time_is_told_of_ways_that_disagree():
+    weight = torch.ones(3, requires_grad=True)
+    different = Problem([weight], {}, [(lambda: [weight], lambda: [1.1 * weight])], 0.0)
+    with pytest.raises(BadInput, match="apart; no time is told"):
+        check_agreement("different", different)
+
+
+def test_votes_in_memory_compute_what_the_reference_does_with_competition_over_types():
+    problem = em_stack(2, grid=8, types=(2, 3, 4))
+    for found, right in zip(*(way() for way in problem.agreeing[1]), strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
+
+
+def test_results_stand_beside_hardware_and_versions(tmp_path):
+    write_csv(tmp_path / "results" / "some.csv", [{"case": "a", "median ms": 1.5}])
+    (row,) = csv.DictReader((tmp_path / "results" / "some.csv").read_text().splitlines())
+    assert (row["case"], row["median ms"], row["torch"]) == ("a", "1.5", torch.__version__)
+    assert row["processor"]
+    assert int(row["threads"]) == torch.get_num_threads()
+
+
+def test_growth_is_drawn(tmp_path):
+    rows = [
+        {"case": what, "value": value, "way": way, "peak MiB": 1.0 + value}
+        for what, points in GROWTH.items()
+        for value, _ in points
+        for way in WAYS
+    ]
+    draw_growth(rows, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").stat().st_size > 1000
+
+
+def test_unknown_benchmarks_and_heaps_are_refused(refused):
+    assert "unknown benchmark 'route'" in refused("bench", "route")
+    assert "unknown heap 'hot'" in refused("bench", "train", "--heap", "hot")
