@@ -12,7 +12,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
   using Base = Votes<T, ROWS, INNER, COLUMNS>;
   using V = typename Base::V;
   using Base::g, Base::H, Base::JB, Base::PB, Base::W, Base::MOST, Base::MOST_POSE, Base::L;
-  using Base::inner, Base::rows, Base::height, Base::weights, Base::pose_of, Base::valid, Base::vote, Base::undo_vote;
+  using Base::inner, Base::rows, Base::height, Base::weights, Base::valid, Base::vote, Base::GROUP;
 
   const DynamicOptions& o;
   const int most_edges;
@@ -34,18 +34,19 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
 
   // Samples from … to - 1: pose [B, S, C, R, Q] → kept, [T, PB, H] a sample, and log_sums [B, T - 1, S, C].
   void forward(int from, int to, const T* pose, T* kept_all, T* log_sums_all, Scratch& scratch) const {
-    V* seen = scratch.take<V>((to - from) * whole() + most_edges * JB * (H + 1L));
+    V* seen = scratch.take<V>((to - from) * whole() + together() * most_edges * JB * (H + 1L) + site_poses(to - from));
     V* votes = seen + (to - from) * whole();
+    T* poses = reinterpret_cast<T*>(votes + together() * most_edges * JB * (H + 1L));
     for (long i = 0; i < (to - from) * whole(); ++i) seen[i] = V{};
     for (int t = 0; t < o.iterations; ++t) {
       for (int b = from; b < to; ++b) std::fill_n(reinterpret_cast<T*>(sums(kept_all, b, t)), whole() * L, T(0));
-      for (int s = 0; s < g.S; ++s)
+      for (int s = 0; s < g.S; ++s) {
+        gather(pose, s, from, to, poses);
         for (int c = 0; c < g.C; ++c)
-          for (int b = from; b < to; ++b) {
-            const T* m = pose_of(pose + b * children() * rows() * inner(), s, c);
-            T* log_sum = t ? log_sums_all + b * log_sums() + (t - 1) * children() + long(s) * g.C + c : nullptr;
-            add_child(s, c, m, t ? seen + (b - from) * whole() : nullptr, log_sum, sums(kept_all, b, t), votes);
-          }
+          for (int b = from; b < to; b += together())
+            add_child(t, s, c, b, std::min(together(), to - b), poses + (long(c) * (to - from) + b - from) * size(),
+                      seen + (b - from) * whole(), log_sums_all, kept_all, votes);
+      }
       if (t + 1 < o.iterations)
         for (int b = from; b < to; ++b) see(sums(kept_all, b, t), seen + (b - from) * whole());
     }
@@ -66,7 +67,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
   // of all sums, and gammas [B, T - 1, S, C], Σ c · gradient of c of every child.
   void undo_passes(int from, int to, const T* pose, T* kept_all, const T* log_sums_all, V* works, T* gammas,
                    Scratch& scratch) const {
-    V* votes = scratch.take<V>(most_edges * JB * (H + 2L));
+    V* votes = scratch.take<V>(most_edges * JB * (H + 2L) + site_poses(to - from));
+    T* poses = reinterpret_cast<T*>(votes + most_edges * JB * (H + 2L));
     const int last = o.iterations - 1;
     for (int b = from; b < to; ++b) {
       V* parent_grad = works + b * work() + 2 * whole() * o.iterations;
@@ -82,15 +84,17 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     }
     if (!o.all_passes) return;
     for (int t = last; t > 0; --t) {
-      for (int s = 0; s < g.S; ++s)
+      for (int s = 0; s < g.S; ++s) {
+        gather(pose, s, from, to, poses);
         for (int c = 0; c < g.C; ++c)
           for (int b = from; b < to; ++b) {
             const long child = (t - 1) * children() + long(s) * g.C + c;
             gammas[b * log_sums() + child] =
-                undo_child(s, c, pose_of(pose + b * children() * rows() * inner(), s, c), agreed(works, b, t),
+                undo_child(s, c, poses + (long(c) * (to - from) + b - from) * size(), agreed(works, b, t),
                            log_sums_all[b * log_sums() + child], sums_grad(works, b, t),
                            works + b * work() + 2 * whole() * o.iterations, votes);
           }
+      }
       for (int b = from; b < to; ++b) {
         V* parent_grad = works + b * work() + 2 * whole() * o.iterations;
         for (int at = 0; at < PB; ++at)
@@ -104,43 +108,25 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
 
   // Child sites first … last - 1 of samples from … to - 1: the gradients of pose (written) and transform (added to).
   void undo_votes(int first, int last, int from, int to, const T* pose, const T* log_sums_all, V* works,
-                  const T* gammas, T* pose_grad, V* transform_grad) const {
-    const int size = rows() * inner();
-    for (int s = first; s < last; ++s)
+                  const T* gammas, T* pose_grad, V* transform_grad, Scratch& scratch) const {
+    T* poses = reinterpret_cast<T*>(scratch.take<V>(2 * site_poses(to - from)));
+    T* poses_grad = poses + site_poses(to - from) * L;
+    for (int s = first; s < last; ++s) {
+      gather(pose, s, from, to, poses);
       for (int c = 0; c < g.C; ++c)
-        for (int b = from; b < to; ++b) {
-          const long at_pose = (b * children() + long(s) * g.C + c) * size;
-          V m_grad[MOST_POSE];
-          for (int i = 0; i < size; ++i) m_grad[i] = V{};
-          for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e)
-            for (int jb = 0; jb < JB; ++jb) {
-              const long at = (long(g.child_parent[e]) * JB + jb) * H;
-              const V* w = weights(g.child_kernel[e], c, jb);
-              V v[MOST], v_grad[MOST];
-              vote(pose + at_pose, w, v);
-              for (int h = 0; h < height(); ++h) v_grad[h] = V{};
-              for (int t = o.all_passes ? 0 : o.iterations - 1; t < o.iterations; ++t) {
-                const V* grad = sums_grad(works, b, t) + at;
-                V coupling = even(s) * valid(jb), logit_grad{};
-                if (t > 0) {
-                  const long child = b * log_sums() + (t - 1) * children() + long(s) * g.C + c;
-                  const V* with = agreed(works, b, t) + at;
-                  coupling = coupling_of(v, with, log_sums_all[child], jb);
-                  if (o.all_passes) {
-                    logit_grad = coupling * (product(v, grad) - gammas[child]);
-                    for (int h = 0; h < height(); ++h) v_grad[h] += logit_grad * with[h];
-                  }
-                }
-                for (int h = 0; h < height(); ++h) v_grad[h] += coupling * grad[h];
-              }
-              undo_vote(pose + at_pose, w, v_grad, m_grad, transform_grad + (w - W));
-            }
-          for (int i = 0; i < size; ++i) pose_grad[at_pose + i] = sum<T>(m_grad[i]);
+        for (int b = from; b < to; b += GROUP) {
+          const long at = (long(c) * (to - from) + b - from) * size();
+          undo_votes_of(s, c, b, std::min(GROUP, to - b), poses + at, log_sums_all, works, gammas, poses_grad + at,
+                        transform_grad);
         }
+      for (int b = from; b < to; ++b)
+        for (int c = 0; c < g.C; ++c)
+          std::copy_n(poses_grad + (long(c) * (to - from) + b - from) * size(), size(), pose_grad + at_pose(b, s, c));
+    }
   }
 
  private:
-  static constexpr long BLOCK_BYTES = 512 * 1024;
+  static constexpr long BLOCK_BYTES = 512 * 1024, CHUNK_BYTES = 24 * 1024;
 
   V* sums(T* kept_all, int b, int t) const {
     return reinterpret_cast<V*>(kept_all + b * dynamic_kept<T>(g, o.iterations)) + t * whole();
@@ -174,37 +160,111 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     }
   }
 
-  // One child's share of its parents' sums.
-  void add_child(int s, int c, const T* m, const V* seen, T* log_sum, V* sums_here, V* votes) const {
-    const int begin = g.child_begin[s], edges = g.child_begin[s + 1] - begin;
-    V* weight = votes + long(most_edges) * JB * H;
-    V top = all(o.leaky ? T(0) : std::numeric_limits<T>::lowest());
+  // One child in some samples.
+  void undo_votes_of(int s, int c, int b, int samples, const T* poses, const T* log_sums_all, V* works, const T* gammas,
+                     T* poses_grad, V* transform_grad) const {
+    V m_grad[GROUP][MOST_POSE], v_grad[GROUP][MOST];
+    const T* m[GROUP];
+    for (int i = 0; i < samples; ++i) {
+      m[i] = poses + i * size();
+      for (int k = 0; k < size(); ++k) m_grad[i][k] = V{};
+    }
+    for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e)
+      for (int jb = 0; jb < JB; ++jb) {
+        const long at = (long(g.child_parent[e]) * JB + jb) * H;
+        const V* w = weights(g.child_kernel[e], c, jb);
+        V votes[GROUP][MOST];
+        for (int i = 0; i < samples; i += 2) {
+          const int other = std::min(i + 1, samples - 1);
+          this->vote_twice(m[i], m[other], w, votes[i], votes[other]);
+        }
+        for (int i = 0; i < samples; ++i) {
+          const V* v = votes[i];
+          for (int h = 0; h < height(); ++h) v_grad[i][h] = V{};
+          for (int t = o.all_passes ? 0 : o.iterations - 1; t < o.iterations; ++t) {
+            const V* grad = sums_grad(works, b + i, t) + at;
+            V coupling = even(s) * valid(jb);
+            if (t > 0) {
+              const long child = (b + i) * log_sums() + (t - 1) * children() + long(s) * g.C + c;
+              const V* with = agreed(works, b + i, t) + at;
+              coupling = coupling_of(v, with, log_sums_all[child], jb);
+              if (o.all_passes) {
+                const V logit_grad = coupling * (product(v, grad) - gammas[child]);
+                for (int h = 0; h < height(); ++h) v_grad[i][h] += logit_grad * with[h];
+              }
+            }
+            for (int h = 0; h < height(); ++h) v_grad[i][h] += coupling * grad[h];
+          }
+        }
+        this->undo_votes_together(samples, m, w, v_grad, m_grad, transform_grad + (w - W));
+      }
+    for (int i = 0; i < samples; ++i)
+      for (int k = 0; k < size(); ++k) poses_grad[i * size() + k] = sum<T>(m_grad[i][k]);
+  }
+
+  // Samples whose votes of one child stay in the nearest cache together.
+  int together() const {
+    return int(std::max(1L, std::min<long>(L, CHUNK_BYTES / (long(most_edges) * JB * (H + 1) * long(sizeof(V))))));
+  }
+
+  // The poses of a site's children, [C, sample, R · Q]: samples lie so far apart in memory that they crowd the cache out.
+  int size() const { return rows() * inner(); }
+  long at_pose(int b, int s, int c) const { return (b * children() + long(s) * g.C + c) * size(); }
+  long site_poses(int samples) const { return (long(samples) * g.C * size() + L - 1) / L; }
+  void gather(const T* pose, int s, int from, int to, T* poses) const {
+    for (int b = from; b < to; ++b)
+      for (int c = 0; c < g.C; ++c)
+        std::copy_n(pose + at_pose(b, s, c), size(), poses + (long(c) * (to - from) + b - from) * size());
+  }
+
+  // One child's shares of its parents' sums, in `samples` samples from b on, whose poses of it follow one another.
+  void add_child(int t, int s, int c, int b, int samples, const T* m, const V* seen, T* log_sums_all, T* kept_all,
+                 V* votes) const {
+    const int begin = g.child_begin[s], edges = g.child_begin[s + 1] - begin, blocks = edges * JB;
+    V* weight = votes + long(samples) * blocks * H;
+    V top[L], total[L]{};
+    for (int i = 0; i < L; ++i) top[i] = all(o.leaky ? T(0) : std::numeric_limits<T>::lowest());
     for (int e = 0; e < edges; ++e)
       for (int jb = 0; jb < JB; ++jb) {
-        const int i = e * JB + jb;
-        V* v = votes + long(i) * height();
-        vote(m, weights(g.child_kernel[begin + e], c, jb), v);
-        weight[i] = even(s) * valid(jb);
-        if (seen) {
-          const V logit = product(v, seen + (long(g.child_parent[begin + e]) * JB + jb) * H);
-          weight[i] = valid(jb) > 0 ? logit : all(lowest<T>);
-          top = larger<T>(weight[i], top);
+        const V* w = weights(g.child_kernel[begin + e], c, jb);
+        const long at = (long(g.child_parent[begin + e]) * JB + jb) * H;
+        const int block = e * JB + jb;
+        for (int i = 0; i < samples; i += 2) {
+          const int other = std::min(i + 1, samples - 1);
+          this->vote_twice(m + i * size(), m + other * size(), w, votes + (long(i) * blocks + block) * H,
+                           votes + (long(other) * blocks + block) * H);
+        }
+        for (int i = 0; i < samples; ++i) {
+          const V* v = votes + (long(i) * blocks + block) * H;
+          V& logit = weight[i * blocks + block];
+          if (t == 0) {
+            logit = even(s) * valid(jb);
+          } else {
+            logit = valid(jb) > 0 ? product(v, seen + i * whole() + at) : all(lowest<T>);
+            top[i] = larger<T>(logit, top[i]);
+          }
         }
       }
-    if (seen) {
-      const T high = largest<T>(top);
-      V total{};
-      for (int i = 0; i < edges * JB; ++i) total += weight[i] = exponential(weight[i] - high);
-      const T all_of_them = sum<T>(total) + (o.leaky ? std::exp(-high) : T(0));
-      *log_sum = high + std::log(all_of_them);
-      for (int i = 0; i < edges * JB; ++i) weight[i] *= T(1) / all_of_them;
-    }
-    for (int e = 0; e < edges; ++e)
-      for (int jb = 0; jb < JB; ++jb) {
-        V* to = sums_here + (long(g.child_parent[begin + e]) * JB + jb) * H;
-        const V x = weight[e * JB + jb], *v = votes + (long(e) * JB + jb) * height();
-        for (int h = 0; h < height(); ++h) to[h] += x * v[h];
+    if (t > 0) {
+      const V high = across<T>(top, [](V x, V y) { return (x < y) | (y != y) ? y : x; });
+      for (int i = 0; i < samples; ++i)
+        for (int k = i * blocks; k < (i + 1) * blocks; ++k) total[i] += weight[k] = exponential(weight[k] - high[i]);
+      V sum = across<T>(total, [](V x, V y) { return x + y; });
+      if (o.leaky) sum += exponential(-high);
+      const V log_sum = high + logarithm(sum), inverse = T(1) / sum;
+      for (int i = 0; i < samples; ++i) {
+        log_sums_all[(b + i) * log_sums() + (t - 1) * children() + long(s) * g.C + c] = log_sum[i];
+        for (int k = i * blocks; k < (i + 1) * blocks; ++k) weight[k] *= inverse[i];
       }
+    }
+    for (int i = 0; i < samples; ++i)
+      for (int e = 0; e < edges; ++e)
+        for (int jb = 0; jb < JB; ++jb) {
+          V* to = sums(kept_all, b + i, t) + (long(g.child_parent[begin + e]) * JB + jb) * H;
+          const long k = long(i) * blocks + e * JB + jb;
+          const V x = weight[k], *v = votes + k * H;
+          for (int h = 0; h < height(); ++h) to[h] += x * v[h];
+        }
   }
 
   // One child's logits back: adds to the gradient of what it agreed with; Σ c · gradient of c.

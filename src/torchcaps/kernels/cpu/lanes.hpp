@@ -75,6 +75,20 @@ template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) 
   return x[0];
 }
 
+// L vectors as the rows of a square → its columns. Every turn moves the lowest bit of an element's place to the top.
+template <class T> inline void transpose(Vector<T>* x) {
+  constexpr int L = lanes<T>;
+  const auto each = std::make_integer_sequence<int, L>();
+  for (int turn = 1; turn < L; turn *= 2) {
+    Vector<T> y[L];
+    for (int i = 0; i < L / 2; ++i) {
+      y[i] = every_other<T, 0>(x[2 * i], x[2 * i + 1], each);
+      y[L / 2 + i] = every_other<T, 1>(x[2 * i], x[2 * i + 1], each);
+    }
+    for (int i = 0; i < L; ++i) x[i] = y[i];
+  }
+}
+
 // e^x to about 1 ulp; 0 below the smallest normal number.
 inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <exception>
 
 #include <omp.h>
@@ -13,22 +14,42 @@ namespace {
 
 template <class T> int padded(int J) { return (J + lanes<T> - 1) / lanes<T> * lanes<T>; }
 
-// [outer, J, inner] → [outer, JB, inner, lane], zeros in the lanes beyond J; and back.
+// [outer, J, inner] → [outer, JB, inner, lane], zeros in the lanes beyond J; and back. Whole squares are transposed.
 template <class T> void to_lanes(const T* from, T* to, long outer, int J, int inner) {
-  const int L = lanes<T>, JB = (J + L - 1) / L;
-  for (long o = 0; o < outer; ++o)
-    for (int jb = 0; jb < JB; ++jb)
-      for (int i = 0; i < inner; ++i)
-        for (int l = 0; l < L; ++l) {
-          const int j = jb * L + l;
-          to[((o * JB + jb) * inner + i) * L + l] = j < J ? from[(o * J + j) * inner + i] : T(0);
-        }
+  constexpr int L = lanes<T>;
+  const int JB = (J + L - 1) / L;
+  for (long block = 0; block < outer * JB; ++block) {
+    const int first = int(block % JB) * L, there = std::min(L, J - first);
+    const T* rows = from + (block / JB * J + first) * inner;
+    T* square = to + block * inner * L;
+    int i = 0;
+    for (; i + L <= inner; i += L) {
+      Vector<T> x[L]{};
+      for (int l = 0; l < there; ++l) std::memcpy(x + l, rows + long(l) * inner + i, sizeof x[0]);
+      transpose<T>(x);
+      std::memcpy(square + long(i) * L, x, sizeof x);
+    }
+    for (; i < inner; ++i)
+      for (int l = 0; l < L; ++l) square[long(i) * L + l] = l < there ? rows[long(l) * inner + i] : T(0);
+  }
 }
 template <class T> void from_lanes(const T* from, T* to, long outer, int J, int inner) {
-  const int L = lanes<T>, JB = (J + L - 1) / L;
-  for (long o = 0; o < outer; ++o)
-    for (int j = 0; j < J; ++j)
-      for (int i = 0; i < inner; ++i) to[(o * J + j) * inner + i] = from[((o * JB + j / L) * inner + i) * L + j % L];
+  constexpr int L = lanes<T>;
+  const int JB = (J + L - 1) / L;
+  for (long block = 0; block < outer * JB; ++block) {
+    const int first = int(block % JB) * L, there = std::min(L, J - first);
+    T* rows = to + (block / JB * J + first) * inner;
+    const T* square = from + block * inner * L;
+    int i = 0;
+    for (; i + L <= inner; i += L) {
+      Vector<T> x[L];
+      std::memcpy(x, square + long(i) * L, sizeof x);
+      transpose<T>(x);
+      for (int l = 0; l < there; ++l) std::memcpy(rows + long(l) * inner + i, x + l, sizeof x[0]);
+    }
+    for (; i < inner; ++i)
+      for (int l = 0; l < there; ++l) rows[long(l) * inner + i] = square[long(i) * L + l];
+  }
 }
 
 // Numbers below the smallest normal one are taken as 0 while it lives: each costs as much as a hundred others.
@@ -198,14 +219,14 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
     if (g.own_transforms) {
       V* sum = sums_memory.take<V>(ready.transforms / lanes<T>);
       std::fill_n(reinterpret_cast<T*>(sum), ready.transforms, T(0));
-      on_threads(g.S, o.threads, [&](int s, Scratch&) {
-        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, sum);
+      on_threads(g.S, o.threads, [&](int s, Scratch& scratch) {
+        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, sum, scratch);
       });
       from_lanes(reinterpret_cast<T*>(sum), x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
       return;
     }
-    const auto add_up = [&](int from, int to, T* sum, Scratch&) {
-      rule.undo_votes(0, g.S, from, to, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum));
+    const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
+      rule.undo_votes(0, g.S, from, to, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
     };
     const T* sums = sum_in_groups<T>(g.B, ready.transforms, o.threads, sums_memory, add_up);
     from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
