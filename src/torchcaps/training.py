@@ -263,7 +263,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         "test_accuracy_percent": round(test, 4),
         "validation_accuracy_percent": round(validation, 4),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "train_images_per_second": float(np.median([float(row["train_images_per_second"]) for row in rows])),
+        "train_images_per_second": round(float(np.median([float(row["train_images_per_second"]) for row in rows])), 2),
         "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
         "epochs": len(rows),
         "best_epoch": chosen["epoch"] + 1,

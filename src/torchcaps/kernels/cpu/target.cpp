@@ -1,6 +1,6 @@
 // The kernels for one instruction set: batches over threads, between torch's layout and lanes.
 #include "dynamic.hpp"
-#include "em.hpp"
+#include "em_backward.hpp"
 
 #include <algorithm>
 #include <chrono>
