@@ -353,3 +353,51 @@ def test_the_gradients_of_a_parent_that_is_surely_active():
     exact = everything(case, MAPS["conv"], backend="reference", **options)
     found = everything(case, MAPS["conv"], torch.float32, backend="fused", **options)
     assert far(found[-1], exact[-1]) < 1e-3
+
+
+def faint(case):
+    return case[0], torch.full_like(case[1], 1e-30), *case[2:]
+
+
+def faint_and_far_first(case):
+    pose, activation = case[0].clone(), torch.ones_like(case[1])
+    pose[:, 0, 0], activation[:, 0, 0] = 1e6, 1e-10
+    return pose, activation, *case[2:]
+
+
+def twin_parents_far_from_all(case):
+    pose = case[0].clone()
+    pose[:, 0] *= 300
+    return pose, torch.ones_like(case[1]), case[2][:, :, :1].repeat(1, 1, 4, 1, 1), *(x[:1].repeat(4) for x in case[3:])
+
+
+@pytest.mark.parametrize("change", [faint, faint_and_far_first, twin_parents_far_from_all])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_corners_are_as_near_to_the_truth_as_the_reference(change, dtype):
+    torch.manual_seed(5)
+    case = change(problem(MAPS["shared"], 4, (4, 4, 4)))
+    exact = everything(case, MAPS["shared"], backend="reference")
+    found, reference = (everything(case, MAPS["shared"], dtype, backend=name) for name in ("fused", "reference"))
+    for one, other, right in zip(found, reference, exact, strict=True):
+        assert far(one, right) <= 4 * far(other, right) + (1e-4 if dtype == torch.float32 else 1e-7)
+
+
+def test_children_that_are_off_do_not_spoil_the_gradients_of_the_others():
+    torch.manual_seed(6)
+    case = problem(MAPS["shared"], 4, (4, 4, 4))
+    activation = torch.ones_like(case[1])
+    activation[:, ::2] = 0
+    for value in everything((1e3 * case[0], activation, *case[2:]), MAPS["shared"], torch.float32, iterations=5):
+        assert torch.isfinite(value).all()
+
+
+@pytest.mark.parametrize("squash_form", ["sabour", "su", "unit"])
+def test_squash_of_huge_sums_has_its_small_gradient(squash_form):
+    pose, transform = dynamic_problem(MAPS["dense"], 3, (1, 8, 16))
+    case = (1e8 * pose, transform)
+    options = {"squash_form": squash_form, "iterations": 1}
+    exact = dynamic(case, MAPS["dense"], backend="reference", **options)
+    for found, right in zip(
+        dynamic(case, MAPS["dense"], torch.float32, backend="fused", **options), exact, strict=True
+    ):
+        assert far(found, right) < 1e-3

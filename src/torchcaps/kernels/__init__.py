@@ -95,6 +95,17 @@ def arrays(*tensors: Tensor) -> list[Any]:
     return [(x.clone() if x.data_ptr() % 64 else x).numpy() for x in whole]
 
 
+def filled(*tensors: Tensor) -> list[Any]:
+    """NumPy views of fresh tensors, for the kernels to fill.
+
+    Raises:
+        ValueError: the memory is not aligned as torch aligns it, to 64 bytes.
+    """
+    if any(tensor.data_ptr() % 64 for tensor in tensors):
+        raise ValueError("the fused kernels need memory that is aligned to 64 bytes")
+    return [tensor.numpy() for tensor in tensors]
+
+
 def once(*_: Any) -> None:
     """The gradient of a gradient.
 

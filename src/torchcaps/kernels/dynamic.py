@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, kept_parents, once
+from torchcaps.kernels import _cpu, arrays, filled, kept_parents, once
 
 
 @torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
@@ -22,7 +22,7 @@ def dynamic_routing(
     """The parents' poses, and what the backward pass needs: the sums of every pass and the children's log-sums."""
     options = (iterations, cumulative, squash_form, inner_squash_form, all_passes, leaky)
     outputs = _empty(pose, transform, edges, parent_sites, iterations)
-    _cpu.dynamic_forward(*arrays(pose, transform, edges), *options, torch.get_num_threads(), *arrays(*outputs))
+    _cpu.dynamic_forward(*arrays(pose, transform, edges), *options, torch.get_num_threads(), *filled(*outputs))
     return outputs
 
 
@@ -34,7 +34,7 @@ def _empty(pose, transform, edges, parent_sites, iterations, *_):
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
         pose.new_empty(batch, kept),
-        pose.new_empty(batch, iterations - 1, sites, types),
+        pose.new_empty(batch, iterations - 1, 2, sites, types),
     )
 
 
@@ -55,7 +55,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     options = (iterations, cumulative, squash_form, inner_squash_form, all_passes, leaky, torch.get_num_threads())
     gradients = torch.empty(pose.shape, dtype=pose.dtype), torch.empty(transform.shape, dtype=pose.dtype)
-    _cpu.dynamic_backward(*arrays(pose, transform, edges), *options, *arrays(kept, log_sums, parents_grad, *gradients))
+    _cpu.dynamic_backward(
+        *arrays(pose, transform, edges), *options, *arrays(kept, log_sums, parents_grad), *filled(*gradients)
+    )
     return gradients
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, kept_parents, once
+from torchcaps.kernels import _cpu, arrays, filled, kept_parents, once
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -22,7 +22,7 @@ def em_routing(
     """Mean, activation, and what the backward pass needs: every pass's fit, and the children's log-sums."""
     outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures)
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
-    _cpu.em_forward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *arrays(*outputs))
+    _cpu.em_forward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *filled(*outputs))
     return outputs
 
 
@@ -35,7 +35,7 @@ def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inv
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
         pose.new_empty(batch, parent_sites, parent_types),
         pose.new_empty(batch, kept),
-        pose.new_empty(batch, passes - 1, sites, types),
+        pose.new_empty(batch, passes - 1, 2, sites, types),
     )
 
 
@@ -57,8 +57,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
     gradients = tuple(torch.empty(x.shape, dtype=pose.dtype) for x in inputs[:5])
-    rest = (kept, log_sums, mean_grad, activation_grad, *gradients)
-    _cpu.em_backward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *arrays(*rest))
+    rest = arrays(kept, log_sums, mean_grad, activation_grad)
+    options = (variance_floor, mean_data, torch.get_num_threads())
+    _cpu.em_backward(*arrays(*inputs), *options, *rest, *filled(*gradients))
     return gradients  # type: ignore[return-value]
 
 

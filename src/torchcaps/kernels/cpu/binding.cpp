@@ -151,7 +151,7 @@ void em_forward(Array<const T> pose, Array<const T> activation, Array<const T> t
   expect("mean", mean, {g.B, g.P, g.J, g.R, g.N});
   expect("parent activation", parent_activation, {g.B, g.P, g.J});
   expect("kept", kept, {g.B, em_kept<T>(g, o.iterations)});
-  expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
+  expect("log_sums", log_sums, {g.B, o.iterations - 1, 2, g.S, g.C});
   nb::gil_scoped_release released;
   kernels<T>().em.forward(g, o, {pose.data(), activation.data(), transform.data(), kept.data(), log_sums.data(), mean.data(),
                          parent_activation.data()});
@@ -168,7 +168,7 @@ void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> 
   const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, threads);
   expect("activation", activation, {g.B, g.S, g.C});
   expect("kept", kept, {g.B, em_kept<T>(g, o.iterations)});
-  expect("log_sums", log_sums, {g.B, o.iterations - 1, g.S, g.C});
+  expect("log_sums", log_sums, {g.B, o.iterations - 1, 2, g.S, g.C});
   expect("gradient of the mean", mean_grad, {g.B, g.P, g.J, g.R, g.N});
   expect("gradient of the parent activation", parent_activation_grad, {g.B, g.P, g.J});
   expect("gradient of pose", pose_grad, {g.B, g.S, g.C, g.R, g.Q});
@@ -206,7 +206,7 @@ void dynamic_forward(Array<const T> pose, Array<const T> transform, Edges edges,
   const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
   expect("parents", parents, {g.B, g.P, g.J, g.R, g.N});
   expect("kept", kept, {g.B, dynamic_kept<T>(g, iterations)});
-  expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
+  expect("log_sums", log_sums, {g.B, iterations - 1, 2, g.S, g.C});
   nb::gil_scoped_release released;
   kernels<T>().dynamic.forward(g, o, {pose.data(), transform.data(), kept.data(), log_sums.data(), parents.data()});
 }
@@ -220,7 +220,7 @@ void dynamic_backward(Array<const T> pose, Array<const T> transform, Edges edges
   const Problem& g = owned.problem;
   const auto o = dynamic_options(g, iterations, cumulative, form, inner_form, all_passes, leaky, threads);
   expect("kept", kept, {g.B, dynamic_kept<T>(g, iterations)});
-  expect("log_sums", log_sums, {g.B, iterations - 1, g.S, g.C});
+  expect("log_sums", log_sums, {g.B, iterations - 1, 2, g.S, g.C});
   expect("gradient of the parents", parents_grad, {g.B, g.P, g.J, g.R, g.N});
   expect("gradient of pose", pose_grad, {g.B, g.S, g.C, g.R, g.Q});
   expect("gradient of transform", transform_grad, {g.K, g.C, g.J, g.Q, g.N});
@@ -234,7 +234,7 @@ void dynamic_backward(Array<const T> pose, Array<const T> transform, Edges edges
 NB_MODULE(_cpu, m) {
   m.doc() = "Fused routing on the processor; torchcaps.kernels calls it.";
   m.def("instruction_sets", &instruction_sets, "Kernels that this build holds and this processor runs, best first.");
-  m.def("use", &use, nb::arg("instruction_set"), "Take the kernels of one instruction set from now on.");
+  m.def("use", &use, nb::arg("instruction_set"), "Take the kernels of one instruction set from now on: for tests; not between a forward pass and its backward pass.");
   m.def("peak_gflops", [](int threads) {
     nb::gil_scoped_release released;
     return chosen->peak_gflops(std::max(1, threads));

@@ -23,8 +23,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
 
   long whole() const { return long(PB) * H; }
   long children() const { return long(g.S) * g.C; }
-  // Numbers that a sample keeps beside Σ c û of every pass: the log-sum of every child in the passes but the first.
-  long log_sums() const { return children() * (o.iterations - 1); }
+  // Numbers that a sample keeps beside Σ c û of every pass, in the passes but the first: of every child its largest logit
+  // and the logarithm of Σ e^(logit - largest), [T - 1, 2, S, C].
+  long log_sums() const { return 2 * children() * (o.iterations - 1); }
+  long gammas_size() const { return children() * (o.iterations - 1); }
   // Vectors that a sample needs in the backward pass: what each pass agrees with, and the gradients of its sums.
   long work() const { return 2 * whole() * o.iterations + whole(); }
   int block(int samples) const {
@@ -32,7 +34,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     return int(std::max<long>(1, std::min<long>(samples, BLOCK_BYTES / bytes)));
   }
 
-  // Samples from … to - 1: pose [B, S, C, R, Q] → kept, [T, PB, H] a sample, and log_sums [B, T - 1, S, C].
+  // Samples from … to - 1: pose [B, S, C, R, Q] → kept, [T, PB, H] a sample, and log_sums.
   void forward(int from, int to, const T* pose, T* kept_all, T* log_sums_all, Scratch& scratch) const {
     V* seen = scratch.take<V>((to - from) * whole() + together() * most_edges * JB * (H + 1L) + site_poses(to - from));
     V* votes = seen + (to - from) * whole();
@@ -89,9 +91,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         for (int c = 0; c < g.C; ++c)
           for (int b = from; b < to; ++b) {
             const long child = (t - 1) * children() + long(s) * g.C + c;
-            gammas[b * log_sums() + child] =
+            gammas[b * gammas_size() + child] =
                 undo_child(s, c, poses + (long(c) * (to - from) + b - from) * size(), agreed(works, b, t),
-                           log_sums_all[b * log_sums() + child], sums_grad(works, b, t),
+                           log_sums_of(log_sums_all, b, t, s, c), sums_grad(works, b, t),
                            works + b * work() + 2 * whole() * o.iterations, votes);
           }
       }
@@ -144,8 +146,12 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     return x + y;
   }
 
-  V coupling_of(const V* v, const V* with, T log_sum, int jb) const {
-    return exponential(valid(jb) > 0 ? product(v, with) - log_sum : all(lowest<T>));
+  template <class X> X* log_sums_of(X* all_of_them, int b, int t, int s, int c) const {
+    return all_of_them + b * log_sums() + 2 * (t - 1) * children() + long(s) * g.C + c;
+  }
+  V coupling_of(const V* v, const V* with, const T* log_sums, int jb) const {
+    const V log_coupling = smaller<T>((product(v, with) - log_sums[0]) - log_sums[children()], V{});
+    return exponential(valid(jb) > 0 ? log_coupling : all(lowest<T>));
   }
 
   // What the pass after these sums agrees with.
@@ -185,11 +191,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
             const V* grad = sums_grad(works, b + i, t) + at;
             V coupling = even(s) * valid(jb);
             if (t > 0) {
-              const long child = (b + i) * log_sums() + (t - 1) * children() + long(s) * g.C + c;
+              const T gamma = gammas[(b + i) * gammas_size() + (t - 1) * children() + long(s) * g.C + c];
               const V* with = agreed(works, b + i, t) + at;
-              coupling = coupling_of(v, with, log_sums_all[child], jb);
+              coupling = coupling_of(v, with, log_sums_of(log_sums_all, b + i, t, s, c), jb);
               if (o.all_passes) {
-                const V logit_grad = coupling * (product(v, grad) - gammas[child]);
+                const V logit_grad = coupling * (product(v, grad) - gamma);
                 for (int h = 0; h < height(); ++h) v_grad[i][h] += logit_grad * with[h];
               }
             }
@@ -251,9 +257,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         for (int k = i * blocks; k < (i + 1) * blocks; ++k) total[i] += weight[k] = exponential(weight[k] - high[i]);
       V sum = across<T>(total, [](V x, V y) { return x + y; });
       if (o.leaky) sum += exponential(-high);
-      const V log_sum = high + logarithm(sum), inverse = T(1) / sum;
+      const V log_sum = logarithm(sum), inverse = T(1) / sum;
       for (int i = 0; i < samples; ++i) {
-        log_sums_all[(b + i) * log_sums() + (t - 1) * children() + long(s) * g.C + c] = log_sum[i];
+        T* log_sums = log_sums_of(log_sums_all, b + i, t, s, c);
+        log_sums[0] = high[i];
+        log_sums[children()] = log_sum[i];
         for (int k = i * blocks; k < (i + 1) * blocks; ++k) weight[k] *= inverse[i];
       }
     }
@@ -268,7 +276,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
   }
 
   // One child's logits back: adds to the gradient of what it agreed with; Σ c · gradient of c.
-  T undo_child(int s, int c, const T* m, const V* with, T log_sum, const V* sums_grads, V* with_grad, V* votes) const {
+  T undo_child(int s, int c, const T* m, const V* with, const T* log_sums, const V* sums_grads, V* with_grad, V* votes) const {
     const int begin = g.child_begin[s], edges = g.child_begin[s + 1] - begin;
     V *coupling = votes + long(most_edges) * JB * H, *coupling_grad = coupling + most_edges * JB;
     V total{};
@@ -278,7 +286,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         const long at = (long(g.child_parent[begin + e]) * JB + jb) * H;
         V* v = votes + long(i) * height();
         vote(m, weights(g.child_kernel[begin + e], c, jb), v);
-        coupling[i] = coupling_of(v, with + at, log_sum, jb);
+        coupling[i] = coupling_of(v, with + at, log_sums, jb);
         coupling_grad[i] = product(v, sums_grads + at);
         total += coupling[i] * coupling_grad[i];
       }
@@ -312,14 +320,16 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
     V factor = all(T(1)), slope{};  // d factor / d length, over length
     if (form == Squash::unit) {
       const auto there = length > T(1e-12);
-      const V safe = there ? length : all(T(1e-12));
-      factor = T(1) / safe;
-      slope = there ? -factor * factor * factor : V{};
-    } else if (form != Squash::none) {
+      factor = T(1) / (there ? length : all(T(1e-12)));
+      const V turned = there ? factor * along : V{};
+      for (int h = 0; h < height(); ++h) s_grad[h] = factor * (v_grad[h] - turned * (factor * s[h]));
+      return;
+    }
+    if (form != Squash::none) {
       const T offset = form == Squash::sabour ? T(1) : T(0.5);
       const V below = offset + square;
       factor = length / below;
-      slope = length > 0 ? (offset - square) / (below * below * (length > 0 ? length : all(T(1)))) : V{};
+      slope = length > 0 ? (offset - square) / below / below / (length > 0 ? length : all(T(1))) : V{};
     }
     for (int h = 0; h < height(); ++h) s_grad[h] = factor * v_grad[h] + slope * along * s[h];
   }

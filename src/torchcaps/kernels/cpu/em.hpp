@@ -37,13 +37,14 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     return {x, x + height(), x[2 * height()], x[2 * height() + 1], x[2 * height() + 2], x[2 * height() + 3]};
   }
 
-  // One sample: pose [S, C, R, Q], activation [S, C] → kept passes and log_sums [T - 1, S, C].
+  // One sample: pose [S, C, R, Q], activation [S, C] → kept passes and log_sums [T - 1, 2, S, C], of every child its
+  // largest logit and the logarithm of Σ e^(logit - largest): of huge logits, their sum would lose the second.
   void forward(const T* pose, const T* activation, T* sample, T* log_sums, Scratch& scratch) const {
     const long sites = long(sizeof(Site)) * g.S / long(sizeof(V)) + 1;
     V* sums = scratch.take<V>(long(PB) * sums_size() + std::max(chunk_blocks() * (H + 1), sites));
     first_pass(pose, activation, sample, sums);
     for (int t = 1; t < o.iterations; ++t)
-      later_pass(t, pose, activation, sample, log_sums + long(t - 1) * g.S * g.C, sums);
+      later_pass(t, pose, activation, sample, log_sums + log_sums_size() * (t - 1), sums);
   }
 
   // Mean [P, J, R, N] and activation [P, J] of the last pass.
@@ -58,6 +59,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
 
  protected:
   int kept_size() const { return 2 * height() + 4; }
+  long log_sums_size() const { return 2L * g.S * g.C; }
+  V log_coupling(V logit, const T* log_sums, long child) const {
+    return (logit - log_sums[child]) - log_sums[long(g.S) * g.C + child];
+  }
   int sums_size() const { return 2 * height() + 1; }  // Σ w, Σ w d [H], Σ w d² [H]
 
   // Children of a site that are taken together: what is kept of them between two visits stays in the nearest cache.
@@ -110,10 +115,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     return {half_logs, described, o.heat[t] * (beta(o.beta_a, jb) - described * now.data / o.mean_data)};
   }
 
-  // The children of a site that are on: how much there is of them, and one of them, or -1.
+  // The children of a site that are on: how much there is of them, the most active one, or -1, and its activation.
   struct Site {
     T data;
     int pilot;
+    T most;
   };
 
   // Fits every parent to votes that are shared evenly. A few transforms at a time serve all parents, from the nearest
@@ -121,22 +127,25 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   void first_pass(const T* pose, const T* activation, T* sample, V* sums) const {
     Site* sites = reinterpret_cast<Site*>(sums + long(PB) * sums_size());
     for (int s = 0; s < g.S; ++s) {
-      sites[s] = {T(0), -1};
-      for (int c = g.C - 1; c >= 0; --c) {
+      Site& site = sites[s] = {T(0), -1, T(0)};
+      for (int c = 0; c < g.C; ++c) {
         const T a = activation[long(s) * g.C + c];
-        if (!(a <= 0)) sites[s] = {sites[s].data + a, c};
+        if (a <= 0) continue;
+        site.data += a;
+        if (site.pilot < 0 || a > site.most) site.pilot = c, site.most = a;
       }
     }
     clear(sums);
     int most_edges = 0;
     for (int p = 0; p < g.P; ++p) {
-      T data = 0, most = 0;
+      T data = 0, most = 0, best = 0;
       int pilot = -1;
       most_edges = std::max(most_edges, g.parent_begin[p + 1] - g.parent_begin[p]);
       for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
         const int s = g.parent_child[e];
         if (sites[s].pilot < 0) continue;
-        if (pilot < 0) pilot = e;
+        const T share = even_share(s) * sites[s].most;
+        if (pilot < 0 || share > best) pilot = e, best = share;
         data += even_share(s) * sites[s].data;
         most = std::max(most, even_share(s));
       }
@@ -204,24 +213,31 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     }
   }
 
-  // The spread of evenly shared votes around their mean.
+  // The spread of evenly shared votes around their mean, which is set right by what it misses them by.
   void spread_evenly(const T* pose, const T* activation, int at, const Fit& now) const {
     const int p = at / JB, jb = at % JB;
-    V spread[MOST]{};
+    V spread[MOST]{}, beside[MOST]{};
     for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e) {
       const int s = g.parent_child[e];
       for (int c = 0; c < g.C; ++c) {
         V v[MOST];
         vote(pose_of(pose, s, c), weights(g.parent_kernel[e], c, jb), v);
         for (int h = 0; h < height(); ++h) {
-          const V d = v[h] - now.mean[h];
-          spread[h] += even_share(s) * now.activation * activation[long(s) * g.C + c] * d * d;
+          const V d = v[h] - now.mean[h], x = even_share(s) * now.activation * activation[long(s) * g.C + c] * d;
+          beside[h] += x;
+          spread[h] += x * d;
         }
       }
     }
-    for (int h = 0; h < height(); ++h) now.half[h] = halved(spread[h], valid(jb));
+    correct(now, beside, spread, valid(jb));
   }
 
+  void correct(const Fit& now, const V* beside, const V* spread, V mask) const {
+    for (int h = 0; h < height(); ++h) {
+      now.mean[h] += beside[h];
+      now.half[h] = halved(larger<T>(spread[h] - beside[h] * beside[h], V{}), mask);
+    }
+  }
   V halved(V spread, V mask) const { return mask > 0 ? T(0.5) / (spread + o.floor) : all(T(0.5)); }
 
   // Mean and variance from the sums around a centre; false where too little of the second one would be left.
@@ -281,7 +297,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     for (int c = 0; c < children; c += L) {
       const V x = across<T>(total + c, [](V a, V b) { return a + b; }), inverse = T(1) / x, log_sum = logarithm(x);
       for (int i = 0; i < std::min(L, children - c); ++i) {
-        log_sums[c + i] = high[c + i] + log_sum[i];
+        log_sums[c + i] = high[c + i];
+        log_sums[long(g.S) * g.C + c + i] = log_sum[i];
         scale[c + i] = activation[c + i] * inverse[i];
       }
     }
@@ -296,7 +313,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     for (int s = 0; s < g.S; ++s) {
       const int begin = g.child_begin[s], end = g.child_begin[s + 1];
       if (begin == end) {
-        std::fill_n(log_sums + long(s) * g.C, g.C, T(0));
+        for (long c = long(s) * g.C; c < (s + 1L) * g.C; ++c) log_sums[c] = log_sums[long(g.S) * g.C + c] = 0;
         continue;
       }
       const int step = together(s);
@@ -349,7 +366,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
           if (activation[child] <= 0) continue;
           V v[MOST];
           vote(pose_of(pose, g.parent_child[e], c), weights(g.parent_kernel[e], c, jb), v);
-          use(activation[child], logit(v, before, d) - log_sums[child]);
+          use(activation[child], log_coupling(logit(v, before, d), log_sums, child));
         }
     };
     each([&](T, V log_r) { top = larger<T>(log_r, top); });
@@ -361,6 +378,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     });
     const auto alive = ~(total <= NOTHING);
     const V inverse = alive ? T(1) / (alive ? total : all(T(1))) : V{};
+    V beside[MOST]{};
     for (int h = 0; h < height(); ++h) {
       now.mean[h] = alive ? before[h] + moment[h] * inverse : V{};
       moment[h] = V{};
@@ -368,11 +386,12 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     each([&](T a, V log_r) {
       const V w = inverse * a * exponential(log_r - top);
       for (int h = 0; h < height(); ++h) {
-        const V x = d[h] + (before[h] - now.mean[h]);
-        moment[h] += w * x * x;
+        const V x = d[h] + (before[h] - now.mean[h]), y = w * x;
+        beside[h] += y;
+        moment[h] += y * x;
       }
     });
-    for (int h = 0; h < height(); ++h) now.half[h] = halved(moment[h], mask);
+    correct(now, beside, moment, mask);
     now.data = total * exponential(top);
     now.log_data = alive ? logarithm(total) + top : all(-lowest<T>);
   }

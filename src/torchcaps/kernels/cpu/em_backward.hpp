@@ -11,7 +11,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
   using Fit = typename Base::Fit;
   using Base::g, Base::H, Base::JB, Base::PB, Base::W, Base::o, Base::MOST, Base::L;
   using Base::add_up, Base::chunk_blocks, Base::clear, Base::even_share, Base::fit, Base::sums_size;
-  using Base::MOST_TOGETHER, Base::together, Base::weigh;
+  using Base::MOST_TOGETHER, Base::log_coupling, Base::log_sums_size, Base::together, Base::weigh;
   using Base::inner, Base::rows, Base::height, Base::weights, Base::pose_of, Base::valid, Base::vote, Base::undo_vote;
   static constexpr int SIDE_BY_SIDE = 4, PAIR = 2;  // children that share what is read of a parent
 
@@ -51,7 +51,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
         undecide(t, now, at % JB, log_activation_grad, grad, beta_u_grad, beta_a_grad);
       }
       if (t > 0)
-        undo_later_pass(t, pose, activation, sample, grads, log_sums + (t - 1) * child, gammas + (t - 1) * child,
+        undo_later_pass(t, pose, activation, sample, grads, log_sums + log_sums_size() * (t - 1), gammas + (t - 1) * child,
                         child_activation_grad, sums, buffer);
     }
     undo_votes(pose, activation, sample, log_sums, grads, gammas, pose_grad, child_activation_grad, transform_grad,
@@ -95,10 +95,12 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
   struct Part {
     V share, u;
   };
+  // Of a child that is off, nothing, however large its part would be.
+  static V scaled(T a, V x) { return a == 0 ? V{} : a * x; }
   static bool faint(const Fit& now) { return any(now.log_data < T(-40)); }
-  Part part(const Fit& now, bool faint, const Grad& grad, V bracket, V r, V log_r) const {
+  Part part(T a, const Fit& now, bool faint, const Grad& grad, V bracket, V r, V log_r) const {
     V share = r * grad.inverse;
-    if (faint) share = exponential(smaller<T>(log_r - now.log_data, all(T(60))));
+    if (faint) share = exponential(a > 0 ? log_r - now.log_data : smaller<T>(log_r - now.log_data, all(T(60))));
     return {share, share * bracket + r * grad.data};
   }
 
@@ -141,9 +143,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
                 }
               }
               for (int i = 0; i < std::min(PAIR, children - c); ++i) {
-                const V log_r = smaller<T>(before.prior - far[i] - log_sums[child + c + i], V{});
+                const V log_r = smaller<T>(log_coupling(before.prior - far[i], log_sums, child + c + i), V{});
                 couplings[block + i] = exponential(log_r);
-                w[block + i] = part(now, now_faint, grad, bracket[i], couplings[block + i], log_r).u;
+                w[block + i] = part(activation[child + c + i], now, now_faint, grad, bracket[i], couplings[block + i], log_r).u;
                 total[c + i] += w[block + i];
               }
             }
@@ -155,7 +157,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
         }
         for (long i = 0; i < block; i += children)
           for (int c = 0; c < children; ++c)
-            w[i + c] = activation[child + c] * (w[i + c] - couplings[i + c] * gamma[c]);
+            w[i + c] = scaled(activation[child + c], w[i + c] - couplings[i + c] * gamma[c]);
         add_up(s, children, buffer, w, sums);
       }
     }
@@ -222,13 +224,14 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
           const T even = even_share(s);
           log_r = all(std::log(even)), r = all(even);
         } else {
-          log_r = smaller<T>(fit(sample, t - 1, at).prior - distance[i] - log_sums[earlier], V{});
+          log_r = smaller<T>(log_coupling(fit(sample, t - 1, at).prior - distance[i],
+                                          log_sums + log_sums_size() * (t - 1), child + i), V{});
           r = exponential(log_r);
         }
-        const Part one = part(now, now_faint, grad, bracket[i], r, log_r);
+        const Part one = part(a, now, now_faint, grad, bracket[i], r, log_r);
         if (t == 0) total[i] += one.u;
         to_fit[t][i] = a * one.share;
-        to_logit[t][i] = t > 0 ? T(-2) * a * (one.u - r * gammas[earlier]) : V{};
+        to_logit[t][i] = t > 0 ? scaled(T(-2) * a, one.u - r * gammas[earlier]) : V{};
         distance[i] = far[i];
       }
     }

@@ -33,7 +33,7 @@ template <class T> inline Vector<T> all(T x) { return Vector<T>{} + x; }
 template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
 template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
 
-// Reductions in a tree of halves.
+// Sums in a tree of halves.
 template <class T, int BYTES, class Join> inline T fold(const T* x, Join join) {
   typedef T Half __attribute__((vector_size(BYTES / 2)));
   Half low, high;
@@ -49,11 +49,6 @@ template <class T> inline T sum(Vector<T> x) {
   T in[lanes<T>];
   std::memcpy(in, &x, sizeof x);
   return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a + b; });
-}
-template <class T> inline T largest(Vector<T> x) {
-  T in[lanes<T>];
-  std::memcpy(in, &x, sizeof x);
-  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a < b || b != b ? b : a; });
 }
 
 // The even, or the odd, lanes of two vectors in a row.

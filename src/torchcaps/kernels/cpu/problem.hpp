@@ -13,14 +13,14 @@ struct Problem {
 
 // Numbers that a sample keeps for the backward pass. They are laid out in the lanes at work, but have the size of the
 // widest: the operators promise one shape on every processor.
-template <class T> long widest_parents(const Problem& g) {
+template <class T> static inline long widest_parents(const Problem& g) {
   const int L = 64 / int(sizeof(T));
   return long(g.P) * ((g.J + L - 1) / L * L);
 }
-template <class T> long em_kept(const Problem& g, int iterations) {
+template <class T> static inline long em_kept(const Problem& g, int iterations) {
   return widest_parents<T>(g) * (2 * g.R * g.N + 4) * iterations;
 }
-template <class T> long dynamic_kept(const Problem& g, int iterations) {
+template <class T> static inline long dynamic_kept(const Problem& g, int iterations) {
   return widest_parents<T>(g) * g.R * g.N * iterations;
 }
 

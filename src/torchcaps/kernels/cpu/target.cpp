@@ -130,7 +130,7 @@ template <class T, int R, int Q, int N> struct EMBatch {
       options.beta_a = weights + transforms + J;
       return weights;
     }
-    long log_sums() const { return (options.iterations - 1) * children; }
+    long log_sums() const { return 2 * (options.iterations - 1) * children; }
   };
 
   static void forward(const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
@@ -206,7 +206,7 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
     const Ready ready(g, o, x.transform);
     const Rule& rule = ready.rule;
     Scratch work_memory, sums_memory;
-    const long gammas_size = (g.B * rule.log_sums() + lanes<T> - 1) / lanes<T>;
+    const long gammas_size = (g.B * rule.gammas_size() + lanes<T> - 1) / lanes<T>;
     V* works = work_memory.take<V>(g.B * rule.work() + gammas_size);
     T* gammas = reinterpret_cast<T*>(works + g.B * rule.work());
     T* kept = const_cast<T*>(x.kept);

@@ -39,12 +39,12 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
     return most;
   }
 
+  // From 0 on, so that there is one way to contract every step: votes have the same bits wherever they are computed.
   void vote(const T* m, const V* w, V* out) const { vote_rows(m, w, rows(), out); }
   void vote_rows(const T* m, const V* w, int count, V* out) const {
     for (int r = 0; r < count; ++r) {
-      V row[COLUMNS ? COLUMNS : MOST];
-      for (int n = 0; n < columns(); ++n) row[n] = m[r * inner()] * w[n];
-      for (int q = 1; q < inner(); ++q)
+      V row[COLUMNS ? COLUMNS : MOST]{};
+      for (int q = 0; q < inner(); ++q)
         for (int n = 0; n < columns(); ++n) row[n] += m[r * inner() + q] * w[q * columns() + n];
       for (int n = 0; n < columns(); ++n) out[r * columns() + n] = row[n];
     }
