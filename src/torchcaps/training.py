@@ -153,7 +153,7 @@ class Classifier(lightning.LightningModule):
         accuracy = 100 * self.accuracy.compute()
         loss = self.trainer.callback_metrics["validation_loss"]
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
-        self.log("validation_rank", accuracy - 0.001 * loss / (1 + loss))
+        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))  # near 0, where floats are close
         self.accuracy.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
