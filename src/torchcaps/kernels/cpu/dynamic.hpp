@@ -252,10 +252,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Dynamic : public Vote
         }
       }
     if (t > 0) {
-      const V high = across<T>(top, [](V x, V y) { return (x < y) | (y != y) ? y : x; });
+      const V high = largest_across<T>(top);
       for (int i = 0; i < samples; ++i)
         for (int k = i * blocks; k < (i + 1) * blocks; ++k) total[i] += weight[k] = exponential(weight[k] - high[i]);
-      V sum = across<T>(total, [](V x, V y) { return x + y; });
+      V sum = sums_across<T>(total);
       if (o.leaky) sum += exponential(-high);
       const V log_sum = logarithm(sum), inverse = T(1) / sum;
       for (int i = 0; i < samples; ++i) {

@@ -289,13 +289,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     V total[MOST_TOGETHER]{};
     T high[MOST_TOGETHER], scale[MOST_TOGETHER];
     for (int c = 0; c < children; c += L) {
-      const V x = across<T>(top + c, [](V a, V b) { return (a < b) | (b != b) ? b : a; });
+      const V x = largest_across<T>(top + c);
       std::memcpy(high + c, &x, sizeof x);
     }
     for (long i = 0; i < blocks; i += children)
       for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - high[c]);
     for (int c = 0; c < children; c += L) {
-      const V x = across<T>(total + c, [](V a, V b) { return a + b; }), inverse = T(1) / x, log_sum = logarithm(x);
+      const V x = sums_across<T>(total + c), inverse = T(1) / x, log_sum = logarithm(x);
       for (int i = 0; i < std::min(L, children - c); ++i) {
         log_sums[c + i] = high[c + i];
         log_sums[long(g.S) * g.C + c + i] = log_sum[i];

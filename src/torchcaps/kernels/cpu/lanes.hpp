@@ -69,6 +69,13 @@ template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) 
       x[i] = join(every_other<T, 0>(x[2 * i], x[2 * i + 1], each), every_other<T, 1>(x[2 * i], x[2 * i + 1], each));
   return x[0];
 }
+template <class T> inline Vector<T> sums_across(Vector<T>* x) {
+  return across<T>(x, [](Vector<T> a, Vector<T> b) { return a + b; });
+}
+// A NaN comes through.
+template <class T> inline Vector<T> largest_across(Vector<T>* x) {
+  return across<T>(x, [](Vector<T> a, Vector<T> b) { return (a < b) | (b != b) ? b : a; });
+}
 
 // L vectors as the rows of a square → its columns. Every turn moves the lowest bit of an element's place to the top.
 template <class T> inline void transpose(Vector<T>* x) {
