@@ -10,7 +10,10 @@ from torch.autograd import forward_ad
 from torch.types import IntLikeType
 
 _cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
+_TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
+CPU_DTYPES = (torch.float32, torch.float64)
+GPU_DTYPES = (*CPU_DTYPES, torch.bfloat16, torch.float16)
 
 Backend = Literal["auto", "reference", "fused"]
 
@@ -19,10 +22,11 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
-    "kept_parents",
+    "kept_size",
     "obstacle",
     "once",
     "peak_gflops",
+    "statistics_dtype",
 ]
 
 
@@ -62,11 +66,14 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         transform: ``[K, C, J, Q, N]``.
         dtype: that the call is computed in.
     """
-    if pose.device.type != "cpu":
-        return f"there are no fused kernels for {pose.device.type}"
-    if _cpu is None:
+    device = pose.device.type
+    if device not in ("cpu", "cuda"):
+        return f"there are no fused kernels for {device}"
+    if device == "cpu" and _cpu is None:
         return "the fused kernels are not built here"
-    if dtype not in (torch.float32, torch.float64):
+    if device == "cuda" and not _TRITON:
+        return "triton is not installed"
+    if dtype not in (CPU_DTYPES if device == "cpu" else GPU_DTYPES):
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
@@ -77,10 +84,15 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def kept_parents(parent_sites: IntLikeType, parent_types: IntLikeType, dtype: torch.dtype) -> IntLikeType:
-    """Parents that the kernels keep something of: types are padded to the widest lanes there are, 64 bytes."""
-    lanes = 64 // dtype.itemsize
-    return parent_sites * -(-parent_types // lanes) * lanes
+def kept_size(pose: Tensor, parent_sites: IntLikeType, parent_types: IntLikeType, numbers: IntLikeType) -> IntLikeType:
+    """Size of so many numbers of every parent: on the CPU, types are padded to the widest lanes there are, 64 bytes."""
+    lanes = 64 // pose.dtype.itemsize if pose.device.type == "cpu" else 1
+    return parent_sites * -(-parent_types // lanes) * lanes * numbers
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over children of a dtype are kept in: float32 for anything narrower."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def arrays(*tensors: Tensor) -> list[Any]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, kept_parents, once
+from torchcaps.kernels import _cpu, arrays, filled, kept_size, once, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
@@ -26,15 +26,23 @@ def dynamic_routing(
     return outputs
 
 
+@dynamic_routing.register_kernel("cuda")
+def _(*arguments):
+    from torchcaps.kernels.gpu import dynamic
+
+    return dynamic.forward(*arguments)
+
+
 @dynamic_routing.register_fake
 def _empty(pose, transform, edges, parent_sites, iterations, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns = transform.shape[2], transform.shape[4]
-    kept = kept_parents(parent_sites, parent_types, pose.dtype) * rows * columns * iterations
+    kept = kept_size(pose, parent_sites, parent_types, rows * columns * iterations)
+    dtype = statistics_dtype(pose.dtype)
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
-        pose.new_empty(batch, kept),
-        pose.new_empty(batch, iterations - 1, 2, sites, types),
+        pose.new_empty(batch, kept, dtype=dtype),
+        pose.new_empty(batch, iterations - 1, 2, sites, types, dtype=dtype),
     )
 
 
@@ -59,6 +67,13 @@ def _backward(
         *arrays(pose, transform, edges), *options, *arrays(kept, log_sums, parents_grad), *filled(*gradients)
     )
     return gradients
+
+
+@_backward.register_kernel("cuda")
+def _(*arguments):
+    from torchcaps.kernels.gpu import dynamic
+
+    return dynamic.backward(*arguments)
 
 
 @_backward.register_fake

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, kept_parents, once
+from torchcaps.kernels import _cpu, arrays, filled, kept_size, once, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -26,16 +26,24 @@ def em_routing(
     return outputs
 
 
+@em_routing.register_kernel("cuda")
+def _(*arguments):
+    from torchcaps.kernels.gpu import em
+
+    return em.forward(*arguments)
+
+
 @em_routing.register_fake
 def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
-    kept = kept_parents(parent_sites, parent_types, pose.dtype) * (2 * rows * columns + 4) * passes
+    kept = kept_size(pose, parent_sites, parent_types, (2 * rows * columns + 4) * passes)
+    dtype = statistics_dtype(pose.dtype)
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),
         pose.new_empty(batch, parent_sites, parent_types),
-        pose.new_empty(batch, kept),
-        pose.new_empty(batch, passes - 1, 2, sites, types),
+        pose.new_empty(batch, kept, dtype=dtype),
+        pose.new_empty(batch, passes - 1, 2, sites, types, dtype=dtype),
     )
 
 
@@ -61,6 +69,13 @@ def _backward(
     options = (variance_floor, mean_data, torch.get_num_threads())
     _cpu.em_backward(*arrays(*inputs), *options, *rest, *filled(*gradients))
     return gradients  # type: ignore[return-value]
+
+
+@_backward.register_kernel("cuda")
+def _(*arguments):
+    from torchcaps.kernels.gpu import em
+
+    return em.backward(*arguments)
 
 
 @_backward.register_fake

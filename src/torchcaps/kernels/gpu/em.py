@@ -1,0 +1,415 @@
+"""EM routing in Triton; `torchcaps.routing.em` is its specification.
+
+Of every pass and parent a record is kept: mean [H], 1 / 2σ² [H], log data, log activation - Σ log σ, data, activation.
+The backward pass keeps one of gradients: of mean [H], variance [H], of data through the cost, and Σ_h variance
+gradient · spread.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from torchcaps.kernels.gpu.problem import Problem
+from torchcaps.kernels.gpu.votes import (
+    add_pose_grad,
+    add_transform_grad,
+    log_coupling,
+    log_sums_of,
+    parents_of_block,
+    records,
+    samples_of_block,
+    store_pose,
+    store_transform,
+    store_vectors,
+    vectors_of,
+    vote,
+)
+
+FIT_EXTRAS = 4
+GRAD_EXTRAS = 2
+
+
+@triton.jit
+def _logit(votes, fit, is_parent, z: tl.constexpr):
+    """log R + the child's log-sum, -∞ where there is no parent; and votes minus the mean."""
+    distance = votes - vectors_of(fit, is_parent, z)
+    far = tl.sum(distance * distance * vectors_of(fit + z.numbers, is_parent, z), axis=2)
+    return tl.load(fit + (2 * z.numbers + 1), is_parent, -float("inf")) - far, distance
+
+
+@triton.jit
+def _part(a, log_r, bracket, fit, grad, is_parent, z: tl.constexpr):
+    """A vote's share of its parent, R / data, and its part of the gradient of the child's activation."""
+    off = a == 0
+    log_share = log_r - tl.load(fit + 2 * z.numbers, is_parent, 0)
+    share = tl.where(is_parent, tl.exp(tl.where(off, tl.minimum(log_share, 60.0), log_share)), 0.0)
+    through_data = tl.load(grad + 2 * z.numbers, is_parent, 0)
+    offset = tl.load(grad + (2 * z.numbers + 1), is_parent, 0)
+    return share, tl.where(is_parent, share * (bracket - offset) + tl.exp(log_r) * through_data, 0.0)
+
+
+@triton.jit
+def _logit_grad(a, part, log_r, gamma, is_parent):
+    """The gradient of a logit; of a child that is off, nothing, however large its part would be."""
+    return tl.where((a == 0) | (is_parent == 0), 0.0, a * (part - tl.exp(log_r) * gamma))
+
+
+@triton.jit
+def _bracket(votes, fit, grad, is_parent, z: tl.constexpr):
+    """Σ_h of a vote's effect on mean and variance, and its parts: distance, and the two gradients."""
+    distance = votes - vectors_of(fit, is_parent, z)
+    mean_grad = vectors_of(grad, is_parent, z)
+    variance_grad = vectors_of(grad + z.numbers, is_parent, z)
+    return tl.sum(distance * (mean_grad + variance_grad * distance), axis=2), distance, mean_grad, variance_grad
+
+
+@triton.jit
+def _find_log_sums(
+    pose, transform, begin, parent_site_of, kernel_of, fits, log_sums, pass_index, samples, z: tl.constexpr
+):
+    """Of every child its largest logit and the logarithm of Σ e^(logit - largest)."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    child = (sample * z.sites + site) * z.types + child_type
+    top = tl.full([z.block_samples], -float("inf"), dtype)
+    total = tl.zeros([z.block_samples], dtype)
+    for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
+        parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+        for first in range(0, z.parent_types, z.block_types):
+            parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+            votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+            logit, _ = _logit(votes, records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z), is_parent, z)
+            logit = tl.where(is_sample[:, None], logit, 0.0)
+            higher = tl.maximum(top, tl.max(logit, axis=1))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(logit - higher[:, None]), axis=1)
+            top = higher
+    childless = total == 0
+    to = log_sums_of(log_sums, child, pass_index, z)
+    tl.store(to, tl.where(childless, 0.0, top), is_sample)
+    tl.store(to + z.sites * z.types, tl.log(tl.where(childless, 1.0, total)), is_sample)
+
+
+@triton.jit
+def _gather_fits(
+    pose, activation, transform, begin, child_site_of, kernel_of, log_even, fits, log_sums, tops, sums,
+    pass_index, is_first: tl.constexpr, samples, group_count, z: tl.constexpr,
+):  # fmt: skip
+    """Of a group of every parent's children: the largest log R; then, of shares w = R a over it, Σ w, the mean of the
+    votes and Σ w (V - mean)², each carried along so that nothing cancels."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
+    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
+    top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
+    weight = tl.zeros([z.block_samples, z.block_types], dtype)
+    mean = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
+    moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
+    group = tl.program_id(2)
+    start = tl.load(begin + parent_site)
+    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
+    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
+        edge, child_type = start + step // z.types, step % z.types
+        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+        child = (sample * z.sites + site) * z.types + child_type
+        a = tl.load(activation + child, is_sample, 0).to(dtype)[:, None]
+        votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+        if is_first:
+            log_r = tl.zeros([z.block_samples, z.block_types], dtype) + tl.load(log_even + site)
+        else:
+            logit, _ = _logit(votes, before, is_parent, z)
+            log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
+        log_r = tl.where((a <= 0) | (is_parent == 0), -float("inf"), log_r)
+        higher = tl.maximum(top, log_r)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        scale = tl.exp(top - base)
+        w = tl.exp(log_r - base) * a
+        top = higher
+        weight = weight * scale + w
+        portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, weight))
+        delta = tl.where((w == 0)[:, :, None], 0.0, votes - mean)
+        mean += portion[:, :, None] * delta
+        moment = moment * scale[:, :, None] + (w * (1 - portion))[:, :, None] * delta * delta
+    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent
+    tl.store(tops + to, top, is_parent)
+    tl.store(sums + to * (2 * z.numbers + 1), weight, is_parent)
+    store_vectors(sums + to * (2 * z.numbers + 1) + 1, mean, is_parent, z)
+    store_vectors(sums + to * (2 * z.numbers + 1) + (1 + z.numbers), moment, is_parent, z)
+
+
+@triton.jit
+def _find_gammas(
+    pose, activation, transform, begin, parent_site_of, kernel_of, log_even, fits, log_sums, grads, gammas,
+    pass_index, is_first: tl.constexpr, samples, z: tl.constexpr,
+):  # fmt: skip
+    """Of every child the gradient of its activation through one pass, ``[B, T, S, C]``."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    child = (sample * z.sites + site) * z.types + child_type
+    a = tl.load(activation + child, is_sample, 0).to(dtype)
+    gamma = tl.zeros([z.block_samples], dtype)
+    for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
+        parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+        for first in range(0, z.parent_types, z.block_types):
+            parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+            votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+            if is_first:
+                log_r = tl.zeros([z.block_samples, z.block_types], dtype) + tl.load(log_even + site)
+            else:
+                before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
+                logit, _ = _logit(votes, before, is_parent, z)
+                log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
+            fit = records(fits, parent, pass_index, 2 * z.numbers + 4, z)
+            grad = records(grads, parent, pass_index, 2 * z.numbers + 2, z)
+            bracket, _, _, _ = _bracket(votes, fit, grad, is_parent, z)
+            _, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
+            gamma += tl.sum(part, axis=1)
+    whole: tl.constexpr = z.sites * z.types
+    to = (sample * z.passes + pass_index) * whole + site * z.types + child_type
+    tl.store(gammas + to, gamma, is_sample)
+
+
+@triton.jit
+def _gather_logit_grads(
+    pose, activation, transform, begin, child_site_of, kernel_of, fits, log_sums, grads, gammas, sums,
+    pass_index, samples, group_count, z: tl.constexpr,
+):  # fmt: skip
+    """Of a group of every parent's children, g the gradient of the logit: Σ g, Σ g d and Σ g d²; d around the mean of
+    the pass before."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
+    whole: tl.constexpr = z.sites * z.types
+    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
+    fit = records(fits, parent, pass_index, 2 * z.numbers + 4, z)
+    grad = records(grads, parent, pass_index, 2 * z.numbers + 2, z)
+    zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
+    first_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
+    second_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
+    group = tl.program_id(2)
+    start = tl.load(begin + parent_site)
+    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
+    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
+        edge, child_type = start + step // z.types, step % z.types
+        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+        child = (sample * z.sites + site) * z.types + child_type
+        a = tl.load(activation + child, is_sample, 0).to(dtype)
+        votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+        logit, distance = _logit(votes, before, is_parent, z)
+        log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
+        bracket, _, _, _ = _bracket(votes, fit, grad, is_parent, z)
+        _, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
+        gamma = tl.load(gammas + (sample * z.passes + pass_index) * whole + site * z.types + child_type, is_sample, 0)
+        logit_grad = _logit_grad(a[:, None], part, log_r, gamma[:, None], is_parent)
+        zeroth += logit_grad
+        first_moment += logit_grad[:, :, None] * distance
+        second_moment += logit_grad[:, :, None] * distance * distance
+    to = sums + (group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent) * (2 * z.numbers + 1)
+    tl.store(to, zeroth, is_parent)
+    store_vectors(to + 1, first_moment, is_parent, z)
+    store_vectors(to + (1 + z.numbers), second_moment, is_parent, z)
+
+
+@triton.jit
+def _votes_grad(
+    votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z: tl.constexpr
+):  # fmt: skip
+    """The gradient of one child's votes, over all passes."""
+    whole: tl.constexpr = z.sites * z.types
+    votes_grad = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], votes.dtype)
+    logit = tl.zeros([z.block_samples, z.block_types], votes.dtype)
+    fit_before, distance_before = fits + parent, votes
+    for t in tl.static_range(tl.constexpr(z.passes)):
+        fit = records(fits, parent, t, 2 * z.numbers + 4, z)
+        grad = records(grads, parent, t, 2 * z.numbers + 2, z)
+        bracket, distance, mean_grad, variance_grad = _bracket(votes, fit, grad, is_parent, z)
+        if t == 0:
+            log_r = logit + tl.load(log_even + site)
+        else:
+            log_r = log_coupling(logit, log_sums_of(log_sums, child, t, z), is_sample, z)
+        share, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
+        votes_grad += (a[:, None] * share)[:, :, None] * (mean_grad + 2 * variance_grad * distance)
+        if t > 0:
+            gamma_now = tl.load(gamma + t * whole, is_sample, 0)
+            slope = _logit_grad(a[:, None], part, log_r, gamma_now[:, None], is_parent)
+            half_before = vectors_of(fit_before + z.numbers, is_parent, z)
+            votes_grad -= 2 * slope[:, :, None] * distance_before * half_before
+        if t + 1 < z.passes:
+            logit, _ = _logit(votes, fit, is_parent, z)
+        fit_before, distance_before = fit, distance
+    return votes_grad
+
+
+@triton.jit
+def _undo_poses(
+    pose, activation, transform, begin, parent_site_of, kernel_of, log_even, fits, log_sums, grads, gammas, out,
+    samples, z: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the children's poses."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    whole: tl.constexpr = z.sites * z.types
+    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    child = sample * whole + site * z.types + child_type
+    a = tl.load(activation + child, is_sample, 0).to(dtype)
+    gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
+    pose_grad = tl.zeros([z.block_samples, z.block_rows, z.block_inner], dtype)
+    for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
+        parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+        for first in range(0, z.parent_types, z.block_types):
+            parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+            votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+            votes_grad = _votes_grad(
+                votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
+            )
+            pose_grad = add_pose_grad(pose_grad, votes_grad, transform, weights, parent_type, z)
+    store_pose(out, pose_grad, child, is_sample, z)
+
+
+@triton.jit
+def _undo_transforms(
+    pose, activation, transform, begin, child_site_of, parent_site_of, log_even, fits, log_sums, grads, gammas, out,
+    samples, group_count, z: tl.constexpr,
+):  # fmt: skip
+    """Of a group of the edges and samples that use a transform: its gradient."""
+    dtype: tl.constexpr = fits.dtype.element_ty
+    whole: tl.constexpr = z.sites * z.types
+    weights, child_type, kernel = tl.program_id(0), tl.program_id(0) % z.types, tl.program_id(0) // z.types
+    first, group = tl.program_id(1) * z.block_types, tl.program_id(2)
+    start, sample_blocks = tl.load(begin + kernel), tl.cdiv(samples, z.block_samples)
+    steps = (tl.load(begin + kernel + 1) - start).to(tl.int64) * sample_blocks
+    transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
+    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
+        edge = start + step // sample_blocks
+        site, parent_site = tl.load(child_site_of + edge), tl.load(parent_site_of + edge)
+        sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
+        child = sample * whole + site * z.types + child_type
+        a = tl.load(activation + child, is_sample, 0).to(dtype)
+        gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
+        parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+        votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
+        votes_grad = _votes_grad(
+            votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
+        )
+        transform_grad = add_transform_grad(transform_grad, votes_grad, pose, child, is_sample, z)
+    store_transform(out, transform_grad, group, weights, first, z)
+
+
+def forward(
+    pose: Tensor,
+    activation: Tensor,
+    transform: Tensor,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    edges: Tensor,
+    parent_sites: int,
+    inverse_temperatures: list[float],
+    variance_floor: float,
+    mean_data: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `torchcaps.kernels.em.em_routing`."""
+    passes = len(inverse_temperatures)
+    problem = Problem(pose, transform, edges, parent_sites, passes, leaky=False)
+    z = problem.z
+    pose, activation, transform = (x.contiguous() for x in (pose, activation, transform))
+    fits = problem.records(2 * z.numbers + FIT_EXTRAS)
+    log_sums = problem.child_sums(passes - 1, 2)
+    tops, sums = problem.group_sums(), problem.group_sums(2 * z.numbers + 1)
+    for t, heat in enumerate(inverse_temperatures):
+        if t > 0:
+            problem.per_child(_find_log_sums, pose, transform, *problem.by_child, fits, log_sums, t)
+        inputs = (pose, activation, transform, *problem.by_parent, problem.log_even, fits, log_sums)
+        problem.per_parent(_gather_fits, *inputs, tops, sums, t, t == 0)
+        _settle(fits[:, t], tops, sums, beta_u, beta_a, heat, variance_floor, mean_data)
+    last = fits[:, -1]
+    mean = last[..., : z.numbers].unflatten(-1, (z.rows, z.columns))
+    return mean.to(pose.dtype, copy=True), last[..., -1].to(pose.dtype, copy=True), fits.flatten(1), log_sums
+
+
+def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data):
+    """Parents from the sums of all groups of their children; see the reference."""
+    numbers = (fit.shape[-1] - FIT_EXTRAS) // 2
+    top = tops.amax(dim=0)
+    scale = (tops - top.masked_fill(top == -torch.inf, 0)).exp()
+    weights = sums[..., 0] * scale
+    weight = weights.sum(dim=0)
+    dead = weight <= torch.finfo(weight.dtype).tiny ** 0.5
+    inverse = 1 / weight.masked_fill(dead, 1)
+    means, moments = sums[..., 1:].split(numbers, dim=-1)
+    mean = ((weights * inverse).unsqueeze(-1) * means).sum(dim=0)
+    moment = (scale.unsqueeze(-1) * moments + weights.unsqueeze(-1) * (means - mean).square()).sum(dim=0)
+    gone = dead.unsqueeze(-1)
+    variance = (moment * inverse.unsqueeze(-1)).masked_fill(gone, 0) + variance_floor
+    data = weight * top.exp()
+    half_logs, _, x = _weigh(variance, data, beta_u, beta_a, heat, mean_data)
+    log_activation = functional.logsigmoid(x)
+    log_data = (weight.log() + top).masked_fill(dead, torch.inf)
+    extras = torch.stack([log_data, log_activation - half_logs, data, log_activation.exp()], dim=-1)
+    fit.copy_(torch.cat([mean.masked_fill(gone, 0), 0.5 / variance, extras], dim=-1))
+
+
+def _weigh(variance, data, beta_u, beta_a, heat, mean_data):
+    """Σ log σ; Σ (β_u + log σ), the cost of one datum; and what the activation is the logistic function of."""
+    half_logs = 0.5 * variance.log().sum(dim=-1)
+    described = variance.shape[-1] * beta_u.to(variance.dtype) + half_logs
+    return half_logs, described, heat * (beta_a.to(variance.dtype) - described * data / mean_data)
+
+
+def backward(
+    pose: Tensor,
+    activation: Tensor,
+    transform: Tensor,
+    beta_u: Tensor,
+    beta_a: Tensor,
+    edges: Tensor,
+    kept: Tensor,
+    log_sums: Tensor,
+    mean_grad: Tensor,
+    activation_grad: Tensor,
+    inverse_temperatures: list[float],
+    variance_floor: float,
+    mean_data: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of pose, activation, transform and betas."""
+    passes = len(inverse_temperatures)
+    problem = Problem(pose, transform, edges, mean_grad.shape[1], passes, leaky=False)
+    z, dtype = problem.z, problem.dtype
+    inputs = pose, activation, transform = tuple(x.contiguous() for x in (pose, activation, transform))
+    grads = problem.records(2 * z.numbers + GRAD_EXTRAS)
+    fits, gammas = kept.view(*grads.shape[:-1], 2 * z.numbers + FIT_EXTRAS), problem.child_sums(passes)
+    sums = problem.group_sums(2 * z.numbers + 1)
+    beta_u_grad, beta_a_grad = problem.log_even.new_zeros(2, z.parent_types)
+    to_mean = mean_grad.flatten(3).to(dtype)
+    to_variance = torch.zeros_like(to_mean)
+    to_log_activation = activation_grad.to(dtype) * fits[:, -1, ..., -1]
+    for t in reversed(range(passes)):
+        half, data = fits[:, t, ..., z.numbers : 2 * z.numbers], fits[:, t, ..., -2]
+        _, described, x = _weigh(0.5 / half, data, beta_u, beta_a, inverse_temperatures[t], mean_data)
+        to_x = inverse_temperatures[t] * to_log_activation * (-x).sigmoid()
+        to_cost = -to_x / mean_data
+        beta_a_grad += to_x.sum(dim=(0, 1))
+        beta_u_grad += z.numbers * (to_cost * data).sum(dim=(0, 1))
+        to_variance = to_variance + (to_cost * data).unsqueeze(-1) * half
+        offset = (to_variance * (0.5 / half - variance_floor)).sum(dim=-1)
+        extras = torch.stack([to_cost * described, offset], dim=-1)
+        grads[:, t] = torch.cat([to_mean, to_variance, extras], dim=-1)
+        known = (problem.log_even, fits, log_sums, grads, gammas)
+        problem.per_child(_find_gammas, *inputs, *problem.by_child, *known, t, t == 0)
+        if t > 0:
+            problem.per_parent(_gather_logit_grads, *inputs, *problem.by_parent, *known[1:], sums, t)
+            total, half = sums.sum(dim=0), fits[:, t - 1, ..., z.numbers : 2 * z.numbers]
+            to_log_activation = total[..., 0]
+            to_mean = 2 * half * total[..., 1 : 1 + z.numbers]
+            to_variance = half * (2 * half * total[..., 1 + z.numbers :] - total[..., :1])
+    pose_grad = torch.empty_like(pose)
+    problem.per_child(_undo_poses, *inputs, *problem.by_child, *known, pose_grad)
+    transform_grad = problem.transforms_grad(_undo_transforms, *inputs, *problem.by_kernel, *known)
+    every = (pose_grad, gammas.sum(dim=1), transform_grad, beta_u_grad, beta_a_grad)
+    return tuple(grad.to(x.dtype) for grad, x in zip(every, (*inputs, beta_u, beta_a), strict=True))
