@@ -107,6 +107,22 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
         assert torch.isfinite(value).all()
 
 
+@pytest.mark.slow
+@settings(max_examples=10_000)
+@given(cases(), st.sampled_from([0.1, 0.5, 1.0]))
+def test_ten_thousand_random_problems(case, scale):
+    """In float64, where the reference's own error is small, and before a saddle magnifies it: see test_em_routing."""
+    pose, transform = scale * case.pose.double(), scale * case.transform.double()
+    activation = (3 * torch.rand(pose.shape[:3]) - 1).clamp(0, 1).double()
+    betas = torch.randn(2, transform.shape[2]).double()
+    results = []
+    for backend in ("fused", "reference"):
+        em = everything((pose, activation, transform, *betas), case.routing_map, backend=backend, iterations=2)
+        results.append(where_on(em, activation) + dynamic((pose, transform), case.routing_map, backend=backend))
+    for found, right in zip(*results, strict=True):
+        assert far(found, right) < 1e-9
+
+
 def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
     torch.manual_seed(3)
     routing_map = RoutingMap.shared(12)
