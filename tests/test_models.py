@@ -152,3 +152,20 @@ def test_a_folder_without_safetensors_or_with_a_pickle_is_refused(tmp_path):
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(BadInput, match=r"model\.safetensors"):
         MODELS["pooled-cnn"].from_pretrained(folder)
+
+
+def test_three_iterations_do_not_magnify_small_changes_at_the_start():
+    """Random votes around zero would: the scores move with every child, and nothing is learned for long."""
+    coarse = torch.randn(64, 2, 8, 8)
+    images = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic")
+    changed = images + 0.01 * images.std() * torch.randn_like(images)
+
+    def moved(**options):
+        model = create_model("matrix-capsnet", image_shape=(2, 32, 32), classes=5, iterations=3, **options)
+        with torch.no_grad():
+            poses, other = (model(x).capsules.pose for x in (images, changed))
+        return ((poses - other).norm() / (poses - poses.mean(dim=0)).norm()).item()
+
+    around_identity = max(moved() for _ in range(3))
+    assert around_identity < 0.1
+    assert min(moved(around_identity=False, deviation=0.5, class_deviation=0.5) for _ in range(3)) > around_identity

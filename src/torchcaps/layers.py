@@ -149,7 +149,10 @@ class ConvCaps(CapsuleLayer):
         parent_types: J.
         kernel_size, stride, padding: of the window.
         pose_size: (R, Q) of child and parent: (4, 4) with 4×4 transforms, or (1, 16) with 16×16 transforms.
-        deviation: standard deviation of the initial transforms; None for 1/√Q, which keeps the size of a pose.
+        deviation: standard deviation of the initial transforms.
+        around_identity: they begin around the identity, not around zero. Votes around zero cancel out in a parent's
+            mean, which shrinks from layer to layer, and every further routing iteration then multiplies what little a
+            child changes.
         routing: the rule; EM routing with three iterations by default.
 
     Raises:
@@ -171,12 +174,12 @@ class ConvCaps(CapsuleLayer):
         stride: int = 1,
         padding: int = 0,
         pose_size: tuple[int, int] = (4, 4),
-        deviation: float | None = None,
+        deviation: float = 0.1,
+        around_identity: bool = True,
         routing: nn.Module | None = None,
     ) -> None:
-        size = pose_size[1]
-        shape = (kernel_size**2, child_types, parent_types, size, size)
-        transform = truncated_normal_(torch.empty(shape), size**-0.5 if deviation is None else deviation)
+        shape = (kernel_size**2, child_types, parent_types)
+        transform = initial_transform(*shape, pose_size[1], deviation, around_identity)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
 
@@ -197,7 +200,7 @@ class ClassCaps(CapsuleLayer):
         classes: J.
         pose_size: (R, Q) of child and parent.
         add_coordinates: off, the positions are forgotten.
-        deviation: standard deviation of the initial transforms; None for 1/√Q.
+        deviation, around_identity: of the initial transforms; see `ConvCaps`.
         routing: the rule; EM routing with three iterations by default.
 
     Example:
@@ -215,13 +218,11 @@ class ClassCaps(CapsuleLayer):
         classes: int,
         pose_size: tuple[int, int] = (4, 4),
         add_coordinates: bool = True,
-        deviation: float | None = None,
+        deviation: float = 0.1,
+        around_identity: bool = True,
         routing: nn.Module | None = None,
     ) -> None:
-        size = pose_size[1]
-        transform = truncated_normal_(
-            torch.empty(1, child_types, classes, size, size), size**-0.5 if deviation is None else deviation
-        )
+        transform = initial_transform(1, child_types, classes, pose_size[1], deviation, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
         super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
         self.register_buffer("coordinates", coordinates, persistent=False)
@@ -240,6 +241,14 @@ class ClassCaps(CapsuleLayer):
 def truncated_normal_(weights: Tensor, deviation: float) -> Tensor:
     """Fill weights from a normal distribution that is cut off at two standard deviations; the weights."""
     return nn.init.trunc_normal_(weights, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+
+def initial_transform(
+    transforms: int, child_types: int, parent_types: int, size: int, deviation: float, around_identity: bool
+) -> Float[Tensor, "K C J Q N"]:
+    """Square transforms from a normal distribution around the identity or zero."""
+    transform = truncated_normal_(torch.empty(transforms, child_types, parent_types, size, size), deviation)
+    return transform + torch.eye(size) if around_identity else transform
 
 
 class SharedCaps(nn.Module):

@@ -35,9 +35,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
         class_temperature_factor: λ of the class capsules as a multiple of the others'; the authors' code has 1/4.
-        primary_deviation, activation_deviation, deviation, class_deviation: standard deviations of the initial weights
-            of the primary poses and activations, of the convolutional and of the class transforms (the authors' code:
-            0.5, 3, 0.3 and 0.01); None for PyTorch's own in the primary capsules and 1/√Q in the others.
+        primary_deviation, activation_deviation: standard deviations of the initial weights of the primary poses and
+            activations; None for PyTorch's own. The authors' code has 0.5 and 3.
+        deviation, class_deviation, around_identity: of the initial transforms, convolutional and class; see `ConvCaps`.
+            The authors' code has 0.3 and 0.01 around zero.
         iterations, competition, variance_floor, normalise_data, inverse_temperature, temperature_schedule,
             parent_activation, mean_damping, backend: see `em_routing`.
 
@@ -70,8 +71,9 @@ class MatrixCapsNet(nn.Module, Pretrained):
         backend: Backend = "auto",
         primary_deviation: float | None = None,
         activation_deviation: float | None = None,
-        deviation: float | None = None,
-        class_deviation: float | None = None,
+        deviation: float = 0.1,
+        class_deviation: float = 0.1,
+        around_identity: bool = True,
     ) -> None:
         super().__init__()
         channels, height, width = check_image_shape("MatrixCapsNet", image_shape, smallest=17)
@@ -109,13 +111,19 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 truncated_normal_(layer.weight, spread)
         grid = ((height - 5) // 2 + 1, (width - 5) // 2 + 1)
         self.first_capsules = ConvCaps(
-            grid, primary, first, 3, stride=2, pose_size=pose_size, deviation=deviation, routing=routing(first)
+            *(grid, primary, first, 3),
+            stride=2,
+            pose_size=pose_size,
+            deviation=deviation,
+            around_identity=around_identity,
+            routing=routing(first),
         )
         self.second_capsules = ConvCaps(
             self.first_capsules.parent_grid,
             *(first, second, 3),
             pose_size=pose_size,
             deviation=deviation,
+            around_identity=around_identity,
             routing=routing(second),
         )
         kernels = ((5, 2), (3, 2), (3, 1))
@@ -130,6 +138,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             pose_size=pose_size,
             add_coordinates=coordinates,
             deviation=class_deviation,
+            around_identity=around_identity,
             routing=routing(classes, class_temperature_factor),
         )
 
