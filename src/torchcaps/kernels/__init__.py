@@ -22,9 +22,9 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
-    "kept_size",
     "obstacle",
     "once",
+    "padded",
     "peak_gflops",
     "statistics_dtype",
 ]
@@ -84,10 +84,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def kept_size(pose: Tensor, parent_sites: IntLikeType, parent_types: IntLikeType, numbers: IntLikeType) -> IntLikeType:
-    """Size of so many numbers of every parent: on the CPU, types are padded to the widest lanes there are, 64 bytes."""
-    lanes = 64 // pose.dtype.itemsize if pose.device.type == "cpu" else 1
-    return parent_sites * -(-parent_types // lanes) * lanes * numbers
+def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
+    """Room for so many numbers in the lanes: on the CPU, as many as fill the widest there are, 64 bytes."""
+    lanes = 64 // like.dtype.itemsize if like.device.type == "cpu" else 1
+    return -(-count // lanes) * lanes
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

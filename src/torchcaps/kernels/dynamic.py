@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, kept_size, once, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
@@ -37,7 +37,7 @@ def _(*arguments):
 def _empty(pose, transform, edges, parent_sites, iterations, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns = transform.shape[2], transform.shape[4]
-    kept = kept_size(pose, parent_sites, parent_types, rows * columns * iterations)
+    kept = parent_sites * parent_types * padded(rows * columns, pose) * iterations
     dtype = statistics_dtype(pose.dtype)
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, kept_size, once, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -37,7 +37,7 @@ def _(*arguments):
 def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, *_):
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
-    kept = kept_size(pose, parent_sites, parent_types, (2 * rows * columns + 4) * passes)
+    kept = parent_sites * padded(parent_types, pose) * (2 * rows * columns + 4) * passes
     dtype = statistics_dtype(pose.dtype)
     return (
         pose.new_empty(batch, parent_sites, parent_types, rows, columns),

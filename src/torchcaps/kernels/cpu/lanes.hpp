@@ -28,7 +28,7 @@ template <class T> using Vector = typename Lane<T>::type;
 template <class T> inline constexpr int lanes = TORCHCAPS_BYTES / sizeof(T);
 template <class T> inline constexpr T lowest = -std::numeric_limits<T>::infinity();
 
-template <class T> inline Vector<T> all(T x) { return Vector<T>{} + x; }
+template <class T> inline Vector<T> all(T x) { return x - Vector<T>{}; }  // x + 0 would not be x where it is -0
 // Of NaN and a number, a's NaN comes through.
 template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
 template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
@@ -61,12 +61,34 @@ inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int
 #endif
 }
 
+// The lanes of a whose number lacks a bit (a power of two), and those of b that have it; and all the others, each in the
+// place of its neighbour across that bit.
+template <class T, int BIT, int... I>
+inline Vector<T> kept_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (I & BIT ? I + int(sizeof...(I)) : I)...);
+#else
+  return __builtin_shuffle(a, b, typename Lane<T>::bits{(I & BIT ? I + int(sizeof...(I)) : I)...});
+#endif
+}
+template <class T, int BIT, int... I>
+inline Vector<T> crossed_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, ((I ^ BIT) + (I & BIT ? int(sizeof...(I)) : 0))...);
+#else
+  return __builtin_shuffle(a, b, typename Lane<T>::bits{((I ^ BIT) + (I & BIT ? int(sizeof...(I)) : 0))...});
+#endif
+}
+
 // Vectors x[0 … L - 1], which it overwrites → one whose lane i joins all lanes of x[i].
-template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) {
+template <class T, int BIT, class Join> inline void across_bit(Vector<T>* x, Join join) {
   const auto each = std::make_integer_sequence<int, lanes<T>>();
-  for (int count = lanes<T>; count > 1; count /= 2)
-    for (int i = 0; i < count / 2; ++i)
-      x[i] = join(every_other<T, 0>(x[2 * i], x[2 * i + 1], each), every_other<T, 1>(x[2 * i], x[2 * i + 1], each));
+  for (int i = 0; i < BIT; ++i)
+    x[i] = join(kept_lanes<T, BIT>(x[i], x[i + BIT], each), crossed_lanes<T, BIT>(x[i], x[i + BIT], each));
+  if constexpr (BIT > 1) across_bit<T, BIT / 2>(x, join);
+}
+template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) {
+  across_bit<T, lanes<T> / 2>(x, join);
   return x[0];
 }
 template <class T> inline Vector<T> sums_across(Vector<T>* x) {

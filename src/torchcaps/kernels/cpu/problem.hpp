@@ -13,15 +13,15 @@ struct Problem {
 
 // Numbers that a sample keeps for the backward pass. They are laid out in the lanes at work, but have the size of the
 // widest: the operators promise one shape on every processor.
-template <class T> static inline long widest_parents(const Problem& g) {
-  const int L = 64 / int(sizeof(T));
-  return long(g.P) * ((g.J + L - 1) / L * L);
+template <class T> static inline long padded_numbers(long count) {
+  const long L = 64 / long(sizeof(T));
+  return (count + L - 1) / L * L;
 }
 template <class T> static inline long em_kept(const Problem& g, int iterations) {
-  return widest_parents<T>(g) * (2 * g.R * g.N + 4) * iterations;
+  return long(g.P) * padded_numbers<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
 }
 template <class T> static inline long dynamic_kept(const Problem& g, int iterations) {
-  return widest_parents<T>(g) * g.R * g.N * iterations;
+  return long(g.P) * g.J * padded_numbers<T>(g.R * g.N) * iterations;
 }
 
 template <class T> struct EMOptions {

@@ -171,19 +171,21 @@ template <class T, int R, int Q, int N> struct EMBatch {
   }
 };
 
-template <class T, int R, int Q, int N> struct DynamicBatch {
+template <class T, int INNER, int BLOCKS> struct DynamicBatch {
   using V = Vector<T>;
-  using Rule = Dynamic<T, R, Q, N>;
+  using Rule = Dynamic<T, INNER, BLOCKS>;
 
+  // Transforms as the rule reads them: torch's own where a vote fills its vectors.
   struct Ready {
     Scratch memory;
-    long transforms;
     Rule rule;
-    Ready(const Problem& g, const DynamicOptions& o, const T* transform)
-        : transforms(transform_size(g, padded<T>(g.J))), rule(g, o, fill(g, o, transform)) {}
-    T* fill(const Problem& g, const DynamicOptions& o, const T* transform) {
-      T* weights = memory.take<T>(transforms);
-      transforms_to_lanes(g, transform, weights, o.threads);
+    Ready(const Problem& g, const DynamicOptions& o, const T* transform) : rule(g, o, fill(g, o, transform)) {}
+    const T* fill(const Problem& g, const DynamicOptions& o, const T* transform) {
+      const Rule layout(g, o, nullptr);
+      if (layout.same_layout()) return transform;
+      T* weights = memory.take<T>(layout.transform_size());
+      const long rows = long(g.C) * g.J * g.Q, wide = layout.transform_size() / std::max(1, g.K);
+      on_threads(g.K, o.threads, [&](int k, Scratch&) { layout.spread(transform + k * rows * g.N, weights + k * wide, rows); });
       return weights;
     }
   };
@@ -212,24 +214,24 @@ template <class T, int R, int Q, int N> struct DynamicBatch {
     T* kept = const_cast<T*>(x.kept);
     on_blocks(g, o, rule, [&](int from, int to, Scratch& scratch) {
       for (int b = from; b < to; ++b)
-        to_lanes(x.parents_grad + b * long(g.P) * g.J * g.R * g.N,
-                 reinterpret_cast<T*>(works + (b + 1) * rule.work() - rule.whole()), g.P, g.J, g.R * g.N);
+        rule.pad(x.parents_grad + b * long(g.P) * g.J * g.R * g.N, reinterpret_cast<T*>(rule.parents_grad(works, b)));
       rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, gammas, scratch);
     });
+    const long rows = long(g.K) * g.C * g.J * g.Q;
     if (g.own_transforms) {
-      V* sum = sums_memory.take<V>(ready.transforms / lanes<T>);
-      std::fill_n(reinterpret_cast<T*>(sum), ready.transforms, T(0));
+      const bool in_place = rule.same_layout();
+      T* sum = in_place ? x.transform_grad : sums_memory.take<T>(rule.transform_size());
+      std::fill_n(sum, rule.transform_size(), T(0));
       on_threads(g.S, o.threads, [&](int s, Scratch& scratch) {
-        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, sum, scratch);
+        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
       });
-      from_lanes(reinterpret_cast<T*>(sum), x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
+      if (!in_place) rule.gather_back(sum, x.transform_grad, rows);
       return;
     }
     const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
       rule.undo_votes(0, g.S, from, to, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
     };
-    const T* sums = sum_in_groups<T>(g.B, ready.transforms, o.threads, sums_memory, add_up);
-    from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
+    rule.gather_back(sum_in_groups<T>(g.B, rule.transform_size(), o.threads, sums_memory, add_up), x.transform_grad, rows);
   }
 };
 
@@ -245,8 +247,8 @@ template <class T, class Use> void em_batch(const Problem& g, Use use) {
 }
 template <class T, class Use> void dynamic_batch(const Problem& g, Use use) {
   if constexpr (sizeof(T) == 4)
-    if (shape_is(g, 1, 8, 16)) return use(DynamicBatch<T, 1, 8, 16>());
-  use(DynamicBatch<T, 0, 0, 0>());
+    if (shape_is(g, 1, 8, 16)) return use(DynamicBatch<T, 8, 16 / lanes<T>>());
+  use(DynamicBatch<T, 0, 0>());
 }
 
 template <class T> constexpr Kernels<T> kernels_in() {

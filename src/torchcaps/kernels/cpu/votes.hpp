@@ -50,24 +50,6 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
     }
   }
 
-  // The votes of two poses by one transform; where a pose is one row, each of its numbers is read once for both.
-  void vote_twice(const T* a, const T* b, const V* w, V* out_a, V* out_b) const {
-    if constexpr (ROWS == 1 && COLUMNS > 0 && COLUMNS % 8 == 0) {
-      for (int n = 0; n < COLUMNS; n += 8) {
-        V x[8]{}, y[8]{};
-        for (int q = 0; q < inner(); ++q)
-          for (int i = 0; i < 8; ++i) {
-            x[i] += a[q] * w[q * COLUMNS + n + i];
-            y[i] += b[q] * w[q * COLUMNS + n + i];
-          }
-        for (int i = 0; i < 8; ++i) out_a[n + i] = x[i], out_b[n + i] = y[i];
-      }
-    } else {
-      vote(a, w, out_a);
-      vote(b, w, out_b);
-    }
-  }
-
   // The gradient of a vote, added to those of its pose [R, Q], lanes apart, and of its transform.
   void undo_vote(const T* __restrict m, const V* __restrict w, const V* __restrict v_grad, V* __restrict m_grad,
                  V* __restrict w_grad) const {
@@ -83,26 +65,6 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
         for (int n = 0; n < columns(); ++n) x += v_grad[r * columns() + n] * w[q * columns() + n];
         m_grad[r * inner() + q] = x;
       }
-  }
-
-  // The same for votes of one transform on several poses: its gradient is read and written once for all of them.
-  static constexpr int GROUP = 8;
-  void undo_votes_together(int count, const T* const* m, const V* __restrict w, const V (*__restrict v_grad)[MOST],
-                           V (*__restrict m_grad)[MOST_POSE], V* __restrict w_grad) const {
-    for (int q = 0; q < inner(); ++q)
-      for (int n = 0; n < columns(); ++n) {
-        V x = w_grad[q * columns() + n];
-        for (int i = 0; i < count; ++i)
-          for (int r = 0; r < rows(); ++r) x += m[i][r * inner() + q] * v_grad[i][r * columns() + n];
-        w_grad[q * columns() + n] = x;
-      }
-    for (int i = 0; i < count; ++i)
-      for (int r = 0; r < rows(); ++r)
-        for (int q = 0; q < inner(); ++q) {
-          V x = m_grad[i][r * inner() + q];
-          for (int n = 0; n < columns(); ++n) x += v_grad[i][r * columns() + n] * w[q * columns() + n];
-          m_grad[i][r * inner() + q] = x;
-        }
   }
 };
 
