@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow check bench clean
+.PHONY: demo test test-slow sanitize check bench clean
 
 demo: .venv/demo
 	rm -rf runs/demo
@@ -12,6 +12,14 @@ test: .venv/dev
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow
+
+# The kernels' tests on kernels that stop at the first access out of bounds or undefined behaviour.
+sanitize:
+	test -x .venv-sanitize/bin/python || $(PYTHON) -m venv .venv-sanitize
+	.venv-sanitize/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -C cmake.define.TORCHCAPS_SANITIZE=ON -C build-dir=build/sanitize -e '.[dev]'
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	  .venv-sanitize/bin/python -m pytest tests/test_kernels.py
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -32,4 +40,4 @@ KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)
 	touch $@
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-sanitize build runs

@@ -63,7 +63,9 @@ class Flush {
 #endif
 };
 
-// Runs work(index, scratch) for every index on threads of its own; what one throws is thrown when all have ended.
+// Runs work(index, scratch) for every index on threads of its own; what one throws is thrown when all have ended. An
+// index is a sample, a block or a group of them with a sum of its own, or a child site with transforms of its own: none
+// writes what another reads or writes before all have ended.
 template <class Work> void on_threads(int count, int threads, Work work) {
   std::exception_ptr failed;
 #pragma omp parallel num_threads(std::max(1, std::min(count, threads)))

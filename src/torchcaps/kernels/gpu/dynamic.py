@@ -14,8 +14,14 @@ from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
     add_pose_grad,
     add_transform_grad,
+    child_of_step,
+    gammas_of,
+    in_own_group,
     log_coupling,
     log_sums_of,
+    own_child,
+    own_parents,
+    own_steps,
     parents_of_block,
     records,
     samples_of_block,
@@ -51,9 +57,7 @@ def _find_log_sums(
 ):  # fmt: skip
     """Of every child its largest logit and the logarithm of Σ e^(logit - largest)."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = (sample * z.sites + site) * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     top = tl.full([z.block_samples], 0.0 if is_leaky else -float("inf"), dtype)
     total = tl.full([z.block_samples], 1.0 if is_leaky else 0.0, dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
@@ -79,22 +83,15 @@ def _gather_sums(
 ):  # fmt: skip
     """Of a group of every parent's children: Σ c û."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
-    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
     total = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
-    group = tl.program_id(2)
-    start = tl.load(begin + parent_site)
-    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
-        edge, child_type = start + step // z.types, step % z.types
-        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
-        child = (sample * z.sites + site) * z.types + child_type
+    start, from_step, to_step = own_steps(begin, parent_site, z.types, group_count)
+    for step in range(from_step, to_step):
+        site, weights, child = child_of_step(step, start, child_site_of, kernel_of, sample, z)
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         coupling = _coupling(votes, seen, log_sums, site, child, is_sample, parent, is_parent, log_even, pass_index, z)
         total += coupling[:, :, None] * votes
-    to = sums + (group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent) * z.numbers
+    to = sums + in_own_group(parent, samples, z) * z.numbers
     store_vectors(to, total, is_parent, z)
 
 
@@ -105,10 +102,7 @@ def _find_gammas(
 ):  # fmt: skip
     """Of every child Σ c · gradient of c in a pass, ``[B, T, S, C]``."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = sample * whole + site * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     gamma = tl.zeros([z.block_samples], dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
         parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
@@ -119,7 +113,7 @@ def _find_gammas(
                 votes, seen, log_sums, site, child, is_sample, parent, is_parent, log_even, pass_index, z
             )
             gamma += tl.sum(coupling * _product(votes, grads, parent, is_parent, pass_index, z), axis=1)
-    tl.store(gammas + (sample * z.passes + pass_index) * whole + site * z.types + child_type, gamma, is_sample)
+    tl.store(gammas_of(gammas, child, pass_index, z), gamma, is_sample)
 
 
 @triton.jit
@@ -129,42 +123,33 @@ def _gather_seen_grads(
 ):  # fmt: skip
     """Of a group of every parent's children: Σ gradient of the logit · û, the gradient of what they agreed with."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
-    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
-    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
     total = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
-    group = tl.program_id(2)
-    start = tl.load(begin + parent_site)
-    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
-        edge, child_type = start + step // z.types, step % z.types
-        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
-        child = sample * whole + site * z.types + child_type
+    start, from_step, to_step = own_steps(begin, parent_site, z.types, group_count)
+    for step in range(from_step, to_step):
+        site, weights, child = child_of_step(step, start, child_site_of, kernel_of, sample, z)
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         coupling = _coupling(votes, seen, log_sums, site, child, is_sample, parent, is_parent, log_even, pass_index, z)
-        gamma = tl.load(gammas + (sample * z.passes + pass_index) * whole + site * z.types + child_type, is_sample, 0)
+        gamma = tl.load(gammas_of(gammas, child, pass_index, z), is_sample, 0)
         agreed = _product(votes, grads, parent, is_parent, pass_index, z)
         total += (coupling * (agreed - gamma[:, None]))[:, :, None] * votes
-    to = sums + (group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent) * z.numbers
+    to = sums + in_own_group(parent, samples, z) * z.numbers
     store_vectors(to, total, is_parent, z)
 
 
 @triton.jit
 def _votes_grad(
-    votes, site, child, gamma, is_sample, parent, is_parent, log_even, seen, log_sums, grads,
+    votes, site, child, gammas, is_sample, parent, is_parent, log_even, seen, log_sums, grads,
     all_passes: tl.constexpr, z: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one child's votes, over all passes or the last."""
-    whole: tl.constexpr = z.sites * z.types
     votes_grad = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], votes.dtype)
     for t in tl.static_range(tl.constexpr(0 if all_passes else z.passes - 1), tl.constexpr(z.passes)):
         coupling = _coupling(votes, seen, log_sums, site, child, is_sample, parent, is_parent, log_even, t, z)
         grad = vectors_of(records(grads, parent, t, z.numbers, z), is_parent, z)
         votes_grad += coupling[:, :, None] * grad
         if t > 0 and all_passes:
-            gamma_now = tl.load(gamma + t * whole, is_sample, 0)
+            gamma_now = tl.load(gammas_of(gammas, child, t, z), is_sample, 0)
             logit_grad = coupling * (tl.sum(votes * grad, axis=2) - gamma_now[:, None])
             votes_grad += logit_grad[:, :, None] * vectors_of(records(seen, parent, t, z.numbers, z), is_parent, z)
     return votes_grad
@@ -177,11 +162,7 @@ def _undo_poses(
 ):  # fmt: skip
     """The gradients of the children's poses."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = sample * whole + site * z.types + child_type
-    gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     pose_grad = tl.zeros([z.block_samples, z.block_rows, z.block_inner], dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
         parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
@@ -189,7 +170,7 @@ def _undo_poses(
             parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
             votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
             votes_grad = _votes_grad(
-                votes, site, child, gamma, is_sample, parent, is_parent, log_even, seen, log_sums, grads, all_passes, z
+                votes, site, child, gammas, is_sample, parent, is_parent, log_even, seen, log_sums, grads, all_passes, z
             )
             pose_grad = add_pose_grad(pose_grad, votes_grad, transform, weights, parent_type, z)
     store_pose(out, pose_grad, child, is_sample, z)
@@ -202,22 +183,20 @@ def _undo_transforms(
 ):  # fmt: skip
     """Of a group of the edges and samples that use a transform: its gradient."""
     dtype: tl.constexpr = seen.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
     weights, child_type, kernel = tl.program_id(0), tl.program_id(0) % z.types, tl.program_id(0) // z.types
     first, group = tl.program_id(1) * z.block_types, tl.program_id(2)
-    start, sample_blocks = tl.load(begin + kernel), tl.cdiv(samples, z.block_samples)
-    steps = (tl.load(begin + kernel + 1) - start).to(tl.int64) * sample_blocks
+    sample_blocks = tl.cdiv(samples, z.block_samples)
+    start, from_step, to_step = own_steps(begin, kernel, sample_blocks, group_count)
     transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
+    for step in range(from_step, to_step):
         edge = start + step // sample_blocks
         site, parent_site = tl.load(child_site_of + edge), tl.load(parent_site_of + edge)
         sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
-        child = sample * whole + site * z.types + child_type
-        gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
+        child = (sample * z.sites + site) * z.types + child_type
         parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         votes_grad = _votes_grad(
-            votes, site, child, gamma, is_sample, parent, is_parent, log_even, seen, log_sums, grads, all_passes, z
+            votes, site, child, gammas, is_sample, parent, is_parent, log_even, seen, log_sums, grads, all_passes, z
         )
         transform_grad = add_transform_grad(transform_grad, votes_grad, pose, child, is_sample, z)
     store_transform(out, transform_grad, group, weights, first, z)

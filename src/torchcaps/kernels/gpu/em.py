@@ -15,8 +15,14 @@ from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
     add_pose_grad,
     add_transform_grad,
+    child_of_step,
+    gammas_of,
+    in_own_group,
     log_coupling,
     log_sums_of,
+    own_child,
+    own_parents,
+    own_steps,
     parents_of_block,
     records,
     samples_of_block,
@@ -71,9 +77,7 @@ def _find_log_sums(
 ):
     """Of every child its largest logit and the logarithm of Σ e^(logit - largest)."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = (sample * z.sites + site) * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     top = tl.full([z.block_samples], -float("inf"), dtype)
     total = tl.zeros([z.block_samples], dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
@@ -100,22 +104,15 @@ def _gather_fits(
     """Of a group of every parent's children: the largest log R; then, of shares w = R a over it, Σ w, the mean of the
     votes and Σ w (V - mean)², each carried along so that nothing cancels."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
-    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
     before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     weight = tl.zeros([z.block_samples, z.block_types], dtype)
     mean = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
     moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
-    group = tl.program_id(2)
-    start = tl.load(begin + parent_site)
-    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
-        edge, child_type = start + step // z.types, step % z.types
-        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
-        child = (sample * z.sites + site) * z.types + child_type
+    start, from_step, to_step = own_steps(begin, parent_site, z.types, group_count)
+    for step in range(from_step, to_step):
+        site, weights, child = child_of_step(step, start, child_site_of, kernel_of, sample, z)
         a = tl.load(activation + child, is_sample, 0).to(dtype)[:, None]
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         if is_first:
@@ -134,7 +131,7 @@ def _gather_fits(
         delta = tl.where((w == 0)[:, :, None], 0.0, votes - mean)
         mean += portion[:, :, None] * delta
         moment = moment * scale[:, :, None] + (w * (1 - portion))[:, :, None] * delta * delta
-    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent
+    to = in_own_group(parent, samples, z)
     tl.store(tops + to, top, is_parent)
     tl.store(sums + to * (2 * z.numbers + 1), weight, is_parent)
     store_vectors(sums + to * (2 * z.numbers + 1) + 1, mean, is_parent, z)
@@ -148,9 +145,7 @@ def _find_gammas(
 ):  # fmt: skip
     """Of every child the gradient of its activation through one pass, ``[B, T, S, C]``."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = (sample * z.sites + site) * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     a = tl.load(activation + child, is_sample, 0).to(dtype)
     gamma = tl.zeros([z.block_samples], dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
@@ -169,9 +164,7 @@ def _find_gammas(
             bracket, _, _, _ = _bracket(votes, fit, grad, is_parent, z)
             _, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
             gamma += tl.sum(part, axis=1)
-    whole: tl.constexpr = z.sites * z.types
-    to = (sample * z.passes + pass_index) * whole + site * z.types + child_type
-    tl.store(gammas + to, gamma, is_sample)
+    tl.store(gammas_of(gammas, child, pass_index, z), gamma, is_sample)
 
 
 @triton.jit
@@ -182,36 +175,28 @@ def _gather_logit_grads(
     """Of a group of every parent's children, g the gradient of the logit: Σ g, Σ g d and Σ g d²; d around the mean of
     the pass before."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
-    whole: tl.constexpr = z.sites * z.types
-    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
     before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
     fit = records(fits, parent, pass_index, 2 * z.numbers + 4, z)
     grad = records(grads, parent, pass_index, 2 * z.numbers + 2, z)
     zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
     first_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
     second_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
-    group = tl.program_id(2)
-    start = tl.load(begin + parent_site)
-    steps = (tl.load(begin + parent_site + 1) - start).to(tl.int64) * z.types
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
-        edge, child_type = start + step // z.types, step % z.types
-        site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
-        child = (sample * z.sites + site) * z.types + child_type
+    start, from_step, to_step = own_steps(begin, parent_site, z.types, group_count)
+    for step in range(from_step, to_step):
+        _, weights, child = child_of_step(step, start, child_site_of, kernel_of, sample, z)
         a = tl.load(activation + child, is_sample, 0).to(dtype)
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         logit, distance = _logit(votes, before, is_parent, z)
         log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
         bracket, _, _, _ = _bracket(votes, fit, grad, is_parent, z)
         _, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
-        gamma = tl.load(gammas + (sample * z.passes + pass_index) * whole + site * z.types + child_type, is_sample, 0)
+        gamma = tl.load(gammas_of(gammas, child, pass_index, z), is_sample, 0)
         logit_grad = _logit_grad(a[:, None], part, log_r, gamma[:, None], is_parent)
         zeroth += logit_grad
         first_moment += logit_grad[:, :, None] * distance
         second_moment += logit_grad[:, :, None] * distance * distance
-    to = sums + (group.to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent) * (2 * z.numbers + 1)
+    to = sums + in_own_group(parent, samples, z) * (2 * z.numbers + 1)
     tl.store(to, zeroth, is_parent)
     store_vectors(to + 1, first_moment, is_parent, z)
     store_vectors(to + (1 + z.numbers), second_moment, is_parent, z)
@@ -219,10 +204,9 @@ def _gather_logit_grads(
 
 @triton.jit
 def _votes_grad(
-    votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z: tl.constexpr
+    votes, a, site, child, gammas, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z: tl.constexpr
 ):  # fmt: skip
     """The gradient of one child's votes, over all passes."""
-    whole: tl.constexpr = z.sites * z.types
     votes_grad = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], votes.dtype)
     logit = tl.zeros([z.block_samples, z.block_types], votes.dtype)
     fit_before, distance_before = fits + parent, votes
@@ -237,7 +221,7 @@ def _votes_grad(
         share, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
         votes_grad += (a[:, None] * share)[:, :, None] * (mean_grad + 2 * variance_grad * distance)
         if t > 0:
-            gamma_now = tl.load(gamma + t * whole, is_sample, 0)
+            gamma_now = tl.load(gammas_of(gammas, child, t, z), is_sample, 0)
             slope = _logit_grad(a[:, None], part, log_r, gamma_now[:, None], is_parent)
             half_before = vectors_of(fit_before + z.numbers, is_parent, z)
             votes_grad -= 2 * slope[:, :, None] * distance_before * half_before
@@ -254,12 +238,8 @@ def _undo_poses(
 ):  # fmt: skip
     """The gradients of the children's poses."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
-    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
-    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
-    child = sample * whole + site * z.types + child_type
+    site, child_type, sample, is_sample, child = own_child(samples, z)
     a = tl.load(activation + child, is_sample, 0).to(dtype)
-    gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
     pose_grad = tl.zeros([z.block_samples, z.block_rows, z.block_inner], dtype)
     for edge in range(tl.load(begin + site), tl.load(begin + site + 1)):
         parent_site, weights = tl.load(parent_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
@@ -267,7 +247,7 @@ def _undo_poses(
             parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
             votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
             votes_grad = _votes_grad(
-                votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
+                votes, a, site, child, gammas, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
             )
             pose_grad = add_pose_grad(pose_grad, votes_grad, transform, weights, parent_type, z)
     store_pose(out, pose_grad, child, is_sample, z)
@@ -280,23 +260,21 @@ def _undo_transforms(
 ):  # fmt: skip
     """Of a group of the edges and samples that use a transform: its gradient."""
     dtype: tl.constexpr = fits.dtype.element_ty
-    whole: tl.constexpr = z.sites * z.types
     weights, child_type, kernel = tl.program_id(0), tl.program_id(0) % z.types, tl.program_id(0) // z.types
     first, group = tl.program_id(1) * z.block_types, tl.program_id(2)
-    start, sample_blocks = tl.load(begin + kernel), tl.cdiv(samples, z.block_samples)
-    steps = (tl.load(begin + kernel + 1) - start).to(tl.int64) * sample_blocks
+    sample_blocks = tl.cdiv(samples, z.block_samples)
+    start, from_step, to_step = own_steps(begin, kernel, sample_blocks, group_count)
     transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
-    for step in range(steps * group // group_count, steps * (group + 1) // group_count):
+    for step in range(from_step, to_step):
         edge = start + step // sample_blocks
         site, parent_site = tl.load(child_site_of + edge), tl.load(parent_site_of + edge)
         sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
-        child = sample * whole + site * z.types + child_type
+        child = (sample * z.sites + site) * z.types + child_type
         a = tl.load(activation + child, is_sample, 0).to(dtype)
-        gamma = gammas + sample * (z.passes * whole) + site * z.types + child_type
         parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
         votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
         votes_grad = _votes_grad(
-            votes, a, site, child, gamma, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
+            votes, a, site, child, gammas, is_sample, parent, is_parent, log_even, fits, log_sums, grads, z
         )
         transform_grad = add_transform_grad(transform_grad, votes_grad, pose, child, is_sample, z)
     store_transform(out, transform_grad, group, weights, first, z)

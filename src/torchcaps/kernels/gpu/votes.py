@@ -28,6 +28,47 @@ def parents_of_block(sample, is_sample, parent_site, first, z: tl.constexpr):
 
 
 @triton.jit
+def own_child(samples, z: tl.constexpr):
+    """The child site and type of a child-side program, its samples, and the children ``[samples]``."""
+    site, child_type = tl.program_id(0) // z.types, tl.program_id(0) % z.types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    return site, child_type, sample, is_sample, (sample * z.sites + site) * z.types + child_type
+
+
+@triton.jit
+def own_parents(samples, z: tl.constexpr):
+    """The parent site of a parent-side program, its samples, and its parents; see `parents_of_block`."""
+    blocks: tl.constexpr = (z.parent_types + z.block_types - 1) // z.block_types
+    parent_site, first = tl.program_id(0) // blocks, tl.program_id(0) % blocks * z.block_types
+    sample, is_sample = samples_of_block(tl.program_id(1), samples, z)
+    parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
+    return parent_site, sample, is_sample, parent_type, parent, is_parent
+
+
+@triton.jit
+def own_steps(begin, index, per_edge, group_count):
+    """The first edge of a list's index, and from which to which step the program's group goes, so many an edge."""
+    start = tl.load(begin + index)
+    steps = (tl.load(begin + index + 1) - start).to(tl.int64) * per_edge
+    group = tl.program_id(2)
+    return start, steps * group // group_count, steps * (group + 1) // group_count
+
+
+@triton.jit
+def in_own_group(parent, samples, z: tl.constexpr):
+    """Parents counted on from group to group: ``[group, B, P, J]``."""
+    return tl.program_id(2).to(tl.int64) * samples * (z.parent_sites * z.parent_types) + parent
+
+
+@triton.jit
+def child_of_step(step, start, child_site_of, kernel_of, sample, z: tl.constexpr):
+    """Child site, place of its transforms, and the children ``[samples]`` of a step along a parent's edges."""
+    edge, child_type = start + step // z.types, step % z.types
+    site, weights = tl.load(child_site_of + edge), tl.load(kernel_of + edge) * z.types + child_type
+    return site, weights, (sample * z.sites + site) * z.types + child_type
+
+
+@triton.jit
 def vote(pose, transform, child, is_sample, weights, parent_type, z: tl.constexpr, dtype: tl.constexpr):
     """Votes ``[samples, parent types, numbers]`` of one child by the transforms of one kernel and child type; zeros
     where there is no such sample, type or number."""
@@ -131,3 +172,11 @@ def log_coupling(logit, log_sums, is_sample, z: tl.constexpr):
     top = tl.load(log_sums, is_sample, 0)
     log_sum = tl.load(log_sums + z.sites * z.types, is_sample, 0)
     return tl.minimum((logit - top[:, None]) - log_sum[:, None], 0.0)
+
+
+@triton.jit
+def gammas_of(gammas, child, pass_index, z: tl.constexpr):
+    """Where a number of every child and pass stands: ``[B, T, S, C]``."""
+    whole: tl.constexpr = z.sites * z.types
+    sample, rest = child // whole, child % whole
+    return gammas + (sample * z.passes + pass_index) * whole + rest
