@@ -169,3 +169,17 @@ def test_three_iterations_do_not_magnify_small_changes_at_the_start():
     around_identity = max(moved() for _ in range(3))
     assert around_identity < 0.1
     assert min(moved(around_identity=False, deviation=0.5, class_deviation=0.5) for _ in range(3)) > around_identity
+
+
+def test_class_activations_begin_away_from_their_bounds():
+    """On images that are mostly empty the votes of most children are the same, and the logistic function saturates."""
+    images = torch.zeros(32, 1, 28, 28)
+    images[:, :, 10:18, 12:16] = torch.rand(32, 1, 8, 4)
+
+    def slope(**options):
+        scores = create_model("matrix-capsnet", **options)(images).scores
+        return (scores * (1 - scores)).mean().item()
+
+    for iterations in (1, 2, 3):
+        assert slope(iterations=iterations) > 0.05
+    assert slope(iterations=2, class_temperature_factor=1.0) < 0.02
