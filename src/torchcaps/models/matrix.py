@@ -34,8 +34,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
-        class_temperature_factor: λ of the class capsules as a multiple of the others', 1/4 as in the authors' code: with
-            1, all class activations may begin so near 1 that nothing is learned.
+        class_temperature_factor: λ of the class capsules as a multiple of the others', 1/4 as in the authors' code:
+            with 1, all class activations may begin so near 1 that nothing is learned.
         primary_deviation, activation_deviation: standard deviations of the initial weights of the primary poses and
             activations; None for PyTorch's own. The authors' code has 0.5 and 3.
         deviation, class_deviation, around_identity: of the initial transforms, convolutional and class; see `ConvCaps`.
