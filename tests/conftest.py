@@ -19,6 +19,8 @@ settings.load_profile("house")
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported: torch.compile does so too
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,28 @@ def random_case(
     return Case(pose, transform, routing_map)
 
 
+def full_problem(
+    routing_map: RoutingMap, parent_types: int, pose: tuple[int, int, int], child_types: int = 3, batch: int = 3
+) -> tuple[Tensor, ...]:
+    """Pose (rows × inner), activation (some 0, some 1), transform (inner × columns), beta_u and beta_a, in float64."""
+    rows, inner, columns = pose
+    activation = torch.rand(batch, routing_map.child_sites, child_types).double()
+    activation[0, :, 0] = 0
+    activation[-1, :, -1] = 1
+    return (
+        torch.randn(batch, routing_map.child_sites, child_types, rows, inner).double(),
+        activation,
+        torch.randn(routing_map.transforms, child_types, parent_types, inner, columns).double(),
+        0.3 * torch.randn(parent_types).double(),
+        torch.randn(parent_types).double(),
+    )
+
+
+def far(found: Tensor, exact: Tensor) -> float:
+    """The relative error in the Euclidean norm."""
+    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()
+
+
 @st.composite
 def maps(draw: st.DrawFn) -> RoutingMap:
     kind = draw(st.sampled_from(["dense", "shared", "conv"]))

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from problems import far, full_problem
 from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -30,19 +31,16 @@ DYNAMIC = {
 
 @pytest.fixture(scope="module")
 def device():
-    """Where the kernels run. Without a GPU they are imported as the interpreter takes them, which reads their source:
-    without what the run-time check of types puts around a function."""
+    """Where the kernels run. The interpreter reads their source: they are imported without what the run-time check of
+    types puts around a function."""
     if torch.cuda.is_available():
         return "cuda"
-    finders, environment = sys.meta_path[:], dict(os.environ)
-    os.environ["TRITON_INTERPRET"] = "1"
+    finders = sys.meta_path[:]
     sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
     for rule in ("em", "dynamic"):
         import_module(f"torchcaps.kernels.gpu.{rule}")
     sys.meta_path[:] = finders
-    yield "cpu"
-    os.environ.clear()
-    os.environ.update(environment)
+    return "cpu"
 
 
 class Interpreted(torch.autograd.Function):
@@ -109,22 +107,9 @@ def everything(rule, tensors, routing_map, device, dtype=torch.float64, **option
     return [x.detach().double().cpu() for x in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
-def far(found, exact):
-    return ((found - exact).norm() / exact.norm().clamp_min(1e-6)).item()
-
-
 def problem(routing_map, parent_types, pose):
-    rows, inner, columns = POSES[pose]
-    activation = torch.rand(2, routing_map.child_sites, 2).double()
-    activation[0, :, 0] = 0
-    activation[-1, :, -1] = 1
-    return (
-        0.5 * torch.randn(2, routing_map.child_sites, 2, rows, inner).double(),
-        activation,
-        torch.randn(routing_map.transforms, 2, parent_types, inner, columns).double(),
-        0.3 * torch.randn(parent_types).double(),
-        torch.randn(parent_types).double(),
-    )
+    pose, *others = full_problem(routing_map, parent_types, POSES[pose], child_types=2, batch=2)
+    return 0.5 * pose, *others
 
 
 @pytest.mark.parametrize(

@@ -11,26 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from problems import MAPS, cases, random_case
+from problems import MAPS, cases, far, full_problem, random_case
 from torchcaps import Capsules, MatrixCapsNet, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 POSES = {"matrix": (4, 4, 4), "vector": (1, 8, 16), "odd": (3, 2, 5)}
-
-
-def problem(routing_map, parent_types, pose, child_types=3, batch=3):
-    rows, inner, columns = pose
-    activation = torch.rand(batch, routing_map.child_sites, child_types).double()
-    activation[0, :, 0] = 0
-    activation[-1, :, -1] = 1
-    return (
-        torch.randn(batch, routing_map.child_sites, child_types, rows, inner).double(),
-        activation,
-        torch.randn(routing_map.transforms, child_types, parent_types, inner, columns).double(),
-        0.3 * torch.randn(parent_types).double(),
-        torch.randn(parent_types).double(),
-    )
 
 
 def everything(tensors, routing_map, dtype=torch.float64, **options):
@@ -48,10 +34,6 @@ def where_on(results, activation):
     return [*results[:3], results[3] * (activation > 0), *results[4:]]
 
 
-def far(found, exact):
-    return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()
-
-
 @pytest.fixture(params=cpu_instruction_sets())
 def instruction_set(request):
     _cpu.use(request.param)
@@ -63,7 +45,7 @@ def instruction_set(request):
 @pytest.mark.parametrize("parent_types", [1, 5, 10, 16, 33])
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
 def test_em_equals_the_reference(routing_map, pose, parent_types):
-    case = problem(MAPS[routing_map], parent_types, POSES[pose])
+    case = full_problem(MAPS[routing_map], parent_types, POSES[pose])
     near = (0.1 * case[0], *case[1:])
     for found, right in zip(
         *(everything(near, MAPS[routing_map], backend=b) for b in ("fused", "reference")), strict=True
@@ -81,7 +63,7 @@ def test_em_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(rou
     """In the geometric mean of nine problems: of a single one, both errors are chance."""
     ratios = []
     for _ in range(9):
-        case = problem(MAPS[routing_map], 16, POSES[pose])
+        case = full_problem(MAPS[routing_map], 16, POSES[pose])
         exact = where_on(everything(case, MAPS[routing_map], backend="reference"), case[1])
         fused, reference = (
             where_on(everything(case, MAPS[routing_map], torch.float32, backend=name), case[1])
@@ -126,7 +108,7 @@ def test_ten_thousand_random_problems(case, scale):
 def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
     torch.manual_seed(3)
     routing_map = RoutingMap.shared(12)
-    pose, activation, transform, beta_u, beta_a = problem(routing_map, 3, (4, 4, 4), child_types=1, batch=1)
+    pose, activation, transform, beta_u, beta_a = full_problem(routing_map, 3, (4, 4, 4), child_types=1, batch=1)
     for scale in (0.01, 1.0, 30.0):
         case = (scale * pose, activation, transform, beta_u, beta_a)
         exact = everything(case, routing_map, backend="reference", iterations=4)
@@ -138,7 +120,7 @@ def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
 
 
 def test_the_same_bits_for_any_number_of_threads():
-    case = problem(MAPS["conv"], 16, (4, 4, 4), batch=20)
+    case = full_problem(MAPS["conv"], 16, (4, 4, 4), batch=20)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -151,7 +133,7 @@ def test_the_same_bits_for_any_number_of_threads():
 
 
 def operators():
-    pose, activation, transform, *betas = (x.float() for x in problem(MAPS["conv"], 5, (4, 4, 4)))
+    pose, activation, transform, *betas = (x.float() for x in full_problem(MAPS["conv"], 5, (4, 4, 4)))
     edges, parents = MAPS["conv"].edges, MAPS["conv"].parent_sites
     em = ((pose, activation, transform, *betas, edges), (parents,), ([0.05, 0.1], 1e-4, 1.0))
     dynamic = ((pose, transform, edges), (parents,), (3, True, "sabour", "sabour", True, False))
@@ -202,7 +184,7 @@ def test_a_model_on_the_reference_is_exported():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_other_kinds_of_differentiation_run_on_the_reference():
-    pose, activation, transform, *betas = problem(MAPS["conv"], 5, (4, 4, 4))
+    pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, (4, 4, 4))
 
     def routed(pose, backend="auto"):
         return em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, backend=backend).pose.sum()
@@ -221,7 +203,7 @@ def test_other_kinds_of_differentiation_run_on_the_reference():
 
 
 def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
-    pose, activation, transform, beta_u, beta_a = problem(MAPS["conv"], 5, (4, 4, 4))
+    pose, activation, transform, beta_u, beta_a = full_problem(MAPS["conv"], 5, (4, 4, 4))
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
     turned = Capsules(pose.mT.contiguous().mT, activation.mT.contiguous().mT)
     found = em_routing(turned, transform.mT.contiguous().mT, MAPS["conv"], beta_u, beta_a, backend="fused")
@@ -290,7 +272,7 @@ def dynamic(tensors, routing_map, dtype=torch.float64, **options):
 
 
 def dynamic_problem(routing_map, parent_types, pose, batch=5):
-    children, _, transform, *_ = problem(routing_map, parent_types, pose, batch=batch)
+    children, _, transform, *_ = full_problem(routing_map, parent_types, pose, batch=batch)
     return 0.5 * children, 0.5 * transform
 
 
@@ -347,7 +329,7 @@ def test_dynamic_gives_the_same_bits_for_any_number_of_threads():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("which", range(5))
 def test_a_nan_is_never_turned_into_a_number(which, dtype):
-    case = [x.to(dtype) for x in problem(MAPS["conv"], 16, (4, 4, 4))]
+    case = [x.to(dtype) for x in full_problem(MAPS["conv"], 16, (4, 4, 4))]
     case[which].view(-1)[-1] = torch.nan
     for iterations in (1, 3):
         children = Capsules(*case[:2])
@@ -363,7 +345,7 @@ def test_a_nan_is_never_turned_into_a_number(which, dtype):
 
 
 def test_the_gradients_of_a_parent_that_is_surely_active():
-    case = problem(MAPS["conv"], 4, (4, 4, 4))
+    case = full_problem(MAPS["conv"], 4, (4, 4, 4))
     case = (*case[:4], torch.full((4,), 15.0))
     options = {"temperature_schedule": "constant", "normalise_data": False}
     exact = everything(case, MAPS["conv"], backend="reference", **options)
@@ -391,7 +373,7 @@ def twin_parents_far_from_all(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_corners_are_as_near_to_the_truth_as_the_reference(change, dtype):
     torch.manual_seed(5)
-    case = change(problem(MAPS["shared"], 4, (4, 4, 4)))
+    case = change(full_problem(MAPS["shared"], 4, (4, 4, 4)))
     exact = everything(case, MAPS["shared"], backend="reference")
     found, reference = (everything(case, MAPS["shared"], dtype, backend=name) for name in ("fused", "reference"))
     for one, other, right in zip(found, reference, exact, strict=True):
@@ -400,7 +382,7 @@ def test_corners_are_as_near_to_the_truth_as_the_reference(change, dtype):
 
 def test_children_that_are_off_do_not_spoil_the_gradients_of_the_others():
     torch.manual_seed(6)
-    case = problem(MAPS["shared"], 4, (4, 4, 4))
+    case = full_problem(MAPS["shared"], 4, (4, 4, 4))
     activation = torch.ones_like(case[1])
     activation[:, ::2] = 0
     for value in everything((1e3 * case[0], activation, *case[2:]), MAPS["shared"], torch.float32, iterations=5):

@@ -100,7 +100,7 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
           agree(x, i, sums_grad(works, b, t), slope);
           for (int k = 0; k < x.blocks; ++k) total += coupling[k] * slope[k];
           const T gamma = gammas[gamma_at(b, t, x.child)] = sum<T>(total);
-          for (int k = 0; k < x.blocks; ++k) slope[k] = coupling[k] * (slope[k] - gamma);
+          undo_softmax(x, coupling, gamma, slope);
           add_up(x, x.votes_of(i), slope, parents_grad(works, b));
         }
       });
@@ -284,6 +284,11 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
     }
   }
 
+  // The gradients of couplings → those of their logits, in place; gamma is Σ coupling · gradient.
+  void undo_softmax(const Visit& x, const V* coupling, T gamma, V* slope) const {
+    for (int k = 0; k < x.blocks; ++k) slope[k] = coupling[k] * (slope[k] - gamma);
+  }
+
   // The couplings of the samples and their log-sums.
   void share_out(const Visit& x, int t, const V* seen, T* log_sums_all) const {
     V top[L], total[L]{};
@@ -332,8 +337,7 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
       couplings(x, i, agreed(works, b, t), log_sums_of(log_sums_all, b, t, x.child), coupling);
       if (!o.all_passes) continue;
       agree(x, i, sums_grad(works, b, t), slope);
-      const T gamma = gammas[gamma_at(b, t, x.child)];
-      for (int k = 0; k < x.blocks; ++k) slope[k] = coupling[k] * (slope[k] - gamma);
+      undo_softmax(x, coupling, gammas[gamma_at(b, t, x.child)], slope);
     }
     std::fill_n(reinterpret_cast<T*>(x.votes_of(i)), x.vote_size * L, T(0));
     for (int t = first; t < o.iterations; ++t)

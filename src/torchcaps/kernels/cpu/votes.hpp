@@ -12,7 +12,6 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
   using V = Vector<T>;
   static constexpr int L = lanes<T>;
   static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
-  static constexpr int MOST_POSE = ROWS * INNER ? ROWS * INNER : MOST_NUMBERS;
 
   const Problem& g;
   const int H, JB, PB;  // numbers in a vote, blocks of parent types, blocks of parents
@@ -32,11 +31,6 @@ template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
     V x{};
     for (int i = 0; i < L; ++i) x[i] = jb * L + i < g.J;
     return x;
-  }
-  int widest() const {
-    int most = 1;
-    for (int s = 0; s < g.S; ++s) most = std::max(most, g.child_begin[s + 1] - g.child_begin[s]);
-    return most;
   }
 
   // From 0 on, so that there is one way to contract every step: votes have the same bits wherever they are computed.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchcaps.capsules import SquashForm, squash
 from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
+    add_logits,
     add_pose_grad,
     add_transform_grad,
     child_of_step,
@@ -25,6 +26,7 @@ from torchcaps.kernels.gpu.votes import (
     parents_of_block,
     records,
     samples_of_block,
+    store_log_sums,
     store_pose,
     store_transform,
     store_vectors,
@@ -67,13 +69,8 @@ def _find_log_sums(
             votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
             logit = _product(votes, seen, parent, is_parent, pass_index, z)
             logit = tl.where((parent_type < z.parent_types)[None, :], logit, -float("inf"))
-            higher = tl.maximum(top, tl.max(logit, axis=1))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(logit - higher[:, None]), axis=1)
-            top = higher
-    childless = total == 0
-    to = log_sums_of(log_sums, child, pass_index, z)
-    tl.store(to, tl.where(childless, 0.0, top), is_sample)
-    tl.store(to + z.sites * z.types, tl.log(tl.where(childless, 1.0, total)), is_sample)
+            top, total = add_logits(top, total, logit)
+    store_log_sums(log_sums, child, pass_index, top, total, is_sample, z)
 
 
 @triton.jit

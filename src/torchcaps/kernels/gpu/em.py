@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
+    add_logits,
     add_pose_grad,
     add_transform_grad,
     child_of_step,
@@ -26,6 +27,7 @@ from torchcaps.kernels.gpu.votes import (
     parents_of_block,
     records,
     samples_of_block,
+    store_log_sums,
     store_pose,
     store_transform,
     store_vectors,
@@ -33,8 +35,19 @@ from torchcaps.kernels.gpu.votes import (
     vote,
 )
 
-FIT_EXTRAS = 4
-GRAD_EXTRAS = 2
+FIT_EXTRAS, GRAD_EXTRAS = tl.constexpr(4), tl.constexpr(2)
+
+
+@triton.jit
+def _fits_of(fits, parent, pass_index, z: tl.constexpr):
+    """Where the records of parents stand."""
+    return records(fits, parent, pass_index, 2 * z.numbers + FIT_EXTRAS, z)
+
+
+@triton.jit
+def _grads_of(grads, parent, pass_index, z: tl.constexpr):
+    """Where those of their gradients do."""
+    return records(grads, parent, pass_index, 2 * z.numbers + GRAD_EXTRAS, z)
 
 
 @triton.jit
@@ -85,15 +98,10 @@ def _find_log_sums(
         for first in range(0, z.parent_types, z.block_types):
             parent_type, parent, is_parent = parents_of_block(sample, is_sample, parent_site, first, z)
             votes = vote(pose, transform, child, is_sample, weights, parent_type, z, dtype)
-            logit, _ = _logit(votes, records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z), is_parent, z)
+            logit, _ = _logit(votes, _fits_of(fits, parent, pass_index - 1, z), is_parent, z)
             logit = tl.where(is_sample[:, None], logit, 0.0)
-            higher = tl.maximum(top, tl.max(logit, axis=1))
-            total = total * tl.exp(top - higher) + tl.sum(tl.exp(logit - higher[:, None]), axis=1)
-            top = higher
-    childless = total == 0
-    to = log_sums_of(log_sums, child, pass_index, z)
-    tl.store(to, tl.where(childless, 0.0, top), is_sample)
-    tl.store(to + z.sites * z.types, tl.log(tl.where(childless, 1.0, total)), is_sample)
+            top, total = add_logits(top, total, logit)
+    store_log_sums(log_sums, child, pass_index, top, total, is_sample, z)
 
 
 @triton.jit
@@ -105,7 +113,7 @@ def _gather_fits(
     votes and Σ w (V - mean)², each carried along so that nothing cancels."""
     dtype: tl.constexpr = fits.dtype.element_ty
     parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
-    before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
+    before = _fits_of(fits, parent, pass_index - 1, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     weight = tl.zeros([z.block_samples, z.block_types], dtype)
     mean = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
@@ -156,11 +164,11 @@ def _find_gammas(
             if is_first:
                 log_r = tl.zeros([z.block_samples, z.block_types], dtype) + tl.load(log_even + site)
             else:
-                before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
+                before = _fits_of(fits, parent, pass_index - 1, z)
                 logit, _ = _logit(votes, before, is_parent, z)
                 log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
-            fit = records(fits, parent, pass_index, 2 * z.numbers + 4, z)
-            grad = records(grads, parent, pass_index, 2 * z.numbers + 2, z)
+            fit = _fits_of(fits, parent, pass_index, z)
+            grad = _grads_of(grads, parent, pass_index, z)
             bracket, _, _, _ = _bracket(votes, fit, grad, is_parent, z)
             _, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
             gamma += tl.sum(part, axis=1)
@@ -176,9 +184,9 @@ def _gather_logit_grads(
     the pass before."""
     dtype: tl.constexpr = fits.dtype.element_ty
     parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
-    before = records(fits, parent, pass_index - 1, 2 * z.numbers + 4, z)
-    fit = records(fits, parent, pass_index, 2 * z.numbers + 4, z)
-    grad = records(grads, parent, pass_index, 2 * z.numbers + 2, z)
+    before = _fits_of(fits, parent, pass_index - 1, z)
+    fit = _fits_of(fits, parent, pass_index, z)
+    grad = _grads_of(grads, parent, pass_index, z)
     zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
     first_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
     second_moment = tl.zeros([z.block_samples, z.block_types, z.block_rows * z.block_columns], dtype)
@@ -211,8 +219,7 @@ def _votes_grad(
     logit = tl.zeros([z.block_samples, z.block_types], votes.dtype)
     fit_before, distance_before = fits + parent, votes
     for t in tl.static_range(tl.constexpr(z.passes)):
-        fit = records(fits, parent, t, 2 * z.numbers + 4, z)
-        grad = records(grads, parent, t, 2 * z.numbers + 2, z)
+        fit, grad = _fits_of(fits, parent, t, z), _grads_of(grads, parent, t, z)
         bracket, distance, mean_grad, variance_grad = _bracket(votes, fit, grad, is_parent, z)
         if t == 0:
             log_r = logit + tl.load(log_even + site)
@@ -297,7 +304,7 @@ def forward(
     problem = Problem(pose, transform, edges, parent_sites, passes, leaky=False)
     z = problem.z
     pose, activation, transform = (x.contiguous() for x in (pose, activation, transform))
-    fits = problem.records(2 * z.numbers + FIT_EXTRAS)
+    fits = problem.records(2 * z.numbers + FIT_EXTRAS.value)
     log_sums = problem.child_sums(passes - 1, 2)
     tops, sums = problem.group_sums(), problem.group_sums(2 * z.numbers + 1)
     for t, heat in enumerate(inverse_temperatures):
@@ -313,7 +320,7 @@ def forward(
 
 def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data):
     """Parents from the sums of all groups of their children; see the reference."""
-    numbers = (fit.shape[-1] - FIT_EXTRAS) // 2
+    numbers = (fit.shape[-1] - FIT_EXTRAS.value) // 2
     top = tops.amax(dim=0)
     scale = (tops - top.masked_fill(top == -torch.inf, 0)).exp()
     weights = sums[..., 0] * scale
@@ -360,8 +367,8 @@ def backward(
     problem = Problem(pose, transform, edges, mean_grad.shape[1], passes, leaky=False)
     z, dtype = problem.z, problem.dtype
     inputs = pose, activation, transform = tuple(x.contiguous() for x in (pose, activation, transform))
-    grads = problem.records(2 * z.numbers + GRAD_EXTRAS)
-    fits, gammas = kept.view(*grads.shape[:-1], 2 * z.numbers + FIT_EXTRAS), problem.child_sums(passes)
+    grads = problem.records(2 * z.numbers + GRAD_EXTRAS.value)
+    fits, gammas = kept.view(*grads.shape[:-1], 2 * z.numbers + FIT_EXTRAS.value), problem.child_sums(passes)
     sums = problem.group_sums(2 * z.numbers + 1)
     beta_u_grad, beta_a_grad = problem.log_even.new_zeros(2, z.parent_types)
     to_mean = mean_grad.flatten(3).to(dtype)

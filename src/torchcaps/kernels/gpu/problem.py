@@ -1,6 +1,7 @@
 """A problem as the Triton kernels take it: sorted edges, sizes and grids."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -70,17 +71,21 @@ class Problem:
 
     def __init__(self, pose: Tensor, transform: Tensor, edges: Tensor, parent_sites: int, passes: int, leaky: bool):
         self.z = z = shape_of(pose, transform, parent_sites, passes)
-        self.samples, self.kernels, self.edges = pose.shape[0], transform.shape[0], len(edges)
+        self.samples, self.kernels, self.edges = pose.shape[0], transform.shape[0], edges
         self.dtype = statistics_dtype(pose.dtype)
         self.by_child = lists(edges, 0, z.sites)
         self.by_parent = lists(edges, 1, z.parent_sites)
-        self.by_kernel = lists(edges, 2, self.kernels)
         reached = self.by_child.begin.diff() * z.parent_types + leaky
         self.log_even = -reached.clamp_min(1).to(self.dtype).log()
         self.sample_blocks = triton.cdiv(self.samples, z.block_samples)
         self.type_blocks = triton.cdiv(z.parent_types, z.block_types)
-        self.parent_groups = self._groups(z.parent_sites * self.sample_blocks, self.edges * z.types // z.parent_sites)
-        self.transform_groups = self._groups(self.kernels * z.types, self.edges * self.sample_blocks // self.kernels)
+        self.parent_groups = self._groups(z.parent_sites * self.sample_blocks, len(edges) * z.types // z.parent_sites)
+        self.transform_groups = self._groups(self.kernels * z.types, len(edges) * self.sample_blocks // self.kernels)
+
+    @cached_property
+    def by_kernel(self) -> Lists:
+        """The backward pass alone asks for them."""
+        return lists(self.edges, 2, self.kernels)
 
     def _groups(self, programs: int, steps: int) -> int:
         """Groups that the steps of each of some programs are cut into, so that there is work for a whole processor."""

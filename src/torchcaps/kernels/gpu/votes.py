@@ -180,3 +180,19 @@ def gammas_of(gammas, child, pass_index, z: tl.constexpr):
     whole: tl.constexpr = z.sites * z.types
     sample, rest = child // whole, child % whole
     return gammas + (sample * z.passes + pass_index) * whole + rest
+
+
+@triton.jit
+def add_logits(top, total, logit):
+    """Goes on with each child's largest logit and Σ e^(logit - largest) by logits ``[samples, parent types]``."""
+    higher = tl.maximum(top, tl.max(logit, axis=1))
+    return higher, total * tl.exp(top - higher) + tl.sum(tl.exp(logit - higher[:, None]), axis=1)
+
+
+@triton.jit
+def store_log_sums(log_sums, child, pass_index, top, total, is_sample, z: tl.constexpr):
+    """The largest logits and the logarithms of the sums; zeros of children that reach no parent."""
+    childless = total == 0
+    to = log_sums_of(log_sums, child, pass_index, z)
+    tl.store(to, tl.where(childless, 0.0, top), is_sample)
+    tl.store(to + z.sites * z.types, tl.log(tl.where(childless, 1.0, total)), is_sample)
