@@ -34,13 +34,16 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
-        class_temperature_factor: λ of the class capsules as a multiple of the others', 1/4 as in the authors' code:
-            with 1, all class activations may begin so near 1 that nothing is learned.
+        class_temperature_factor: λ of the class capsules as a multiple of the others'; the authors' code has 1/4.
+        initial_beta_a: β_a of every layer at the start; see `EMRouting`. With 0 the scores of wrong classes do not fall
+            below 1/2, or all begin so near 1 that nothing is learned.
+        variance_floor: as of `em_routing`, but 0.01: initial poses are so small that with 1e-4 the first couplings are
+            near 0 or 1, and more so with every iteration; the third then hardly learns.
         primary_deviation, activation_deviation: standard deviations of the initial weights of the primary poses and
             activations; None for PyTorch's own. The authors' code has 0.5 and 3.
         deviation, class_deviation, around_identity: of the initial transforms, convolutional and class; see `ConvCaps`.
             The authors' code has 0.3 and 0.01 around zero.
-        iterations, competition, variance_floor, normalise_data, inverse_temperature, temperature_schedule,
+        iterations, competition, normalise_data, inverse_temperature, temperature_schedule,
             parent_activation, mean_damping, backend: see `em_routing`.
 
     Raises:
@@ -62,10 +65,11 @@ class MatrixCapsNet(nn.Module, Pretrained):
         coordinates: bool = True,
         iterations: int = 3,
         competition: Competition = "parents",
-        variance_floor: float = 1e-4,
+        variance_floor: float = 0.01,
         normalise_data: bool = True,
         inverse_temperature: float = 1.0,
-        class_temperature_factor: float = 0.25,
+        class_temperature_factor: float = 1.0,
+        initial_beta_a: float = -15.0,
         temperature_schedule: TemperatureSchedule = "rising",
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
@@ -98,6 +102,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 parent_activation,
                 mean_damping,
                 backend,
+                initial_beta_a,
             )
 
         self.convolution = nn.Sequential(nn.Conv2d(channels, features, 5, stride=2), nn.ReLU())

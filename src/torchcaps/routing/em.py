@@ -264,7 +264,9 @@ class EMRouting(nn.Module):
     """`em_routing` with its options fixed and its β learned, as the rule of a capsule layer.
 
     Arguments:
-        parent_types: J; β_u and β_a are one number per parent type, 0 at the start; mixing proportions need neither.
+        parent_types: J; β_u and β_a are one number per parent type; mixing proportions need neither.
+        initial_beta_a: β_a at the start, where β_u is 0. Below 0, a parent that no child chose is off, at an activation
+            of logistic(λ β_a). β_a moves in steps of the learning rate, so that it does not get there by itself.
         The others are those of `em_routing`.
 
     Raises:
@@ -289,6 +291,7 @@ class EMRouting(nn.Module):
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
         backend: Backend = "auto",
+        initial_beta_a: float = 0.0,
     ) -> None:
         super().__init__()
         _check_options(
@@ -302,7 +305,7 @@ class EMRouting(nn.Module):
         )
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
-        self.beta_a = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
+        self.beta_a = nn.Parameter(torch.full((parent_types,), float(initial_beta_a)), requires_grad=learned)
         self.options: dict[str, Any] = {
             "iterations": iterations,
             "competition": competition,
