@@ -221,6 +221,28 @@ def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
     assert em_routing(half, transform, MAPS["conv"], beta_u, beta_a, backend="fused").pose.dtype == torch.float64
 
 
+@pytest.mark.parametrize("part", ["pose", "activation"])
+def test_the_gradient_of_either_output_alone(part):
+    both = []
+    leaves = [tensor.requires_grad_() for tensor in full_problem(MAPS["conv"], 5, (4, 4, 4))]
+    for backend in ("fused", "reference"):
+        parents = em_routing(Capsules(*leaves[:2]), leaves[2], MAPS["conv"], *leaves[3:], backend=backend)
+        both.append(torch.autograd.grad(getattr(parents, part).square().sum(), leaves, allow_unused=True))
+    for found, right in zip(*both, strict=True):
+        torch.testing.assert_close(found, torch.zeros_like(found) if right is None else right, rtol=1e-6, atol=1e-7)
+
+
+def test_the_backward_pass_takes_no_memory_as_large_as_what_it_is_given():
+    """Autograd would fill zeros in for the gradients of what the forward pass keeps."""
+    children = Capsules(torch.randn(4, 9, 1, 4, 4, requires_grad=True), torch.rand(4, 9, 1))
+    betas = [torch.zeros(16) for _ in range(2)]
+    parents = em_routing(children, torch.randn(4, 1, 16, 4, 4), RoutingMap.conv((3, 3), 2), *betas, backend="fused")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+        parents.pose.sum().backward()
+    kept = 4 * 4 * 16 * 36 * 3 * 4
+    assert 0 < max(event.self_cpu_memory_usage for event in seen.events()) < kept / 2
+
+
 @pytest.mark.usefixtures("untyped")
 def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
     case = random_case(MAPS["dense"], seed=0, dtype=torch.float32)

@@ -84,6 +84,7 @@ def _(pose, transform, *_):
 def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output[1:])
     ctx.options = inputs[4:]
+    ctx.set_materialize_grads(False)  # else zeros as large as what the backward pass needs
 
 
 def _differentiate(context, parents_grad, *_):

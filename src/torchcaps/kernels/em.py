@@ -86,9 +86,15 @@ def _(pose, activation, transform, beta_u, beta_a, *_):
 def _keep(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:6], *output[2:])
     ctx.options = inputs[7:]
+    ctx.set_materialize_grads(False)  # else zeros as large as what the backward pass needs
 
 
 def _differentiate(context, mean_grad, activation_grad, *_):
+    pose, _, transform, *_ = context.saved_tensors
+    if mean_grad is None:
+        mean_grad = activation_grad.new_zeros(*activation_grad.shape, pose.shape[3], transform.shape[4])
+    if activation_grad is None:
+        activation_grad = mean_grad.new_zeros(mean_grad.shape[:3])
     gradients = _backward(*context.saved_tensors, mean_grad, activation_grad, *context.options)
     return (*gradients, None, None, None, None, None)
 
