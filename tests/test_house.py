@@ -4,9 +4,11 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torchcaps
+from torchcaps.recipes import create_recipe
 
 ROOT = Path(torchcaps.__file__).parent
 FLOORS = {
@@ -79,3 +81,10 @@ def test_every_result_in_the_readme_is_the_one_in_its_folder():
         assert f" {metrics['test_accuracy_percent']:.2f} " in row
         assert recipe["environment"]["commit"]
         assert not recipe["environment"]["commit"].endswith("-modified")
+        _, _, name, *words = row.split("`")[1].replace("make demo", "torchcaps train capsnet-mnist-5k").split()
+        given = {key: value for key, value in zip(words[::2], words[1::2], strict=True) if key != "--set"}
+        settings = {key[2:].replace("-", "_"): value for key, value in given.items()}
+        settings |= dict(word.split("=") for key, word in zip(words[::2], words[1::2], strict=True) if key == "--set")
+        now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
+        then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
+        assert then == {key: now[key] for key in then}, row

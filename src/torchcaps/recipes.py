@@ -163,6 +163,7 @@ def cnn_baseline_smallnorb() -> Recipe:
         loss="cross_entropy",
         margin_schedule="none",
         learning_rate=1e-3,
+        decay_steps=500,
     )
 
 
