@@ -82,9 +82,10 @@ def test_every_result_in_the_readme_is_the_one_in_its_folder():
         assert recipe["environment"]["commit"]
         assert not recipe["environment"]["commit"].endswith("-modified")
         _, _, name, *words = row.split("`")[1].replace("make demo", "torchcaps train capsnet-mnist-5k").split()
-        given = {key: value for key, value in zip(words[::2], words[1::2], strict=True) if key != "--set"}
-        settings = {key[2:].replace("-", "_"): value for key, value in given.items()}
-        settings |= dict(word.split("=") for key, word in zip(words[::2], words[1::2], strict=True) if key == "--set")
+        settings = dict(
+            value.split("=") if key == "--set" else (key[2:].replace("-", "_"), value)
+            for key, value in zip(words[::2], words[1::2], strict=True)
+        )
         now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
         then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
         assert then == {key: now[key] for key in then}, row
