@@ -16,9 +16,11 @@ from torchcaps import (
     RoutingMap,
     SharedCaps,
     coordinate_addition,
+    create_model,
     lengths,
     squash,
 )
+from torchcaps.layers import UnfoldedConv2d
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
 
 
@@ -38,6 +40,39 @@ def test_channels_last_changes_nothing():
     layer = PrimaryCaps(2, types=3, pose_size=4, kernel_size=3)
     features = torch.randn(2, 2, 7, 9)
     torch.testing.assert_close(layer(features).pose, layer(features.contiguous(memory_format=torch.channels_last)).pose)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "bias"), [(3, 2, 0, True), (4, 3, 2, False), (1, 1, 0, True)])
+def test_an_unfolded_convolution_is_the_convolution(kernel, stride, padding, bias):
+    options = {"stride": stride, "padding": padding, "bias": bias}
+    plain = nn.Conv2d(3, 5, kernel, **options).double()
+    unfolded = UnfoldedConv2d(3, 5, kernel, **options).double()
+    unfolded.load_state_dict(plain.state_dict())
+    images = torch.randn(2, 3, 7, 9, dtype=torch.double, requires_grad=True)
+    torch.testing.assert_close(unfolded(images), plain(images))
+    slope = torch.randn_like(plain(images))
+    for one, other in zip(
+        torch.autograd.grad(unfolded(images), [images, *unfolded.parameters()], slope),
+        torch.autograd.grad(plain(images), [images, *plain.parameters()], slope),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+    assert torch.autograd.gradcheck(unfolded, [images])
+
+
+def test_unfolded_convolutions_take_the_weights_of_the_others():
+    options = {"convolution_channels": 8, "primary_types": 2}
+    plain, unfolded = create_model("capsnet", **options), create_model("capsnet", unfold=True, **options)
+    unfolded.load_state_dict(plain.state_dict())
+    images = torch.rand(2, 1, 28, 28)
+    torch.testing.assert_close(unfolded(images).scores, plain(images).scores)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = unfolded(images).scores
+        torch.testing.assert_close(scores, plain(images).scores, rtol=0.05, atol=0.005)
+    scores.sum().backward()
+    assert all(
+        x.grad is not None for x in (*unfolded.convolution.parameters(), *unfolded.primary_capsules.parameters())
+    )
 
 
 def test_dense_caps_give_each_child_its_own_transform():

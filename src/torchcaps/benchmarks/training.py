@@ -15,6 +15,7 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
     """A step of CapsNet on images of MNIST's shape, and one of the small MatrixCapsNet on smallNORB's crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
+        "fused, unfolded convolutions": capsnet_step("fused", unfold=True),
         "fused, bf16": capsnet_step("fused", bf16=True),
         "reference": capsnet_step("reference"),
         "reference, bf16": capsnet_step("reference", bf16=True),
@@ -26,9 +27,9 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
     ]
 
 
-def capsnet_step(backend: str, *, bf16: bool = False, batch: int = 100) -> Callable[[], None]:
+def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batch: int = 100) -> Callable[[], None]:
     """Forward, losses, backward and Adam, convolutions in channels_last."""
-    model = create_model("capsnet", backend=backend)
+    model = create_model("capsnet", backend=backend, unfold=unfold)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)

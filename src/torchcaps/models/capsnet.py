@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import SquashForm
 from torchcaps.kernels import Backend
-from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps
+from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, UnfoldedConv2d
 from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
 from torchcaps.routing import DynamicRouting
 
@@ -29,6 +29,7 @@ class CapsNet(nn.Module, Pretrained):
         class_pose_size: length of a class capsule's pose.
         decoder: also draw the image from the class capsule.
         iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend: see `dynamic_routing`.
+        unfold: convolve by `UnfoldedConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28.
 
     Raises:
         BadInput: the image is too small for the kernels.
@@ -56,11 +57,15 @@ class CapsNet(nn.Module, Pretrained):
         gradient_passes: Literal["all", "last"] = "all",
         leaky: bool = False,
         backend: Backend = "auto",
+        unfold: bool = False,
     ) -> None:
         super().__init__()
         channels, height, width = shape = check_image_shape("CapsNet", image_shape, smallest=17)
-        self.convolution = nn.Sequential(nn.Conv2d(channels, convolution_channels, 9), nn.ReLU())
-        self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 9, stride=2)
+        convolution = UnfoldedConv2d if unfold else nn.Conv2d
+        self.convolution = nn.Sequential(convolution(channels, convolution_channels, 9), nn.ReLU())
+        self.primary_capsules = PrimaryCaps(
+            convolution_channels, primary_types, primary_pose_size, 9, stride=2, unfold=unfold
+        )
         sites = ((height - 8 - 9) // 2 + 1) * ((width - 8 - 9) // 2 + 1)
         routing = DynamicRouting(iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend)
         self.class_capsules = DenseCaps(
