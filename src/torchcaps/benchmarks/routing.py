@@ -35,10 +35,7 @@ class Layer(NamedTuple):
     beta_a: Tensor
     grid: tuple[int, int]
     stride: int
-
-    @property
-    def routing_map(self) -> RoutingMap:
-        return RoutingMap.conv(self.grid, 3, self.stride)
+    routing_map: RoutingMap
 
 
 def em_stack(
@@ -50,8 +47,9 @@ def em_stack(
     for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
         transform = (0.5 * torch.randn(9, below, above, 4, 4)).requires_grad_()
         beta_u, beta_a = (0.1 * torch.randn(2, above)).unbind()
-        layers.append(Layer(transform, beta_u.requires_grad_(), beta_a.requires_grad_(), size, stride))
-        size = layers[-1].routing_map.parent_grid
+        routing_map = RoutingMap.conv(size, 3, stride)
+        layers.append(Layer(transform, beta_u.requires_grad_(), beta_a.requires_grad_(), size, stride, routing_map))
+        size = routing_map.parent_grid
     pose = torch.randn(batch, grid * grid, types[0], 4, 4).requires_grad_()
     activation = torch.rand(batch, grid * grid, types[0]).requires_grad_()
 
