@@ -26,6 +26,7 @@ FLOORS = {
     "training": 4,
     "recipes": 5,
     "benchmarks": 6,
+    "experiments": 6,
     "cli": 7,
 }
 

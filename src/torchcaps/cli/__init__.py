@@ -1,6 +1,5 @@
-"""The command `torchcaps`: recipes, train, evaluate, predict, data, bench, info."""
+"""The command `torchcaps`: recipes, train, evaluate, predict, data, experiment, bench, info."""
 
-import ctypes
 import json
 import logging
 import os
@@ -13,10 +12,13 @@ from torchcaps.errors import BadInput, nearest
 
 try:
     import typer
-    from rich.console import Console
     from rich.table import Table
 except ImportError as missing:
     raise SystemExit(f"error: the command line needs {missing.name}: pip install 'torchcaps[train]'") from missing
+
+from torchcaps.cli import data as data_commands
+from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, setting, writable
+from torchcaps.cli.experiment import experiment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,11 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Capsule networks: train them, evaluate them, use them.",
 )
-data_app = typer.Typer(no_args_is_help=True, help="Datasets: list them, fetch them, verify their checksums.")
-app.add_typer(data_app, name="data")
+app.add_typer(data_commands.app, name="data")
 
-
-DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
 RunFolder = Annotated[Path, typer.Argument(help="A folder made by `torchcaps train`.")]
 
 
@@ -44,7 +43,7 @@ def recipes() -> None:
     for name, recipe in RECIPES.items():
         summary = (recipe.__doc__ or "").strip().splitlines()[0]
         table.add_row(name, recipe().model, recipe().data, str(recipe().epochs), summary)
-    _print(table)
+    print_table(table)
 
 
 @app.command()
@@ -67,7 +66,7 @@ def train(
     from torchcaps.recipes import create_recipe
     from torchcaps.training import fit
 
-    changes = dict(_setting(text) for text in settings or [])
+    changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags["precision"] = precision
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
@@ -76,7 +75,7 @@ def train(
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
-    _writable(folder)
+    writable(folder)
     splits = load_splits(
         chosen.data,
         data_dir,
@@ -101,7 +100,7 @@ def train(
         table = Table("result", chosen.name, title=str(folder))
         for key, value in metrics.items():
             table.add_row(key, f"{value:,}" if isinstance(value, int | float) else str(value))
-        _print(table)
+        print_table(table)
         if (folder / "reconstructions.png").exists():
             print(f"images beside their reconstructions: {folder / 'reconstructions.png'}")
 
@@ -144,7 +143,7 @@ def evaluate(
     accuracy = accuracy_of(model, splits.test, Preparation.of(recipe), batch_size=batch_size, precision=precision)
     table = Table("run", "data", "test images", "accuracy %", "error %")
     table.add_row(str(run), name, f"{len(splits.test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")
-    _print(table)
+    print_table(table)
 
 
 @app.command()
@@ -170,82 +169,10 @@ def predict(
     for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):
         first, second = (said["class_names"][index] for index in classes)
         table.add_row(str(path), first, f"{values[0]:.3f}", second, f"{values[1]:.3f}")
-    _print(table)
+    print_table(table)
 
 
-@data_app.command("list")
-def data_list() -> None:
-    """The datasets known by name."""
-    from torchcaps.data import DATASETS
-
-    table = Table("name", "what", "splits", "source")
-    for name, dataset in DATASETS.items():
-        table.add_row(name, dataset.description, dataset.splits, dataset.source)
-    _print(table)
-
-
-@data_app.command("fetch")
-def data_fetch(name: str, data_dir: DataDir = Path("data")) -> None:
-    """Download what is absent of a dataset; checksums are verified before a file is put in place."""
-    dataset = _dataset(name)
-    if dataset.fetch is None:
-        print(f"{name} needs no download")
-        return
-    dataset.fetch(data_dir)
-    print(f"{name} is complete in {data_dir / name}")
-
-
-@data_app.command("render")
-def data_render(
-    name: str,
-    data_dir: DataDir = Path("data"),
-    size: Annotated[int, typer.Option(help="Pixels a side: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Another seed, other toys; data.render_seed trains on them.")] = 0,
-) -> None:
-    """Render the toys, in smallNORB's files; the same seed gives the same bytes."""
-    from torchcaps.data import render_toys
-
-    if name != "toys":
-        raise BadInput(f"{name} is not rendered{nearest(name, ['toys'])}")
-    print(f"the toys are in {render_toys(data_dir, size=size, seed=seed)}")
-
-
-@data_app.command("show")
-def data_show(
-    name: Annotated[str, typer.Argument(help="A dataset's name, or a folder of images.")],
-    data_dir: DataDir = Path("data"),
-    out: Annotated[Path | None, typer.Option(help="Picture to write; default NAME.png.")] = None,
-    columns: Annotated[int, typer.Option(help="Images of each class.", min=1)] = 10,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="data.key=value; an option of the data.")] = None,
-) -> None:
-    """Draw some training images of each class in one picture."""
-    from torchcaps.data import load_splits, save_contact_sheet
-    from torchcaps.recipes import create_recipe
-
-    changes = dict(_setting(text) for text in settings or [])
-    for key in changes:
-        if not key.startswith("data."):
-            raise BadInput(f"--set {key}: a picture depends on settings of the data alone, such as data.image_size")
-    options = create_recipe("capsnet-images", changes).data_options
-    images = load_splits(name, data_dir, **options).train
-    path = out or Path(f"{Path(name).name}.png")
-    save_contact_sheet(images, path, columns)
-    print(f"{len(images.class_names)} classes in {path}")
-
-
-@data_app.command("verify")
-def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
-    """Check the files of a dataset against their checksums."""
-    dataset = _dataset(name)
-    if dataset.verify is None:
-        dataset.load(data_dir)
-        print(f"{name} loads; it has no files of its own to check")
-        return
-    found = dataset.verify(data_dir)
-    for file, state in found:
-        print(f"{file}: {state}")
-    if any(state != "ok" for _, state in found):
-        raise BadInput(f"{name} in {data_dir} is not complete: see above; `torchcaps data fetch {name}` mends it")
+app.command()(experiment)
 
 
 @app.command()
@@ -276,7 +203,7 @@ def bench(
     table = Table(*(key for key in rows[0] if key not in same), title=", ".join(f"{k} {v}" for k, v in same.items()))
     for row in rows:
         table.add_row(*(str(value) for key, value in row.items() if key not in same))
-    _print(table)
+    print_table(table)
     if out:
         write_csv(out, rows)
     if plot and what == "memory":
@@ -297,28 +224,7 @@ def info() -> None:
     table.add_row("precision auto", resolve_precision("auto"))
     built = ", ".join(cpu_instruction_sets()) or "not built: reference alone"
     table.add_row("fused routing (CPU)", built)
-    _print(table)
-
-
-def _print(table: Table) -> None:
-    table.columns[0].no_wrap = True
-    console = Console()
-    Console(width=console.width if console.is_terminal else 140).print(table)
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
-    return key, value
-
-
-def _dataset(name: str) -> Any:
-    from torchcaps.data import DATASETS
-
-    if name not in DATASETS:
-        raise BadInput(f"unknown dataset {name!r}{nearest(name, DATASETS)}")
-    return DATASETS[name]
+    print_table(table)
 
 
 def _load_run(run: Path) -> tuple["nn.Module", dict[str, Any]]:
@@ -338,33 +244,8 @@ def _load_run(run: Path) -> tuple["nn.Module", dict[str, Any]]:
     return MODELS[model].from_pretrained(run), said  # type: ignore[attr-defined]
 
 
-def _writable(folder: Path) -> None:
-    """Find out before hours of training whether the run folder can be written to."""
-    existed = folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
-    if not existed:
-        folder.rmdir()
-
-
 def _first_process() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
-
-
-def keep_heap_warm() -> None:
-    """On Linux, keep freed memory in the process: handing every large tensor back to the kernel costs training time."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def main() -> None:
@@ -393,7 +274,3 @@ def _refuse(message: str) -> int:
     sys.stdout.flush()
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
-
-
-if __name__ == "__main__":
-    main()

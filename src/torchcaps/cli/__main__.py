@@ -1,0 +1,5 @@
+"""`python -m torchcaps.cli`."""
+
+from torchcaps.cli import main
+
+main()

@@ -1,0 +1,53 @@
+"""What the commands share."""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torchcaps.errors import BadInput
+
+DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
+
+
+def print_table(table: Table) -> None:
+    table.columns[0].no_wrap = True
+    console = Console()
+    Console(width=console.width if console.is_terminal else 140).print(table)
+
+
+def setting(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
+    return key, value
+
+
+def keep_heap_warm() -> None:
+    """On Linux, keep freed memory in the process: handing every large tensor back to the kernel costs training time."""
+    if not sys.platform.startswith("linux"):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def writable(folder: Path) -> None:
+    """Find out before hours of training whether the run folder can be written to."""
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
+    if not existed:
+        folder.rmdir()

@@ -1,0 +1,58 @@
+"""The command `torchcaps experiment`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, writable
+from torchcaps.errors import BadInput, nearest
+
+
+def experiment(
+    name: Annotated[str, typer.Argument(help="An experiment's name, or list, or report.")],
+    budget: Annotated[
+        str, typer.Option(help="quick: minutes, to see it run; standard: about an hour; paper: the published scale.")
+    ] = "quick",
+    data: Annotated[str | None, typer.Option(help="Another dataset, where the experiment can take it.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each network, with seeds 0, 1, …")] = 1,
+    data_dir: DataDir = Path("data"),
+    out: Annotated[Path, typer.Option(help="Folder for the trainings, one folder an experiment and budget.")] = Path(
+        "runs/experiments"
+    ),
+    results: Annotated[Path, typer.Option(help="Folder for the result and its picture.")] = Path("results"),
+    report: Annotated[Path, typer.Option(help="File that `experiment report` writes.")] = Path("docs/results.md"),
+) -> None:
+    """Repeat a table or a figure of a paper; what is finished of it is not computed again."""
+    from torchcaps.experiments import EXPERIMENTS, run_experiment, write_report
+
+    if name == "list":
+        table = Table("experiment", "standard", "paper", "what it is")
+        for known, one in EXPERIMENTS.items():
+            table.add_row(known, "yes" if one.standard else "", one.paper, one.title)
+        print_table(table)
+        return
+    if name == "report":
+        print(f"{write_report(results, report)} experiments in {report}")
+        return
+    if name not in EXPERIMENTS:
+        raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")
+    keep_heap_warm()
+    writable(out)
+    writable(results)
+    try:
+        outcome, picture = run_experiment(
+            name, budget=budget, data=data, seeds=seeds, data_dir=data_dir, out=out, results=results
+        )
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on where it was", file=sys.stderr)
+        raise typer.Exit(130) from None
+    table = Table("what", "paper", "ours", title=f"{EXPERIMENTS[name].title}; {budget}")
+    for row in outcome.rows:
+        table.add_row(row.what, row.paper or "", row.measured())
+    print_table(table)
+    for note in outcome.notes:
+        print(note)
+    print(f"the picture: {picture}")

@@ -1,0 +1,126 @@
+"""One file per table or figure of a paper, and the table of them by name."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchcaps.data.files import atomically, write_json
+from torchcaps.errors import BadInput, nearest
+from torchcaps.experiments import two_digits
+from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
+from torchcaps.run_folder import environment
+
+__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment", "write_report"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure of a paper.
+
+    Arguments:
+        run: the study → what it found.
+        title: one line.
+        paper: where it is from.
+        standard: its standard result is kept in the repository.
+    """
+
+    run: Callable[[Study], Outcome]
+    title: str
+    paper: str
+    standard: bool = False
+
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "two-digits": Experiment(
+        two_digits.run, "Trained on one digit, tested on two and more side by side", "Su 2018", standard=True
+    ),
+}
+"""Name → experiment."""
+
+
+def run_experiment(
+    name: str,
+    *,
+    budget: str = "quick",
+    data: str | None = None,
+    seeds: int = 1,
+    data_dir: Path = Path("data"),
+    out: Path = Path("runs/experiments"),
+    results: Path = Path("results"),
+) -> tuple[Outcome, Path]:
+    """Run an experiment, or go on with it, and write its result and its picture.
+
+    Arguments:
+        name: a key of `EXPERIMENTS`.
+        budget: quick, standard or paper.
+        data: another dataset, where the experiment can take it.
+        seeds: trainings of each network.
+        data_dir: folder of the datasets.
+        out: its trainings lie in ``out/NAME-BUDGET``.
+        results: gets ``NAME-BUDGET.json`` and ``NAME-BUDGET.png``.
+
+    Returns:
+        What it found, and the path of the picture.
+
+    Raises:
+        BadInput: an unknown experiment or budget, or what the experiment refuses.
+    """
+    if name not in EXPERIMENTS:
+        raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
+    if budget not in BUDGETS:
+        raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
+    label = f"{name}-{budget}"
+    outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, out / label))
+    command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
+    results.mkdir(parents=True, exist_ok=True)
+    picture = results / f"{label}.png"
+    with atomically(picture) as stream:
+        outcome.figure.savefig(stream, format="png", dpi=120)
+    content = {
+        "experiment": name,
+        "budget": budget,
+        "command": " ".join([*command, "--data", data] if data else command),
+        "rows": [row._asdict() for row in outcome.rows],
+        "notes": outcome.notes,
+        "environment": environment(),
+    }
+    write_json(results / f"{label}.json", content)
+    return outcome, picture
+
+
+def write_report(results: Path, report: Path) -> int:
+    """Write the tables and pictures of all results there are, of each experiment that of the largest budget.
+
+    Returns:
+        How many experiments there are.
+
+    Raises:
+        BadInput: there is no result.
+    """
+    lines = ["# Results of the experiments", "", "Written by `torchcaps experiment report`.", ""]
+    found = 0
+    for name, experiment in EXPERIMENTS.items():
+        path = next(
+            (file for budget in reversed(BUDGETS) if (file := results / f"{name}-{budget}.json").exists()), None
+        )
+        if path is None:
+            continue
+        found += 1
+        said = json.loads(path.read_text())
+        here = said["environment"]
+        lines += [f"## {name}: {experiment.title}", "", f"{experiment.paper}. `{said['command']}`", ""]
+        lines += ["| what | paper | ours |", "|---|---|---|"]
+        for row in (Row(**values) for values in said["rows"]):
+            lines.append(f"| {row.what} | {row.paper or ''} | {row.measured()} |")
+        lines += ["", *(f"{note}\n" for note in said["notes"])]
+        machine = f"{here['processor']}, {here['threads']} threads, torch {here['versions']['torch']}"
+        picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
+        lines += [f"{machine}, commit {here['commit']}.", "", f"![{experiment.title}]({picture})", ""]
+    if not found:
+        raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    with atomically(report) as stream:
+        stream.write("\n".join(lines).encode())
+    return found

@@ -1,0 +1,141 @@
+"""An experiment under way: what was asked for, and its parts, each computed once however often it is interrupted."""
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from torchcaps.data import Images, Preparation, Splits, load_splits
+from torchcaps.data.files import write_json
+from torchcaps.errors import BadInput
+from torchcaps.models import MODELS
+from torchcaps.recipe import Recipe, resolve_precision
+from torchcaps.training import fit
+
+Budget = Literal["quick", "standard", "paper"]
+BUDGETS: tuple[Budget, ...] = get_args(Budget)
+
+
+class Row(NamedTuple):
+    """One line of a result's table.
+
+    Arguments:
+        what: was measured.
+        ours: one value a seed.
+        paper: what the paper has, as it has it; None where it has nothing.
+        unit: of the values; per cent.
+    """
+
+    what: str
+    ours: list[float]
+    paper: str | None = None
+    unit: str = "%"
+
+    def measured(self) -> str:
+        """The mean, and the standard deviation over seeds where there are several."""
+        spread = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
+        return f"{statistics.fmean(self.ours):.2f}{spread} {self.unit}".strip()
+
+
+@dataclass
+class Outcome:
+    """What an experiment found: its table, what has to be said beside it, and its picture."""
+
+    rows: list[Row]
+    figure: Figure
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Study:
+    """What was asked of an experiment, and where its finished parts lie.
+
+    Arguments:
+        budget: quick, standard or paper.
+        data: another dataset than the experiment's own; None for its own.
+        seeds: trainings of each network.
+        data_dir: folder of the datasets.
+        folder: of this experiment's trainings and evaluations.
+    """
+
+    budget: Budget
+    data: str | None
+    seeds: int
+    data_dir: Path
+    folder: Path
+
+    def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
+        """The one of three settings that the budget asks for."""
+        return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
+
+    def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
+        """The recipe's data; no more than so many images of its training and test splits, drawn with seed 0."""
+        splits = load_splits(
+            recipe.data,
+            self.data_dir,
+            validation_fraction=recipe.validation_fraction,
+            seed=recipe.seed,
+            **recipe.data_options,
+        )
+        share = 1.0 if train is None else min(1.0, train / len(splits.train))
+        return Splits(
+            some(splits.train, train),
+            some(splits.validation, math.ceil(share * len(splits.validation))),
+            some(splits.test, test),
+        )
+
+    def trained(self, part: str, recipe: Recipe, splits: Splits) -> tuple[nn.Module, dict[str, Any]]:
+        """A network trained as the recipe says, and its metrics: finished, gone on with, or begun.
+
+        Raises:
+            BadInput: the folder holds a training with other settings, or what `fit` refuses.
+        """
+        folder = self.folder / part
+        finished = folder / "metrics.json"
+        settings = json.loads(json.dumps(vars(recipe)))
+        settings["precision"] = resolve_precision(recipe.precision)
+        if finished.exists() and json.loads((folder / "recipe.json").read_text())["recipe"] != settings:
+            raise BadInput(f"{folder} was trained with other settings: remove it, or name another folder with --out")
+        if not finished.exists():
+            print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
+            fit(recipe, splits, folder, resume=True)
+        model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
+        return model.eval(), json.loads(finished.read_text())
+
+    def once(self, part: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` returned when it first ended, kept as JSON."""
+        path = self.folder / f"{part}.json"
+        if not path.exists():
+            print(f"{part} …", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, compute())
+        return json.loads(path.read_text())
+
+
+def some(images: Images, count: int | None) -> Images:
+    """So many images, drawn with seed 0, or all."""
+    if count is None or count >= len(images):
+        return images
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images.subset(order[:count].sort().values)
+
+
+def scores_of(
+    model: nn.Module, pixels: Tensor, preparation: Preparation | None = None, batch_size: int = 100
+) -> Tensor:
+    """The scores of stored pixels, ``[N, classes]``."""
+    preparation = preparation or Preparation()
+    with torch.inference_mode():
+        return torch.cat([model(preparation.plain(part)).scores for part in pixels.split(batch_size)])
+
+
+def percent(right: Tensor | Sequence[bool]) -> float:
+    """The share of what is true, in per cent."""
+    return round(100 * torch.as_tensor(right).double().mean().item(), 4)

@@ -1,0 +1,159 @@
+"""Trained on single digits, tested on several side by side: Su 2018; and their order, read off the couplings."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from torchcaps.capsules import Capsules, lengths
+from torchcaps.data import Images, Preparation
+from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of
+from torchcaps.models import PooledCapsNet
+from torchcaps.recipes import RECIPES
+
+NETWORKS = {"CNN": "pooled-cnn-mnist", "capsules": "pooled-capsnet-mnist", "uniform couplings": "pooled-capsnet-mnist"}
+PAPER = {"CNN": ("about 40", "about 10"), "capsules": ("over 90", "over 90")}
+LONGEST = 5
+
+
+def strips(
+    images: Images, length: int, count: int, seed: int = 0
+) -> tuple[UInt8[Tensor, "n C H W"], Int64[Tensor, "n length"]]:
+    """Images of different classes glued side by side, and their labels from left to right.
+
+    Arguments:
+        images: what is glued.
+        length: images a strip, at most one of each class.
+        count: strips.
+        seed: of the choice.
+    """
+    random = np.random.default_rng([seed, length])
+    labels = images.labels.numpy()
+    members = [np.flatnonzero(labels == label) for label in range(len(images.class_names))]
+    order = random.permuted(np.tile(np.arange(len(members)), (count, 1)), axis=1)[:, :length]
+    chosen = torch.tensor([[random.choice(members[label]) for label in row] for row in order])
+    return torch.cat(images.pixels[chosen].unbind(1), dim=3), torch.from_numpy(order)
+
+
+def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n length"]) -> Tensor:
+    """Whether the highest classes, as many as there are labels, are the labels, in any order."""
+    best = scores.topk(labels.shape[1], dim=1).indices
+    return (best.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
+
+
+def contributions(
+    model: PooledCapsNet, images: Float[Tensor, "B C H W"]
+) -> tuple[Tensor, Float[Tensor, "B J rows columns"]]:
+    """Lengths of the class capsules ``[B, J]``, and what every position adds to each: ``c_ij û_ij · s_j / |s_j|``.
+
+    ``s_j = Σ_i c_ij û_ij`` is the capsule before it is squashed; summed over all positions, its length comes out.
+    """
+    features = model.trunk(images).float()
+    pose = features.flatten(2).mT[:, :, None, None, :]
+    layer = model.class_capsules
+    parents, couplings = cast(tuple[Capsules, Tensor], layer(Capsules(pose, lengths(pose)), return_couplings=True))
+    votes = torch.einsum("bsq,jqn->bjsn", pose[:, :, 0, 0], layer.transform[0, 0])
+    direction = torch.nn.functional.normalize(parents.pose[:, 0, :, 0], dim=2)
+    parts = couplings.flatten(2) * torch.einsum("bjsn,bjn->bjs", votes, direction)
+    return parents.activation.squeeze(1), parts.unflatten(2, features.shape[2:])
+
+
+def read_order(model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int) -> Int64[Tensor, "n length"]:
+    """The highest classes from left to right, by where the votes of their capsules come from."""
+    read = []
+    for part in pixels.split(100):
+        with torch.inference_mode():
+            scores, parts = contributions(model, Preparation().plain(part))
+        best = scores.topk(length, dim=1).indices
+        weight = parts.clamp_min(0).sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, parts.shape[3]))
+        place = (weight * torch.arange(parts.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
+        read.append(best.gather(1, place.argsort(dim=1)))
+    return torch.cat(read)
+
+
+def run(study: Study) -> Outcome:
+    """Su's CNN, his shared capsules, and the same capsules with uniform couplings, on strips they never saw."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
+    shown: tuple[PooledCapsNet, Images] | None = None
+    for seed in range(study.seeds):
+        for name, recipe_name in NETWORKS.items():
+            recipe = replace(RECIPES[recipe_name](), seed=seed)
+            if study.data:
+                recipe = replace(recipe, data=study.data)
+            if name == "uniform couplings":
+                recipe = replace(recipe, model_options={"iterations": 1})
+            if study.budget == "quick":
+                recipe = replace(recipe, epochs=4, decay_steps=30)
+            splits = study.splits(recipe, *study.choose((10_000, 2_000), (None, None), (None, None)))
+            model, metrics = study.trained(f"{name.replace(' ', '-')}-seed{seed}", recipe, splits)
+            count = study.choose(1_000, 10_000, 10_000)
+
+            def tested(model=model, test=splits.test, count=count) -> dict[str, Any]:
+                pixels, labels = strips(test, 2, count)
+                scores = scores_of(model, pixels)
+                alike, sure = named_alike(scores, labels), scores.topk(2, dim=1).values[:, 1] > 0.5
+                result: dict[str, Any] = {"a": percent(alike), "b": percent(alike & sure), "order": {}}
+                for length in range(2, LONGEST + 1) if isinstance(model, PooledCapsNet) else ():
+                    pixels, labels = strips(test, length, count)
+                    result["order"][str(length)] = [
+                        percent(named_alike(scores_of(model, pixels), labels)),
+                        percent((read_order(model, pixels, length) == labels).all(dim=1)),
+                    ]
+                return result
+
+            strip = study.once(f"{name.replace(' ', '-')}-seed{seed}-strips", tested)
+            found[name].append({"single": metrics["test_accuracy_percent"], **strip})
+            if name == "capsules" and shown is None:
+                shown = (cast(PooledCapsNet, model), splits.test)
+    rows = []
+    for name, results in found.items():
+        paper = PAPER.get(name, (None, None))
+        rows += [
+            Row(f"{name}, one digit", [one["single"] for one in results], "99.3" if name in PAPER else None),
+            Row(f"{name}, two digits (a): the two highest classes", [one["a"] for one in results], paper[0]),
+            Row(f"{name}, two digits (b): both scores above 0.5 too", [one["b"] for one in results], paper[1]),
+        ]
+    for name in ("capsules", "uniform couplings"):
+        for length in range(2, LONGEST + 1):
+            pairs = [one["order"][str(length)] for one in found[name]]
+            rows += [
+                Row(f"{name}, {length} digits: all named", [pair[0] for pair in pairs]),
+                Row(f"{name}, {length} digits: all named in their order", [pair[1] for pair in pairs]),
+            ]
+    assert shown is not None
+    return Outcome(
+        rows, draw(*shown), ["The order is that of the centres of what each position adds to a capsule's length."]
+    )
+
+
+def draw(model: PooledCapsNet, images: Images) -> Figure:
+    """Strips of two and three digits, the lengths of their class capsules, and where the longest come from."""
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
+    for row, length in enumerate((2, 2, 3, 3)):
+        pixels, labels = strips(images, length, 2, seed=1)
+        with torch.inference_mode():
+            scores, parts = contributions(model, Preparation().plain(pixels[row % 2, None]))
+        best = read_order(model, pixels[row % 2, None], length)[0]
+        axes[row, 0].imshow(pixels[row % 2, 0], cmap="gray")
+        axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels[row % 2]), fontsize=9)
+        colours = ["#0072B2" if label in best else "#999999" for label in range(len(images.class_names))]
+        axes[row, 1].bar(range(len(images.class_names)), scores[0], color=colours)
+        axes[row, 1].set_xticks(range(len(images.class_names)), images.class_names, fontsize=7)
+        axes[row, 1].set_ylim(0, 1)
+        axes[row, 1].set_title("length of each class capsule", fontsize=9)
+        for column in range(3):
+            axis = axes[row, 2 + column]
+            if column >= length:
+                axis.axis("off")
+                continue
+            axis.imshow(parts[0, best[column]].clamp_min(0), cmap="viridis")
+            axis.set_title(f"votes for {images.class_names[best[column]]}", fontsize=9)
+    for axis in [*axes[:, 0], *axes[:, 2:].flat]:
+        axis.set_xticks([])
+        axis.set_yticks([])
+    return figure
