@@ -6,11 +6,11 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -135,9 +135,12 @@ PROGRESS_SECONDS = 60.0
 class EpochLog(Callback):
     """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
 
-    def __init__(self, path: Path, images: int) -> None:
+    def __init__(
+        self, path: Path, images: int, watch: Callable[[nn.Module], Mapping[str, float]] | None = None
+    ) -> None:
         self.path = path
         self.images = images
+        self.watch = watch
         self.rows: list[dict[str, Any]] = []
         self.start = self.told = self.train_seconds = 0.0
 
@@ -174,6 +177,10 @@ class EpochLog(Callback):
             "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         }
+        if self.watch is not None:
+            model = cast(nn.Module, module.model).eval()
+            row |= {name: f"{value:.4f}" for name, value in self.watch(model).items()}
+            model.train()
         self.rows.append(row)
         lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
         with atomically(self.path) as stream:

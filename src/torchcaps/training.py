@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,18 @@ class Classifier(lightning.LightningModule):
         self.accuracy = MulticlassAccuracy(classes, average="micro")
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+        loss, scores = self.loss_and_scores(images, labels, train)
+        if not torch.isfinite(loss):
+            phase = "training" if train else "validation"
+            raise BadInput(
+                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
+                f"first not finite: {self._first_not_finite(images, labels)}; "
+                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
+            )
+        return loss, scores
+
+    def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+        """What is minimised, and the scores."""
         recipe = self.recipe
         prediction = self.model(images, labels)
         options = dict(recipe.loss_options)
@@ -107,14 +119,15 @@ class Classifier(lightning.LightningModule):
         loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
-        if not torch.isfinite(loss):
-            phase = "training" if train else "validation"
-            raise BadInput(
-                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
-                f"first not finite: {self._first_not_finite(images, labels)}; "
-                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
-            )
         return loss, prediction.scores
+
+    def scores(self, images: Tensor) -> Tensor:
+        """The model's scores of prepared images."""
+        return self.model(images).scores
+
+    def count(self, scores: Tensor, labels: Tensor) -> None:
+        """Add a batch to the accuracy."""
+        self.accuracy.update(scores, labels)
 
     def _first_not_finite(self, images: Tensor, labels: Tensor) -> str:
         if not torch.isfinite(images).all():
@@ -134,7 +147,7 @@ class Classifier(lightning.LightningModule):
 
         handles = [m.register_forward_hook(look(name)) for name, m in self.model.named_modules() if name]
         with torch.no_grad():
-            self.model(images, labels)
+            self.loss_and_scores(images, labels, train=False)
         for handle in handles:
             handle.remove()
         return f"output of module {found[0]}" if found else "the loss itself"
@@ -146,7 +159,7 @@ class Classifier(lightning.LightningModule):
 
     def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         loss, scores = self._loss(batch[0][0], batch[1], train=False)
-        self.accuracy.update(scores, batch[1])
+        self.count(scores, batch[1])
         self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
@@ -157,8 +170,8 @@ class Classifier(lightning.LightningModule):
         self.accuracy.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        views = torch.stack([self.model(view).scores for view in batch[0]])
-        self.accuracy.update(views.mean(dim=0), batch[1])
+        views = torch.stack([self.scores(view) for view in batch[0]])
+        self.count(views.mean(dim=0), batch[1])
 
     def on_test_epoch_end(self) -> None:
         self.log("accuracy_percent", 100 * self.accuracy.compute())
@@ -167,6 +180,10 @@ class Classifier(lightning.LightningModule):
     def on_train_epoch_start(self) -> None:
         key = [self.recipe.seed, self.current_epoch, self.global_rank]
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+
+    def save_picture(self, images: Images, path: Path) -> None:
+        """Images beside their reconstructions, where the model reconstructs."""
+        save_reconstructions(self.model, self.recipe.preparation(), images, path)
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
@@ -181,7 +198,16 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resume: bool = False) -> dict[str, Any]:
+def fit(
+    recipe: Recipe,
+    splits: Splits,
+    folder: Path,
+    *,
+    devices: int = 1,
+    resume: bool = False,
+    watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    classifier: type["Classifier"] | None = None,
+) -> dict[str, Any]:
     """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
 
     Of epochs with equal validation accuracy the one of lower validation loss is kept.
@@ -193,6 +219,8 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
             config.json, tensorboard/, and reconstructions.png where the model reconstructs.
         devices: processes to train with, through DistributedDataParallel; must divide the batch size.
         resume: go on from the folder's last.ckpt, to the same bits as a run that was never stopped.
+        watch: called with the model, in evaluation mode, after every epoch; what it returns stands in metrics.csv.
+        classifier: what makes losses and right answers of a model's; `Classifier` where there is none.
 
     Returns:
         The content of metrics.json.
@@ -215,7 +243,9 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     last = folder / "last.ckpt"
     if first_process:
         begin_run(folder, asdict(recipe), splits, resume)
-    module = Classifier(model, recipe, classes, recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size))
+    module = (classifier or Classifier)(
+        model, recipe, classes, recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size)
+    )
     best = ModelCheckpoint(
         folder,
         "best",
@@ -225,7 +255,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
         enable_version_counter=False,
     )
     latest = ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False)
-    callbacks: list[Callback] = [EpochLog(folder / "metrics.csv", len(splits.train)), best, latest]
+    callbacks: list[Callback] = [EpochLog(folder / "metrics.csv", len(splits.train), watch), best, latest]
     if recipe.patience:
         callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
@@ -275,7 +305,7 @@ def fit(recipe: Recipe, splits: Splits, folder: Path, *, devices: int = 1, resum
     if trainer.is_global_zero:
         model.save_pretrained(folder)  # type: ignore[operator]
         (folder / "README.md").unlink(missing_ok=True)
-        save_reconstructions(model, recipe.preparation(), splits.validation, folder / "reconstructions.png")
+        module.save_picture(splits.validation, folder / "reconstructions.png")
         write_json(folder / "metrics.json", metrics)
     return metrics
 

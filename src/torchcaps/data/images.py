@@ -17,7 +17,7 @@ class Images:
 
     Arguments:
         pixels: `[N, C, H, W]`, uint8, 0 to 255.
-        labels: `[N]`, int64, each from 0 to `len(class_names) - 1`.
+        labels: `[N]`, int64, each from 0 to `len(class_names) - 1`; or `[N, k]`, the k classes on every image.
         class_names: one name per label, in the order of the labels.
         attributes: what else is known of each image, name → `[N]`, int64, such as the azimuth it was taken from.
     Raises:
@@ -29,19 +29,19 @@ class Images:
     """
 
     pixels: UInt8[Tensor, "N C H W"]
-    labels: Int64[Tensor, " N"]
+    labels: Int64[Tensor, " N"] | Int64[Tensor, "N k"]
     class_names: tuple[str, ...]
     attributes: Mapping[str, Int64[Tensor, " N"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pixels.ndim != 4 or self.pixels.dtype != torch.uint8:
             raise BadInput(f"pixels: {_kind(self.pixels)}; give uint8 of shape [N, C, H, W]")
-        if self.labels.ndim != 1 or self.labels.dtype != torch.int64:
-            raise BadInput(f"labels: {_kind(self.labels)}; give int64 of shape [N]")
+        if self.labels.ndim not in (1, 2) or self.labels.dtype != torch.int64:
+            raise BadInput(f"labels: {_kind(self.labels)}; give int64 of shape [N] or [N, k]")
         if len(self.pixels) != len(self.labels):
             raise BadInput(f"{len(self.pixels)} images but {len(self.labels)} labels; give one label per image")
         for name, values in self.attributes.items():
-            if values.shape != self.labels.shape or values.dtype != torch.int64:
+            if values.shape != self.labels.shape[:1] or values.dtype != torch.int64:
                 raise BadInput(f"attribute {name}: {_kind(values)}; give int64 of shape [{len(self.labels)}]")
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.class_names):
             raise BadInput(

@@ -107,6 +107,11 @@ class Preparation:
         """The input without chance: the centre crop."""
         return self._at(pixels, 0.5, 0.5)
 
+    def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
+        """The same of images in [0, 1], differentiable."""
+        place = torch.full((len(images),), 0.5, device=images.device)
+        return _channels_last(self._cut(self._standardised(images), place, place))
+
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
         """The inputs of a test, `test_crops`² views of each image."""
         if self.test_crops == 1 or not self.crop:
@@ -119,7 +124,9 @@ class Preparation:
         return _channels_last(self._cut(self._scaled(pixels), down * place, across * place))
 
     def _scaled(self, pixels: Tensor) -> Tensor:
-        images = pixels.float().div_(255)
+        return self._standardised(pixels.float().div_(255))
+
+    def _standardised(self, images: Tensor) -> Tensor:
         if not self.standardise:
             return images
         deviation, mean = torch.std_mean(images, dim=(1, 2, 3), keepdim=True, correction=0)

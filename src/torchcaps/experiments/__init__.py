@@ -8,7 +8,20 @@ from pathlib import Path
 
 from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput, nearest
-from torchcaps.experiments import two_digits
+from torchcaps.experiments import (
+    adversarial,
+    affnist,
+    capsnet_table1,
+    dimensions,
+    em_mnist,
+    em_table1,
+    health,
+    multimnist,
+    novel_viewpoints,
+    pitfalls,
+    two_digits,
+    vote_agreement,
+)
 from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
 from torchcaps.run_folder import environment
 
@@ -35,6 +48,59 @@ class Experiment:
 EXPERIMENTS: dict[str, Experiment] = {
     "two-digits": Experiment(
         two_digits.run, "Trained on one digit, tested on two and more side by side", "Su 2018", standard=True
+    ),
+    "capsnet-table1": Experiment(
+        capsnet_table1.run,
+        "CapsNet on MNIST: iterations and decoder, beside the baseline CNN",
+        "Sabour, Frosst & Hinton 2017, table 1",
+        standard=True,
+    ),
+    "multimnist": Experiment(
+        multimnist.run,
+        "Two digits on top of each other, named and drawn apart",
+        "Sabour, Frosst & Hinton 2017, section 6",
+        standard=True,
+    ),
+    "affnist": Experiment(
+        affnist.run,
+        "Trained on moved digits, tested under affine maps",
+        "Sabour, Frosst & Hinton 2017, section 5.1",
+        standard=True,
+    ),
+    "dimensions": Experiment(
+        dimensions.run, "What the dimensions of a class capsule mean", "Sabour, Frosst & Hinton 2017, figure 4"
+    ),
+    "em-table1": Experiment(
+        em_table1.run,
+        "Matrix capsules: iterations, pose, loss, coordinates, activation",
+        "Hinton, Sabour & Frosst 2018, table 1",
+        standard=True,
+    ),
+    "pitfalls": Experiment(
+        pitfalls.run, "What each correction of EM routing is worth", "Gritzman 2019, figure 5", standard=True
+    ),
+    "novel-viewpoints": Experiment(
+        novel_viewpoints.run,
+        "Trained on some viewpoints, tested on others",
+        "Hinton, Sabour & Frosst 2018, table 2",
+        standard=True,
+    ),
+    "adversarial": Experiment(
+        adversarial.run,
+        "White-box and black-box attacks on capsules and the CNN",
+        "Hinton, Sabour & Frosst 2018, figure 3",
+        standard=True,
+    ),
+    "vote-agreement": Experiment(
+        vote_agreement.run,
+        "How far votes lie from each class capsule, pass by pass",
+        "Hinton, Sabour & Frosst 2018, figure 2",
+    ),
+    "em-mnist": Experiment(em_mnist.run, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5"),
+    "health": Experiment(
+        health.run,
+        "Dead capsules, entropy of couplings, gradients; uniform couplings beside",
+        "our own, after its critics",
     ),
 }
 """Name → experiment."""

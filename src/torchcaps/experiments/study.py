@@ -3,8 +3,8 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -12,15 +12,20 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from torchcaps.capsules import Capsules
 from torchcaps.data import Images, Preparation, Splits, load_splits
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
 from torchcaps.recipe import Recipe, resolve_precision
-from torchcaps.training import fit
+from torchcaps.recipes import RECIPES
+from torchcaps.routing import DynamicRouting, EMRouting
+from torchcaps.routing_map import RoutingMap
+from torchcaps.training import Classifier, fit
 
 Budget = Literal["quick", "standard", "paper"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
+TOYS = ("toys", "smallnorb")
 
 
 class Row(NamedTuple):
@@ -91,7 +96,14 @@ class Study:
             some(splits.test, test),
         )
 
-    def trained(self, part: str, recipe: Recipe, splits: Splits) -> tuple[nn.Module, dict[str, Any]]:
+    def trained(
+        self,
+        part: str,
+        recipe: Recipe,
+        splits: Splits,
+        watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        classifier: type[Classifier] | None = None,
+    ) -> tuple[nn.Module, dict[str, Any]]:
         """A network trained as the recipe says, and its metrics: finished, gone on with, or begun.
 
         Raises:
@@ -105,9 +117,39 @@ class Study:
             raise BadInput(f"{folder} was trained with other settings: remove it, or name another folder with --out")
         if not finished.exists():
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
-            fit(recipe, splits, folder, resume=True)
+            fit(recipe, splits, folder, resume=True, watch=watch, classifier=classifier)
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), json.loads(finished.read_text())
+
+    def recipe(self, name: str, seed: int, *, images: int, epochs: int, **model_options: Any) -> Recipe:
+        """A recipe with another seed and options, in so many epochs of so many training images.
+
+        The rate falls as far as it does in the whole recipe, whose training split is taken to be 24,300 images of
+        smallNORB or 60,000 of MNIST less a tenth.
+        """
+        recipe = replace(RECIPES[name](), seed=seed)
+        whole = 0.9 * (24_300 if recipe.data in TOYS else 60_000)
+        steps = recipe.decay_steps * (epochs / recipe.epochs) * min(1.0, images / whole)
+        options = {**recipe.model_options, **model_options}
+        if recipe.model == "capsnet" and not torch.cuda.is_available() and resolve_precision("auto") == "float32":
+            options["unfold"] = True
+        return replace(recipe, model_options=options, epochs=epochs, decay_steps=max(1, round(steps)))
+
+    def toys(self, name: str) -> str:
+        """The recipe's name for the toys, or for smallNORB where that is asked for.
+
+        Raises:
+            BadInput: other data are asked for.
+        """
+        if self.data not in (None, *TOYS):
+            raise BadInput(f"data is {self.data!r}: this experiment takes one of {', '.join(TOYS)}")
+        return f"{name}-{self.data or 'toys'}"
+
+    def notes_on_toys(self) -> list[str]:
+        """What has to be said beside the paper's figures where the data are not the paper's."""
+        if self.data == "smallnorb":
+            return []
+        return ["The paper's figures are of smallNORB, ours of the rendered toys: compare orders, not numbers."]
 
     def once(self, part: str, compute: Callable[[], Any]) -> Any:
         """What `compute` returned when it first ended, kept as JSON."""
@@ -117,6 +159,37 @@ class Study:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, compute())
         return json.loads(path.read_text())
+
+
+class Routed(NamedTuple):
+    """What a routing rule was given for a batch, and the parents that came out."""
+
+    rule: DynamicRouting | EMRouting
+    children: Capsules
+    transform: Tensor
+    routing_map: RoutingMap
+    parents: Capsules
+
+
+def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
+    """Run a model and look at every layer of capsules: the layer's name → what was routed there."""
+    found: dict[str, Routed] = {}
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(rule: Any, given: tuple[Capsules, Tensor, RoutingMap], parents: Any) -> None:
+            children, transform, routing_map = given
+            found[name] = Routed(rule, children, transform, routing_map, parents)
+
+        return hook
+
+    rules = {name: rule for name, rule in model.named_modules() if isinstance(rule, DynamicRouting | EMRouting)}
+    hooks = [rule.register_forward_hook(look(name.removesuffix(".routing"))) for name, rule in rules.items()]
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 def some(images: Images, count: int | None) -> Images:

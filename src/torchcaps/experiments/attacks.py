@@ -1,0 +1,115 @@
+"""Attacks on any classifier that is a function of images in [0, 1]; what they read of its gradients."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import functional
+
+Classifier = Callable[[Tensor], Tensor]
+"""Images ``[B, C, H, W]`` in [0, 1] → scores ``[B, classes]``."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Scores and classes ``[B]`` → the mean loss of the batch."""
+
+
+def input_gradient(
+    classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
+) -> Float[Tensor, "B C H W"]:
+    """The gradient of every image's own loss with respect to its pixels."""
+    images = images.detach().requires_grad_()
+    with torch.enable_grad():
+        total = len(images) * loss(classifier(images), labels)
+    return torch.autograd.grad(total, images)[0]
+
+
+def fgsm(
+    classifier: Classifier,
+    images: Float[Tensor, "B C H W"],
+    labels: Int64[Tensor, "B"],
+    epsilon: float,
+    *,
+    targeted: bool = False,
+    loss: Loss = functional.cross_entropy,
+) -> Float[Tensor, "B C H W"]:
+    """Fast gradient sign method: Goodfellow, Shlens & Szegedy 2015 (arXiv 1412.6572), section 4.
+
+    ::
+
+        x' = clip(x + ε sign ∇ₓ loss(x, label), 0, 1)      towards a target: minus
+
+    Arguments:
+        classifier: images in [0, 1] → scores; any PyTorch function.
+        images: to attack.
+        labels: their classes, or those they are to be taken for.
+        epsilon: ε, in [0, 1].
+        targeted: the labels are targets.
+        loss: of scores and labels.
+
+    Example:
+        >>> images = torch.full((1, 1, 1, 2), 0.5)
+        >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
+        tensor([[[[0.2500, 0.7500]]]])
+    """
+    step = epsilon * input_gradient(classifier, images, labels, loss).sign()
+    return (images - step if targeted else images + step).clamp(0, 1)
+
+
+def bim(
+    classifier: Classifier,
+    images: Float[Tensor, "B C H W"],
+    labels: Int64[Tensor, "B"],
+    epsilon: float,
+    *,
+    steps: int = 10,
+    targeted: bool = False,
+    loss: Loss = functional.cross_entropy,
+) -> Float[Tensor, "B C H W"]:
+    """Basic iterative method: Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2.
+
+    `fgsm` in so many steps of ε / steps, each clipped to within ε of the image and to [0, 1].
+
+    Arguments:
+        classifier, images, labels, epsilon, targeted, loss: see `fgsm`.
+        steps: at least 1.
+
+    Example:
+        >>> images = torch.full((1, 1, 1, 2), 0.5)
+        >>> bim(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
+        tensor([[[[0.2500, 0.7500]]]])
+    """
+    attacked = images
+    for _ in range(steps):
+        attacked = fgsm(classifier, attacked, labels, epsilon / steps, targeted=targeted, loss=loss)
+        attacked = attacked.clamp(images - epsilon, images + epsilon)
+    return attacked
+
+
+class GradientHealth(NamedTuple):
+    """What an attack has to go by.
+
+    Arguments:
+        zero: share of the pixels whose gradient is exactly 0, in per cent.
+        norm: mean length of an image's gradient.
+    """
+
+    zero: float
+    norm: float
+
+
+def gradient_health(
+    classifier: Classifier,
+    images: Float[Tensor, "B C H W"],
+    labels: Int64[Tensor, "B"],
+    loss: Loss = functional.cross_entropy,
+) -> GradientHealth:
+    """Share of exactly zero gradients of the pixels, and their mean length: a classifier may only seem robust.
+
+    Example:
+        >>> gradient_health(lambda x: 0 * x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0])).zero
+        100.0
+    """
+    gradient = input_gradient(classifier, images, labels, loss)
+    norm = gradient.flatten(1).norm(dim=1).mean().item()
+    return GradientHealth(100 * (gradient == 0).double().mean().item(), norm)

@@ -1,0 +1,130 @@
+"""Does routing live, and does it help? Dead capsules, entropy of couplings, gradients; and the same with none of it.
+
+Our own, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu & Tresp.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from torchcaps.data import Images
+from torchcaps.experiments.study import Outcome, Row, Study, routed, some
+from torchcaps.losses import LOSSES
+from torchcaps.recipe import Recipe
+
+DEAD = 0.01
+"""A capsule that is nowhere more active than this is dead."""
+
+
+def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Layer of capsules → share of dead parents, relative entropy of couplings, length of its transforms' gradient.
+
+    Dead is a parent type at a site whose activation is at most 0.01 for every image. The entropy is that of a child's
+    couplings over that of uniform ones, mean over children weighted by their activations: 1 is uniform, 0 a choice.
+    """
+    found: dict[str, dict[str, float]] = {}
+    most: dict[str, Tensor] = {}
+    preparation = recipe.preparation()
+    batches = list(zip(images.pixels.split(50), images.labels.split(50), strict=True))
+    for pixels, labels in batches:
+        model.zero_grad()
+        inputs = preparation.plain(pixels)
+        there = routed(model, inputs)
+        loss = LOSSES[recipe.loss](model(inputs, labels).scores, labels, **recipe.loss_options)
+        loss.backward()
+        for name, layer in there.items():
+            gradient = cast(Tensor, model.get_parameter(f"{name}.transform").grad)
+            length = gradient.norm().item() / len(batches)
+            with torch.no_grad():
+                given = (layer.children, layer.transform, layer.routing_map)
+                couplings: Tensor = layer.rule(*given, return_couplings=True)[1]
+                uniform = (couplings.shape[1] * layer.routing_map.edges[:, 0].bincount().double()).log()
+                each = torch.special.entr(couplings.double()).sum(dim=1)
+                entropy = each.new_zeros(len(each), layer.routing_map.child_sites, each.shape[2])
+                entropy.index_add_(1, layer.routing_map.edges[:, 0], each)
+                weight = layer.children.activation.double()
+                relative = (entropy / uniform[:, None].clamp_min(1e-12) * weight).sum() / weight.sum().clamp_min(1e-12)
+                activation = layer.parents.activation.amax(dim=0)
+            most[name] = torch.maximum(most[name], activation) if name in most else activation
+            row = found.setdefault(name, {"dead": 0.0, "entropy": 0.0, "gradient": 0.0})
+            row["entropy"] += relative.item() / len(batches)
+            row["gradient"] += length
+    for name, activation in most.items():
+        found[name]["dead"] = 100 * (activation <= DEAD).double().mean().item()
+    model.zero_grad()
+    return found
+
+
+def run(study: Study) -> Outcome:
+    """CapsNet on digits and matrix capsules on toys, routed and with uniform couplings."""
+    images, epochs = study.choose((2_000, 4), (21_870, 8), (21_870, 20))
+    digits = study.choose("capsnet-mnist-5k", "capsnet-mnist-5k", "capsnet-mnist")
+    toys = study.toys("matrix-capsnet")
+    recipes = {
+        "CapsNet, T = 3": study.recipe(digits, 0, images=60_000, epochs=study.choose(3, 8, 10), iterations=3),
+        "CapsNet, uniform couplings": study.recipe(
+            digits, 0, images=60_000, epochs=study.choose(3, 8, 10), iterations=1
+        ),
+        "matrix capsules, T = 2": study.recipe(toys, 0, images=images, epochs=epochs, iterations=2),
+        "matrix capsules, uniform couplings": study.recipe(toys, 0, images=images, epochs=epochs, iterations=1),
+    }
+    rows: list[Row] = []
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, plain in recipes.items():
+        accuracies, healths = [], []
+        for seed in range(study.seeds):
+            recipe = replace(plain, seed=seed)
+            splits = study.splits(
+                recipe, None if name.startswith("CapsNet") else images, study.choose(2_000, None, None)
+            )
+            part = f"{name.replace(' = ', '').replace(', ', '-').replace(' ', '-')}-seed{seed}"
+            model, metrics = study.trained(part, recipe, splits)
+            accuracies.append(metrics["test_accuracy_percent"])
+            sample = some(splits.validation, 200)
+            healths.append(study.once(f"{part}-health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r)))
+        rows.append(Row(f"{name}: accuracy", accuracies))
+        for layer in healths[0]:
+            label = f"{name}, {layer.replace('_', ' ')}"
+            rows += [
+                Row(f"{label}: dead capsules", [one[layer]["dead"] for one in healths]),
+                Row(
+                    f"{label}: entropy of couplings over that of uniform ones",
+                    [one[layer]["entropy"] for one in healths],
+                    unit="",
+                ),
+                Row(
+                    f"{label}: length of the transforms' gradient", [one[layer]["gradient"] for one in healths], unit=""
+                ),
+            ]
+        found[name] = healths
+    return Outcome(rows, draw(found), ["Measured on 200 validation images."])
+
+
+def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
+    """A panel a measure, a bar a layer."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    colours = ("#0072B2", "#999999", "#009E73", "#E69F00")
+    for axis, measure, title in zip(
+        axes,
+        ("dead", "entropy", "gradient"),
+        ("dead capsules %", "entropy of couplings, 1 = uniform", "length of the transforms' gradient"),
+        strict=True,
+    ):
+        place, names = 0, []
+        for (network, healths), colour in zip(found.items(), colours, strict=True):
+            for index, layer in enumerate(healths[0]):
+                value = sum(one[layer][measure] for one in healths) / len(healths)
+                axis.barh(place, value, color=colour, label=network if not index else None)
+                names.append(layer.replace("_capsules", ""))
+                place += 1
+        axis.set_yticks(range(place), names, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(title, fontsize=9)
+        if measure == "gradient":
+            axis.set_xscale("log")
+    axes[0].legend(fontsize=7)
+    return figure

@@ -1,0 +1,113 @@
+"""Trained on some viewpoints, tested on others: Hinton, Sabour & Frosst 2018, table 2."""
+
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from torchcaps.data import Images, Splits
+from torchcaps.data.images import cut
+from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of, some
+from torchcaps.run_folder import read_rows
+
+FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
+    "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
+    "elevation": ("elevation", (0, 1, 2)),
+}
+"""Split → the attribute, in smallNORB's units, and its values in training."""
+PAPER = {
+    ("azimuth", "CNN"): ("96.3", "80.0"),
+    ("azimuth", "capsules"): ("96.3", "86.5"),
+    ("elevation", "CNN"): ("95.7", "82.2"),
+    ("elevation", "capsules"): ("95.7", "87.7"),
+}
+NETWORKS = ("CNN", "capsules", "uniform couplings")
+
+
+def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
+    """The images from familiar viewpoints, and from novel ones."""
+    attribute, values = FAMILIAR[split]
+    others = sorted(set(images.attributes[attribute].tolist()) - set(values))
+    return images.where(**{attribute: values}), images.where(**{attribute: others})
+
+
+def accuracy(model: nn.Module, images: Images, preparation: Any) -> float:
+    """On a split, in per cent."""
+    return percent(scores_of(model, images.pixels, preparation).argmax(dim=1) == images.labels)
+
+
+def run(study: Study) -> Outcome:
+    """The CNN, and capsules stopped at the epoch whose error on familiar viewpoints is nearest to the CNN's."""
+    images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
+    rows: list[Row] = []
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for split in FAMILIAR:
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in NETWORKS}
+        for seed in range(study.seeds):
+            for name in NETWORKS:
+                kind = "cnn-baseline" if name == "CNN" else "matrix-capsnet"
+                options = {} if name == "CNN" else {"iterations": 2 if name == "capsules" else 1}
+                recipe = study.recipe(study.toys(kind), seed, images=images, epochs=epochs, **options)
+                splits = study.splits(recipe)
+                everything = Images(
+                    torch.cat([splits.train.pixels, splits.validation.pixels]),
+                    torch.cat([splits.train.labels, splits.validation.labels]),
+                    splits.train.class_names,
+                    {
+                        key: torch.cat([splits.train.attributes[key], splits.validation.attributes[key]])
+                        for key in splits.train.attributes
+                    },
+                )
+                train, validation = cut(some(by_viewpoint(everything, split)[0], images), 0.1, seed)
+                familiar, novel = (
+                    some(part, study.choose(500, 4_000, None)) for part in by_viewpoint(splits.test, split)
+                )
+
+                preparation = recipe.preparation()
+
+                def watch(model, familiar=familiar, novel=novel, preparation=preparation) -> dict[str, float]:
+                    return {
+                        "familiar_percent": accuracy(model, familiar, preparation),
+                        "novel_percent": accuracy(model, novel, preparation),
+                    }
+
+                part = f"{split}-{name.replace(' ', '-')}-seed{seed}"
+                model, _ = study.trained(part, recipe, Splits(train, validation, familiar), watch)
+                every = [
+                    (float(row["familiar_percent"]), float(row["novel_percent"]))
+                    for row in read_rows(study.folder / part / "metrics.csv")
+                ]
+                if name == "CNN":
+                    chosen = study.once(f"{part}-chosen", lambda model=model, watch=watch: list(watch(model).values()))
+                else:
+                    level = found["CNN"][-1][0]
+                    chosen = min(every, key=lambda pair: abs(pair[0] - level))
+                found[name].append((chosen[0], chosen[1]))
+                curves.setdefault((split, name), every)
+        for name, pairs in found.items():
+            paper = PAPER.get((split, name), (None, None))
+            rows += [
+                Row(f"{split}, {name}: familiar viewpoints", [pair[0] for pair in pairs], paper[0]),
+                Row(f"{split}, {name}: novel viewpoints", [pair[1] for pair in pairs], paper[1]),
+            ]
+    notes = [
+        "The CNN's epoch is chosen on validation images of familiar viewpoints; that of capsules is the one whose "
+        "accuracy on familiar test viewpoints is nearest to the CNN's, as in the paper. Novel ones choose nothing."
+    ]
+    return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
+
+
+def draw(curves: dict[tuple[str, str], list[tuple[float, float]]]) -> Figure:
+    """Accuracy on novel viewpoints over that on familiar ones, a point an epoch."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots(1, len(FAMILIAR), sharey=True)
+    for axis, split in zip(axes, FAMILIAR, strict=True):
+        for name, colour, mark in zip(NETWORKS, ("#D55E00", "#0072B2", "#999999"), "so^", strict=True):
+            familiar, novel = zip(*curves[split, name], strict=True)
+            axis.plot(familiar, novel, color=colour, marker=mark, linewidth=0.8, label=name)
+        axis.set_title(f"novel {split}")
+        axis.set_xlabel("accuracy on familiar viewpoints %")
+    axes[0].set_ylabel("accuracy on novel viewpoints %")
+    axes[0].legend(fontsize=8)
+    return figure

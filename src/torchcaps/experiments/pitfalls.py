@@ -1,0 +1,74 @@
+"""What each correction of EM routing is worth: Gritzman 2019 (arXiv 1907.00652), figure 5."""
+
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import nn
+
+from torchcaps.data import Images
+from torchcaps.errors import BadInput
+from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of, some
+from torchcaps.run_folder import read_rows
+
+ITERATIONS = (1, 2, 3)
+PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
+OFF: dict[str, dict[str, Any]] = {
+    "all corrections": {},
+    "no variance floor": {"variance_floor": 0.0},
+    "data not normalised": {"normalise_data": False},
+    "competition over types alone": {"competition": "types"},
+    "no correction": {"variance_floor": 0.0, "normalise_data": False, "competition": "types"},
+}
+
+
+def run(study: Study) -> Outcome:
+    """Each correction off by itself, and all, for one to three iterations."""
+    images, epochs = study.choose((1_000, 2), (6_000, 6), (21_870, 20))
+    rows, curves, broken = [], {}, []
+    for iterations in ITERATIONS:
+        for name, options in OFF.items():
+            chosen, ours = [], None
+            for seed in range(study.seeds):
+                recipe = study.recipe(
+                    study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=iterations, **options
+                )
+                splits = study.splits(recipe, images, study.choose(1_000, 4_000, None))
+                part = f"T{iterations}-{name.replace(' ', '-')}-seed{seed}"
+
+                def watch(model: nn.Module, test: Images = splits.test, recipe=recipe) -> dict[str, float]:
+                    some_of_it = some(test, 2_000)
+                    scores = scores_of(model, some_of_it.pixels, recipe.preparation())
+                    return {"test_accuracy_percent": percent(scores.argmax(dim=1) == some_of_it.labels)}
+
+                try:
+                    chosen.append(study.trained(part, recipe, splits, watch)[1]["test_accuracy_percent"])
+                except BadInput as error:
+                    if "not finite" not in str(error):
+                        raise
+                    broken.append(f"T = {iterations}, {name}, seed {seed} did not end: {str(error).partition(';')[0]}.")
+                ours = ours or [
+                    float(row["test_accuracy_percent"]) for row in read_rows(study.folder / part / "metrics.csv")
+                ]
+            curves[iterations, name] = ours or []
+            paper = PAPER[iterations] if name == "all corrections" else None
+            rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []
+    notes = [
+        f"{images:,} training images, {epochs} epochs. The epoch is chosen on validation images; curves are drawn only."
+    ]
+    return Outcome(rows, draw(curves), [*notes, *broken, *study.notes_on_toys()])
+
+
+def draw(curves: dict[tuple[int, str], list[float]]) -> Figure:
+    """Test accuracy over epochs, one panel a number of iterations."""
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(ITERATIONS), sharey=True)
+    styles = [("#0072B2", "-"), ("#E69F00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#000000", (0, (1, 4)))]
+    for axis, iterations in zip(axes, ITERATIONS, strict=True):
+        for name, (colour, style) in zip(OFF, styles, strict=True):
+            values = curves[iterations, name]
+            axis.plot(range(1, len(values) + 1), values, color=colour, linestyle=style, marker=".", label=name)
+        axis.set_title(f"T = {iterations}")
+        axis.set_xlabel("epoch")
+    axes[0].set_ylabel("test accuracy %")
+    axes[-1].legend(fontsize=7)
+    return figure

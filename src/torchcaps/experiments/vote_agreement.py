@@ -1,0 +1,82 @@
+"""How far votes lie from each class capsule, pass by pass: Hinton, Sabour & Frosst 2018, figure 2."""
+
+import torch
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from torchcaps.data import Images, Preparation
+from torchcaps.experiments.study import Outcome, Row, Study, percent, routed, scores_of
+from torchcaps.routing import EMRouting
+
+
+def distances(
+    model: nn.Module, images: Float[Tensor, "B C H W"]
+) -> list[tuple[Float[Tensor, "B J votes"], Float[Tensor, "B J votes"]]]:
+    """Of every pass, how far each vote is from the mean of each class capsule, and its coupling."""
+    with torch.inference_mode():
+        there = routed(model, images)["class_capsules"]
+        assert isinstance(there.rule, EMRouting)
+        votes = there.routing_map.votes(there.children.pose, there.transform)
+        found = []
+        for one in there.rule.passes(there.children, there.transform, there.routing_map):
+            mean = there.routing_map.at_edges(one.mean.transpose(1, 2))
+            distance = (votes - mean.unsqueeze(3)).flatten(4).norm(dim=4)
+            found.append((distance.flatten(2), one.couplings.flatten(2)))
+        return found
+
+
+def run(study: Study) -> Outcome:
+    """Histograms, weighted by the couplings, of an image that is classed rightly and of one that is not."""
+    images, epochs = study.choose((3_000, 6), (21_870, 10), (21_870, 20))
+    recipe = study.recipe(study.toys("matrix-capsnet"), 0, images=images, epochs=epochs, iterations=3)
+    splits = study.splits(recipe, images)
+    model, metrics = study.trained("capsules-seed0", recipe, splits)
+    preparation, test = recipe.preparation(), splits.test
+    right = scores_of(model, test.pixels[:1_000], preparation).argmax(dim=1) == test.labels[:1_000]
+    chosen = [int(right.nonzero()[0]), int((~right).nonzero()[0])] if not right.all() else [0, 0]
+    passes = distances(model, preparation.plain(test.pixels[chosen]))
+    rows = [Row("accuracy", [metrics["test_accuracy_percent"]]), Row("of the first 1,000", [percent(right)])]
+    for name, index in (("right", 0), ("wrong", 1)):
+        for number, (distance, coupling) in enumerate(passes):
+            spread = (distance[index] * coupling[index]).sum(dim=1) / coupling[index].sum(dim=1).clamp_min(1e-12)
+            label = int(test.labels[chosen[index]])
+            rows.append(
+                Row(
+                    f"{name} example, pass {number + 1}: mean distance to its class capsule",
+                    [spread[label].item()],
+                    unit="",
+                )
+            )
+    return Outcome(rows, draw(passes, test, chosen, preparation), study.notes_on_toys())
+
+
+def draw(passes: list[tuple[Tensor, Tensor]], images: Images, chosen: list[int], preparation: Preparation) -> Figure:
+    """A row a pass, a column a class, for both examples."""
+    classes = len(images.class_names)
+    figure = Figure(figsize=(2.1 * classes + 1.5, 8.5), layout="constrained")
+    everything = figure.subplots(2 * len(passes), classes + 1, squeeze=False)
+    for index, title in enumerate(("classed rightly", "classed wrongly")):
+        axes = everything[index * len(passes) : (index + 1) * len(passes)]
+        shown = preparation.plain(images.pixels[chosen[index], None])[0, 0]
+        for row, (distance, coupling) in enumerate(passes):
+            axes[row, 0].axis("off")
+            for label, name in enumerate(images.class_names):
+                axis = axes[row, label + 1]
+                own = label == int(images.labels[chosen[index]])
+                axis.hist(
+                    distance[index, label],
+                    bins=30,
+                    range=(0, distance[index].max().item()),
+                    weights=coupling[index, label],
+                    color="#0072B2" if own else "#999999",
+                )
+                axis.set_yticks([])
+                axis.tick_params(labelsize=7)
+                if row == 0:
+                    axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
+            axes[row, 1].set_ylabel(f"pass {row + 1}", fontsize=9)
+        axes[0, 0].imshow(shown, cmap="gray")
+        axes[0, 0].set_title(title, fontsize=9)
+    figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
+    return figure
