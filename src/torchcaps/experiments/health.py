@@ -41,12 +41,12 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
             with torch.no_grad():
                 given = (layer.children, layer.transform, layer.routing_map)
                 couplings: Tensor = layer.rule(*given, return_couplings=True)[1]
-                uniform = (couplings.shape[1] * layer.routing_map.edges[:, 0].bincount().double()).log()
+                child, sites = layer.routing_map.edges[:, 0], layer.routing_map.child_sites
+                reached = couplings.shape[1] * child.bincount(minlength=sites).double()
                 each = torch.special.entr(couplings.double()).sum(dim=1)
-                entropy = each.new_zeros(len(each), layer.routing_map.child_sites, each.shape[2])
-                entropy.index_add_(1, layer.routing_map.edges[:, 0], each)
-                weight = layer.children.activation.double()
-                relative = (entropy / uniform[:, None].clamp_min(1e-12) * weight).sum() / weight.sum().clamp_min(1e-12)
+                entropy = each.new_zeros(len(each), sites, each.shape[2]).index_add_(1, child, each)
+                weight = layer.children.activation.double() * (reached > 1)[:, None]
+                relative = (weight * entropy / reached.clamp_min(2).log()[:, None]).sum() / weight.sum().clamp_min(1e-12)
                 activation = layer.parents.activation.amax(dim=0)
             most[name] = torch.maximum(most[name], activation) if name in most else activation
             row = found.setdefault(name, {"dead": 0.0, "entropy": 0.0, "gradient": 0.0})
