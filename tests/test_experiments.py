@@ -4,15 +4,26 @@ import json
 import signal
 import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import PooledCapsNet, squash
-from torchcaps.data import Images, Preparation
+from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, squash
+from torchcaps.data import Images, Preparation, Splits
 from torchcaps.experiments import EXPERIMENTS, Row
+from torchcaps.experiments.affnist import SIZE, affine, moved
+from torchcaps.experiments.attacks import bim, fgsm, gradient_health
+from torchcaps.experiments.dimensions import swept
+from torchcaps.experiments.health import layers_of
+from torchcaps.experiments.multimnist import PairClassifier, exact_pair, overlaid
+from torchcaps.experiments.novel_viewpoints import by_viewpoint
 from torchcaps.experiments.two_digits import contributions, named_alike, read_order, strips
+from torchcaps.experiments.vote_agreement import distances
+from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_rows
+from torchcaps.training import fit
 
 
 def plain_images(count: int = 40, classes: int = 10) -> Images:
@@ -57,6 +68,119 @@ def test_the_order_is_read_from_left_to_right():
     for row, classes in enumerate(best.tolist()):
         assert sorted(classes) == sorted(scores[row].topk(3).indices.tolist())
         assert sorted(centre[row, classes].tolist()) == centre[row, classes].tolist()
+
+
+def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
+    images = overlaid(plain_images(), 200, seed=0)
+    assert images.image_shape == (3, 36, 36)
+    assert (images.labels[:, 0] != images.labels[:, 1]).all()
+    both = images.pixels[:, 1].int() + images.pixels[:, 2].int()
+    assert (images.pixels[:, 0] == both.clamp_max(255)).all()
+    for place in range(2):
+        assert (images.pixels[:, 1 + place].amax(dim=(1, 2)) == 20 * images.labels[:, place]).all()
+    assert exact_pair(torch.tensor([[0.9, 0.1, 0.8]] * 2), torch.tensor([[2, 0], [0, 1]])).tolist() == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_are_learned_with_both_digits_drawn(tmp_path):
+    digits = plain_images()
+    splits = Splits(*(overlaid(digits, count, seed) for seed, count in enumerate((60, 20, 20))))
+    settings = {"epochs": "2", "batch_size": "20", "shift": "0", "precision": "float32"}
+    options = {"convolution_channels": 4, "primary_types": 2, "image_shape": (1, 36, 36)}
+    recipe = replace(create_recipe("capsnet-mnist", settings), model_options=options)
+    seen = []
+
+    def watch(model):
+        assert not model.training
+        seen.append(0)
+        return {"epochs_seen": len(seen)}
+
+    metrics = fit(recipe, splits, tmp_path / "run", watch=watch, classifier=PairClassifier)
+    model = CapsNet.from_pretrained(tmp_path / "run").eval()
+    with torch.no_grad():
+        scores = model(splits.test.pixels[:, :1].float() / 255).scores
+    right = exact_pair(scores, splits.test.labels).double().mean().item()
+    assert metrics["test_accuracy_percent"] == pytest.approx(100 * right, abs=1e-3)
+    assert [row["epochs_seen"] for row in read_rows(tmp_path / "run" / "metrics.csv")] == ["1.0000", "2.0000"]
+
+
+def test_affine_digits_stay_inside_their_frame_and_keep_their_ink():
+    pixels = torch.zeros(50, 1, 28, 28, dtype=torch.uint8)
+    pixels[:, :, 6:22, 8:20] = 200
+    digits = Images(pixels, torch.zeros(50, dtype=torch.long), ("block",))
+    changed = affine(digits, seed=0)
+    assert changed.image_shape == (1, SIZE, SIZE)
+    ink = changed.pixels.float().sum(dim=(1, 2, 3)) / pixels[0].float().sum()
+    assert ink.min() > 0.6
+    assert ink.max() < 1.5
+    assert ink.std() > 0.05
+    assert (affine(digits, seed=0).pixels == changed.pixels).all()
+    still, anywhere = moved(digits, None), moved(digits, 0)
+    assert (still.pixels[:, :, 12:28, 14:26] == 200).all()
+    assert (anywhere.pixels.sum(dim=(1, 2, 3)) == still.pixels.sum(dim=(1, 2, 3))).all()
+    assert not (anywhere.pixels == still.pixels).all()
+
+
+def test_attacks_stay_within_epsilon_and_do_what_they_say():
+    classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+    images, labels = torch.rand(8, 1, 3, 4), torch.randint(0, 3, (8,))
+
+    def loss(attacked):
+        return torch.nn.functional.cross_entropy(classifier(attacked), labels, reduction="none").detach()
+
+    for attack in (fgsm, bim):
+        away = attack(classifier, images, labels, 0.1)
+        towards = attack(classifier, images, labels, 0.1, targeted=True)
+        for attacked in (away, towards):
+            assert (attacked - images).abs().max() <= 0.1 + 1e-6
+            assert attacked.min() >= 0
+            assert attacked.max() <= 1
+        assert (loss(away) > loss(images)).all()
+        assert (loss(towards) < loss(images)).all()
+    each = [gradient_health(classifier, images[i : i + 1], labels[i : i + 1]).norm for i in range(8)]
+    assert gradient_health(classifier, images, labels).norm == pytest.approx(sum(each) / 8, rel=1e-4)
+
+
+def test_a_dimension_that_is_not_moved_draws_the_same():
+    model = CapsNet(convolution_channels=4, primary_types=2).eval()
+    images = torch.rand(2, 1, 28, 28)
+    drawings = swept(model, images)
+    assert drawings.shape == (2, 16, 11, 1, 28, 28)
+    with torch.no_grad():
+        plain = model(images).reconstruction
+    torch.testing.assert_close(drawings[:, :, 5], plain[:, None].expand(-1, 16, -1, -1, -1))
+    assert (drawings[:, :, 0] != drawings[:, :, -1]).flatten(2).any(dim=2).all()
+
+
+def test_vote_distances_are_those_of_the_last_pass():
+    model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), iterations=2).eval()
+    images = torch.rand(2, 2, 32, 32)
+    (first, uniform), (second, couplings) = distances(model, images)
+    assert first.shape == second.shape == uniform.shape == (2, 5, 16 * 3)
+    torch.testing.assert_close(uniform, torch.full_like(uniform, 1 / 5))
+    torch.testing.assert_close(couplings.sum(dim=1), torch.ones(2, 48))
+
+
+def test_health_of_uniform_couplings_is_an_entropy_of_one():
+    recipe = create_recipe("matrix-capsnet-toys", {})
+    images = Images(torch.randint(0, 256, (6, 2, 36, 36), dtype=torch.uint8), torch.arange(6) % 5, tuple("abcde"))
+    for iterations in (1, 3):
+        model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), iterations=iterations)
+        found = layers_of(model, images, recipe)
+        assert [*found] == ["first_capsules", "second_capsules", "class_capsules"]
+        for layer in found.values():
+            assert 0 <= layer["dead"] <= 100
+            assert layer["gradient"] > 0
+            assert layer["entropy"] == pytest.approx(1, abs=1e-5) if iterations == 1 else layer["entropy"] < 0.999
+
+
+def test_viewpoints_are_parted_and_none_is_lost():
+    attributes = {"azimuth": torch.arange(0, 36, 2).repeat(2), "elevation": torch.arange(36) % 9}
+    images = Images(torch.zeros(36, 1, 2, 2, dtype=torch.uint8), torch.zeros(36, dtype=torch.long), ("a",), attributes)
+    for split, count in (("azimuth", 12), ("elevation", 12)):
+        familiar, novel = by_viewpoint(images, split)
+        assert (len(familiar), len(novel)) == (count, 36 - count)
+        assert not set(familiar.attributes[split].tolist()) & set(novel.attributes[split].tolist())
 
 
 def test_a_row_tells_the_spread_over_seeds():

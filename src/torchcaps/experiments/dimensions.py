@@ -59,7 +59,7 @@ def draw(drawings: Tensor, names: tuple[str, ...]) -> Figure:
     columns = min(5, len(names))
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(3.2 * columns, 4.6 * lines), layout="constrained")
-    axes = figure.subplots(lines, columns, squeeze=False).flat
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis in axes:
         axis.axis("off")
     for axis, name, panel in zip(axes, names, drawings, strict=False):

@@ -30,7 +30,7 @@ def draw(images: Images, scores: torch.Tensor) -> Figure:
     """The first digits that are taken for others."""
     wrong = (scores.argmax(dim=1) != images.labels).nonzero().flatten()[:24]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.subplots(3, 8).flat
+    axes = figure.subplots(3, 8).flatten()
     for axis in axes:
         axis.axis("off")
     for axis, index in zip(axes, wrong.tolist(), strict=False):

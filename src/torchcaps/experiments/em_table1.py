@@ -72,5 +72,5 @@ def draw(rows: list[Row]) -> Figure:
     axis.invert_yaxis()
     axis.set_xlim(0, 100)
     axis.set_xlabel("test accuracy %")
-    axis.legend(loc="lower left", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure

@@ -46,7 +46,9 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
                 each = torch.special.entr(couplings.double()).sum(dim=1)
                 entropy = each.new_zeros(len(each), sites, each.shape[2]).index_add_(1, child, each)
                 weight = layer.children.activation.double() * (reached > 1)[:, None]
-                relative = (weight * entropy / reached.clamp_min(2).log()[:, None]).sum() / weight.sum().clamp_min(1e-12)
+                relative = (weight * entropy / reached.clamp_min(2).log()[:, None]).sum() / weight.sum().clamp_min(
+                    1e-12
+                )
                 activation = layer.parents.activation.amax(dim=0)
             most[name] = torch.maximum(most[name], activation) if name in most else activation
             row = found.setdefault(name, {"dead": 0.0, "entropy": 0.0, "gradient": 0.0})
@@ -126,5 +128,7 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
         axis.set_title(title, fontsize=9)
         if measure == "gradient":
             axis.set_xscale("log")
+        else:
+            axis.set_xlim(0, 100 if measure == "dead" else 1)
     axes[0].legend(fontsize=7)
     return figure

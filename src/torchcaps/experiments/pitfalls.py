@@ -69,6 +69,7 @@ def draw(curves: dict[tuple[int, str], list[float]]) -> Figure:
             axis.plot(range(1, len(values) + 1), values, color=colour, linestyle=style, marker=".", label=name)
         axis.set_title(f"T = {iterations}")
         axis.set_xlabel("epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set_ylabel("test accuracy %")
     axes[-1].legend(fontsize=7)
     return figure
