@@ -47,9 +47,10 @@ def test_votes_in_memory_compute_what_the_reference_does_with_competition_over_t
 
 
 def test_results_stand_beside_hardware_and_versions(tmp_path):
-    write_csv(tmp_path / "results" / "some.csv", [{"case": "a", "median ms": 1.5}])
+    write_csv(tmp_path / "results" / "some.csv", [{"case": "a", "median ms": 1.5}], "torchcaps bench a")
     (row,) = csv.DictReader((tmp_path / "results" / "some.csv").read_text().splitlines())
     assert (row["case"], row["median ms"], row["torch"]) == ("a", "1.5", torch.__version__)
+    assert (row["command"], row["seed"]) == ("torchcaps bench a", "0")
     assert row["processor"]
     assert int(row["threads"]) == torch.get_num_threads()
 

@@ -89,10 +89,11 @@ def peak_bytes(work: Way) -> int:
         ) from error
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows with the commit, the hardware and the versions beside each; whole or not at all."""
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
+    """Write rows with the command, the commit, the hardware and the versions beside each; whole or not at all."""
     here = environment()
-    beside = {name: here[name] for name in ("commit", "processor", "threads", "gpu")} | {"torch": torch.__version__}
+    beside = {"command": command, "seed": 0, "torch": torch.__version__}
+    beside |= {name: here[name] for name in ("commit", "processor", "threads", "gpu")}
     text = io.StringIO()
     writer = csv.DictWriter(text, [*rows[0], *beside], lineterminator="\n")
     writer.writeheader()

@@ -29,6 +29,7 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
 
 def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batch: int = 100) -> Callable[[], None]:
     """Forward, losses, backward and Adam, convolutions in channels_last."""
+    torch.manual_seed(0)
     model = create_model("capsnet", backend=backend, unfold=unfold)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
@@ -49,6 +50,7 @@ def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batc
 
 def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[], None]:
     """Forward, spread loss, backward and Adam."""
+    torch.manual_seed(0)
     options = {"image_shape": (2, 32, 32), "classes": 5, **options}
     model: nn.Module = create_model("matrix-capsnet", backend=backend, **options)
     images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["classes"], (batch,))

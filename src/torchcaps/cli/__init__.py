@@ -205,7 +205,7 @@ def bench(
         table.add_row(*(str(value) for key, value in row.items() if key not in same))
     print_table(table)
     if out:
-        write_csv(out, rows)
+        write_csv(out, rows, f"torchcaps bench {what} --repeats {repeats} --heap {heap}")
     if plot and what == "memory":
         draw_growth(rows, plot)
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from torchcaps.data import Images, Preparation
 from torchcaps.experiments.attacks import Classifier, Loss, bim, fgsm, gradient_health
-from torchcaps.experiments.study import Outcome, Row, Study, percent, some
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 
 EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -88,16 +88,16 @@ def run(study: Study) -> Outcome:
         }
         splits = study.splits(recipes["CNN"], images)
         attacked = some(splits.test, study.choose(200, 1_000, None))
-        second, _ = study.trained(f"second-CNN-seed{seed}", replace(recipes["CNN"], seed=seed + 1_000), splits)
+        second, _ = study.trained(part("second CNN", seed), replace(recipes["CNN"], seed=seed + 1_000), splits)
         for name, recipe in recipes.items():
-            model, _ = study.trained(f"{name.replace(' ', '-')}-seed{seed}", recipe, splits)
+            model, _ = study.trained(part(name, seed), recipe, splits)
             preparation = recipe.preparation()
 
             def compute(model=model, preparation=preparation, name=name, images=attacked, second=second) -> Any:
                 loss = functional.cross_entropy if name == "CNN" else spread_loss
                 return measured(classifier(model, preparation), loss, images, classifier(second, preparation))
 
-            found[name].append(study.once(f"{name.replace(' ', '-')}-seed{seed}-attacked", compute))
+            found[name].append(study.once(f"{part(name, seed)}-attacked", compute))
     rows = []
     for name, results in found.items():
         for attack in ATTACKS:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
-from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.run_folder import read_rows
 
 SIZE = 40
@@ -45,9 +45,9 @@ def affine(images: Images, seed: int) -> Images:
     maps = torch.cat([torch.linalg.inv(forward), torch.zeros(count, 2, 1, dtype=torch.double)], dim=2).float()
     pixels = functional.pad(images.pixels, [MARGIN] * 4).float()
     changed = []
-    for part, one in zip(pixels.split(1_000), maps.split(1_000), strict=True):
-        grid = functional.affine_grid(one, list(part.shape), align_corners=False)
-        changed.append(functional.grid_sample(part, grid, align_corners=False))
+    for batch, one in zip(pixels.split(1_000), maps.split(1_000), strict=True):
+        grid = functional.affine_grid(one, list(batch.shape), align_corners=False)
+        changed.append(functional.grid_sample(batch, grid, align_corners=False))
     result = torch.cat(changed).round().clamp(0, 255).to(torch.uint8)
     offsets = torch.from_numpy(random.integers(-MARGIN, MARGIN, size=(count, 2), endpoint=True))
     return replace(images, pixels=shift(result, torch.stack([inside(result, offsets, axis) for axis in (0, 1)], dim=1)))
@@ -97,11 +97,11 @@ def run(study: Study) -> Outcome:
                 }
 
             splits = Splits(moved(digits.train, None), translated, moved(digits.test, 2))
-            part = f"{name.replace(' ', '-')}-seed{seed}"
-            study.trained(part, recipe, splits, watch)
+            folder = part(name, seed)
+            study.trained(folder, recipe, splits, watch)
             every[name] = [
                 (float(row["translated_percent"]), float(row["affine_percent"]))
-                for row in read_rows(study.folder / part / "metrics.csv")
+                for row in read_rows(study.folder / folder / "metrics.csv")
             ]
         level = min(max(pair[0] for pair in pairs) for pairs in every.values())
         for name, pairs in every.items():

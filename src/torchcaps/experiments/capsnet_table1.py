@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchcaps.experiments.study import Outcome, Row, Study
+from torchcaps.experiments.study import Outcome, Row, Study, part
 from torchcaps.recipe import Recipe
 
 PAPER = {
@@ -39,8 +39,7 @@ def run(study: Study) -> Outcome:
     for seed in range(study.seeds):
         for name, values in found.items():
             recipe = recipe_of(study, name, seed)
-            part = f"{name.replace(' = ', '').replace(', ', '-').replace(' ', '-')}-seed{seed}"
-            values.append(study.trained(part, recipe, study.splits(recipe))[1]["test_accuracy_percent"])
+            values.append(study.trained(part(name, seed), recipe, study.splits(recipe))[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
     notes = {
         "quick": "3,600 digits of MNIST's training split, tested on 1,000 others of them; nets of half the paper's "

@@ -4,7 +4,7 @@ import torch
 from matplotlib.figure import Figure
 
 from torchcaps.data import Images
-from torchcaps.experiments.study import Outcome, Row, Study, scores_of
+from torchcaps.experiments.study import Outcome, Row, Study, part, scores_of
 
 
 def run(study: Study) -> Outcome:
@@ -16,7 +16,7 @@ def run(study: Study) -> Outcome:
         for seed in range(study.seeds):
             recipe = study.recipe("matrix-capsnet-mnist", seed, images=images, epochs=epochs, iterations=iterations)
             splits = study.splits(recipe, images, study.choose(2_000, None, None))
-            model, metrics = study.trained(f"{name.replace(' = ', '').replace(' ', '-')}-seed{seed}", recipe, splits)
+            model, metrics = study.trained(part(name, seed), recipe, splits)
             found.append(metrics["test_accuracy_percent"])
             if wrong is None:
                 scores = scores_of(model, splits.test.pixels, recipe.preparation())

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchcaps.experiments.study import Outcome, Row, Study
+from torchcaps.experiments.study import Outcome, Row, Study, part
 from torchcaps.recipe import Recipe
 
 PAPER = {
@@ -52,8 +52,7 @@ def run(study: Study) -> Outcome:
         for name, values in found.items():
             recipe = recipe_of(study, name, seed, images, epochs)
             splits = study.splits(recipe, images, study.choose(2_000, None, None))
-            part = f"{name.replace(' = ', '').replace(', ', '-').replace(' ', '-')}-seed{seed}"
-            values.append(study.trained(part, recipe, splits)[1]["test_accuracy_percent"])
+            values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
     notes = [f"{images:,} training images, {epochs} epochs; small net (64/8/16/16), the paper's is 32/32/32/32."]
     return Outcome(rows, draw(rows), [*notes, *study.notes_on_toys()])

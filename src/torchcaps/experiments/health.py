@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.data import Images
-from torchcaps.experiments.study import Outcome, Row, Study, routed, some
+from torchcaps.experiments.study import Outcome, Row, Study, part, routed, some
 from torchcaps.losses import LOSSES
 from torchcaps.recipe import Recipe
 
@@ -82,11 +82,12 @@ def run(study: Study) -> Outcome:
             splits = study.splits(
                 recipe, None if name.startswith("CapsNet") else images, study.choose(2_000, None, None)
             )
-            part = f"{name.replace(' = ', '').replace(', ', '-').replace(' ', '-')}-seed{seed}"
-            model, metrics = study.trained(part, recipe, splits)
+            model, metrics = study.trained(part(name, seed), recipe, splits)
             accuracies.append(metrics["test_accuracy_percent"])
             sample = some(splits.validation, 200)
-            healths.append(study.once(f"{part}-health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r)))
+            healths.append(
+                study.once(f"{part(name, seed)}-health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r))
+            )
         rows.append(Row(f"{name}: accuracy", accuracies))
         for layer in healths[0]:
             label = f"{name}, {layer.replace('_', ' ')}"

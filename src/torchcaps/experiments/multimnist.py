@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
-from torchcaps.experiments.study import Outcome, Row, Study, percent
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
 from torchcaps.training import Classifier
@@ -110,13 +110,13 @@ def run(study: Study) -> Outcome:
             splits = Splits(
                 overlaid(digits.train, count, 0), overlaid(digits.validation, tested // 2, 1), tests["paper"]
             )
-            part = f"{name.replace(' ', '-')}-seed{seed}"
-            model, _ = study.trained(part, recipe, splits, classifier=PairClassifier)
+            folder = part(name, seed)
+            model, _ = study.trained(folder, recipe, splits, classifier=PairClassifier)
 
             def compute(model=model, tests=tests) -> dict[str, float]:
                 return {way: pair_accuracy(model, images) for way, images in tests.items()}
 
-            found[name].append(study.once(f"{part}-pairs", compute))
+            found[name].append(study.once(f"{folder}-pairs", compute))
             if name == "capsules" and shown is None:
                 shown = (cast(CapsNet, model), tests["paper"])
     rows = [

@@ -8,7 +8,7 @@ from torch import nn
 
 from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
-from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of, some
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of, some
 from torchcaps.run_folder import read_rows
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -72,14 +72,16 @@ def run(study: Study) -> Outcome:
                         "novel_percent": accuracy(model, novel, preparation),
                     }
 
-                part = f"{split}-{name.replace(' ', '-')}-seed{seed}"
-                model, _ = study.trained(part, recipe, Splits(train, validation, familiar), watch)
+                folder = part(f"{split}, {name}", seed)
+                model, _ = study.trained(folder, recipe, Splits(train, validation, familiar), watch)
                 every = [
                     (float(row["familiar_percent"]), float(row["novel_percent"]))
-                    for row in read_rows(study.folder / part / "metrics.csv")
+                    for row in read_rows(study.folder / folder / "metrics.csv")
                 ]
                 if name == "CNN":
-                    chosen = study.once(f"{part}-chosen", lambda model=model, watch=watch: list(watch(model).values()))
+                    chosen = study.once(
+                        f"{folder}-chosen", lambda model=model, watch=watch: list(watch(model).values())
+                    )
                 else:
                     level = found["CNN"][-1][0]
                     chosen = min(every, key=lambda pair: abs(pair[0] - level))

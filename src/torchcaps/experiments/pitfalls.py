@@ -7,7 +7,7 @@ from torch import nn
 
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
-from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of, some
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of, some
 from torchcaps.run_folder import read_rows
 
 ITERATIONS = (1, 2, 3)
@@ -33,7 +33,7 @@ def run(study: Study) -> Outcome:
                     study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=iterations, **options
                 )
                 splits = study.splits(recipe, images, study.choose(1_000, 4_000, None))
-                part = f"T{iterations}-{name.replace(' ', '-')}-seed{seed}"
+                folder = part(f"T = {iterations}, {name}", seed)
 
                 def watch(model: nn.Module, test: Images = splits.test, recipe=recipe) -> dict[str, float]:
                     some_of_it = some(test, 2_000)
@@ -41,13 +41,13 @@ def run(study: Study) -> Outcome:
                     return {"test_accuracy_percent": percent(scores.argmax(dim=1) == some_of_it.labels)}
 
                 try:
-                    chosen.append(study.trained(part, recipe, splits, watch)[1]["test_accuracy_percent"])
+                    chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except BadInput as error:
                     if "not finite" not in str(error):
                         raise
                     broken.append(f"T = {iterations}, {name}, seed {seed} did not end: {str(error).partition(';')[0]}.")
                 ours = ours or [
-                    float(row["test_accuracy_percent"]) for row in read_rows(study.folder / part / "metrics.csv")
+                    float(row["test_accuracy_percent"]) for row in read_rows(study.folder / folder / "metrics.csv")
                 ]
             curves[iterations, name] = ours or []
             paper = PAPER[iterations] if name == "all corrections" else None

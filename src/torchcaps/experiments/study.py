@@ -192,6 +192,16 @@ def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
     return found
 
 
+def part(name: str, seed: int) -> str:
+    """A folder's name for the training of a row.
+
+    Example:
+        >>> part("T = 3, no decoder", 0)
+        'T3-no-decoder-seed0'
+    """
+    return f"{name.replace(' = ', '').replace(', ', '-').replace(' ', '-')}-seed{seed}"
+
+
 def some(images: Images, count: int | None) -> Images:
     """So many images, drawn with seed 0, or all."""
     if count is None or count >= len(images):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchcaps.capsules import Capsules, lengths
 from torchcaps.data import Images, Preparation
-from torchcaps.experiments.study import Outcome, Row, Study, percent, scores_of
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.models import PooledCapsNet
 from torchcaps.recipes import RECIPES
 
@@ -65,9 +65,9 @@ def contributions(
 def read_order(model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int) -> Int64[Tensor, "n length"]:
     """The highest classes from left to right, by where the votes of their capsules come from."""
     read = []
-    for part in pixels.split(100):
+    for some in pixels.split(100):
         with torch.inference_mode():
-            scores, parts = contributions(model, Preparation().plain(part))
+            scores, parts = contributions(model, Preparation().plain(some))
         best = scores.topk(length, dim=1).indices
         weight = parts.clamp_min(0).sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, parts.shape[3]))
         place = (weight * torch.arange(parts.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
@@ -89,7 +89,7 @@ def run(study: Study) -> Outcome:
             if study.budget == "quick":
                 recipe = replace(recipe, epochs=4, decay_steps=30)
             splits = study.splits(recipe, *study.choose((10_000, 2_000), (None, None), (None, None)))
-            model, metrics = study.trained(f"{name.replace(' ', '-')}-seed{seed}", recipe, splits)
+            model, metrics = study.trained(part(name, seed), recipe, splits)
             count = study.choose(1_000, 10_000, 10_000)
 
             def tested(model=model, test=splits.test, count=count) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def run(study: Study) -> Outcome:
                     ]
                 return result
 
-            strip = study.once(f"{name.replace(' ', '-')}-seed{seed}-strips", tested)
+            strip = study.once(f"{part(name, seed)}-strips", tested)
             found[name].append({"single": metrics["test_accuracy_percent"], **strip})
             if name == "capsules" and shown is None:
                 shown = (cast(PooledCapsNet, model), splits.test)
