@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow sanitize check bench clean
+.PHONY: demo test test-slow sanitize check bench clean always
 
 demo: .venv/demo
 	rm -rf runs/demo
@@ -33,7 +33,13 @@ bench: .venv/dev
 
 KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)
 
-.venv/demo .venv/dev: pyproject.toml constraints.txt $(KERNELS)
+# An installation knows the modules that there were: others call for a new one.
+MODULES := $(sort $(shell find src -name '*.py'))
+.venv/modules: always
+	@mkdir -p .venv
+	@echo '$(MODULES)' | cmp -s - $@ || echo '$(MODULES)' > $@
+
+.venv/demo .venv/dev: pyproject.toml constraints.txt $(KERNELS) .venv/modules
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "torchcaps needs Python 3.11 or newer: make $(@F) PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@F)]'
