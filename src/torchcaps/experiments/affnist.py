@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +9,7 @@ from matplotlib.figure import Figure
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
-from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
-from torchcaps.run_folder import read_rows
+from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part
 
 SIZE = 40
 MARGIN = (SIZE - 28) // 2
@@ -68,41 +66,27 @@ def run(study: Study) -> Outcome:
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (20_000, 4_000, 8), (54_000, 10_000, 30))
     rows: list[Row] = []
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in NETWORKS}
-    curves: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
+    curves: dict[str, list[tuple[float, ...]]] = {}
     examples: Images | None = None
     for seed in range(study.seeds):
-        every: dict[str, list[tuple[float, float]]] = {}
+        every: dict[str, list[tuple[float, ...]]] = {}
         for name in NETWORKS:
-            options: dict[str, Any] = {}
-            if name == "CNN":
-                options |= {} if study.budget == "paper" else {"channels": (32, 32, 16)}
-                recipe = study.recipe("cnn-baseline-mnist", seed, images=60_000, epochs=epochs, **options)
-            else:
-                options |= {"iterations": 3 if name == "capsules" else 1}
-                options |= {} if study.budget == "paper" else {"convolution_channels": 128, "primary_types": 16}
-                recipe = study.recipe("capsnet-mnist", seed, images=60_000, epochs=epochs, **options)
-            steps = -(-train // recipe.batch_size) * epochs
-            recipe = replace(recipe, data=source, shift=MARGIN, decay_steps=max(1, round(steps / 50)))
+            recipe = study.of_digits(name, seed, data=source, shift=MARGIN, images=train, epochs=epochs)
             digits = study.splits(recipe, train, tested)
             translated, changed = moved(digits.validation, 1), affine(digits.test, 3)
             examples = examples or changed
 
             def watch(model, translated=translated, changed=changed) -> dict[str, float]:
                 return {
-                    "translated_percent": percent(
-                        scores_of(model, translated.pixels).argmax(dim=1) == translated.labels
-                    ),
-                    "affine_percent": percent(scores_of(model, changed.pixels).argmax(dim=1) == changed.labels),
+                    "translated_percent": accuracy_of(model, translated),
+                    "affine_percent": accuracy_of(model, changed),
                 }
 
             splits = Splits(moved(digits.train, None), translated, moved(digits.test, 2))
             folder = part(name, seed)
             study.trained(folder, recipe, splits, watch)
-            every[name] = [
-                (float(row["translated_percent"]), float(row["affine_percent"]))
-                for row in read_rows(study.folder / folder / "metrics.csv")
-            ]
+            every[name] = study.watched(folder, "translated_percent", "affine_percent")
         level = min(max(pair[0] for pair in pairs) for pairs in every.values())
         for name, pairs in every.items():
             found[name].append(min(pairs, key=lambda pair: abs(pair[0] - level)))
@@ -123,7 +107,7 @@ def run(study: Study) -> Outcome:
     return Outcome(rows, draw(curves, examples), notes)
 
 
-def draw(curves: dict[str, list[tuple[float, float]]], examples: Images) -> Figure:
+def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:
     """Affine digits, and accuracy on them over that on moved digits, a point an epoch."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)

@@ -5,7 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchcaps.experiments.study import Outcome, Row, Study, part
+from torchcaps.experiments.study import NARROW_CAPSNET, NARROW_CNN, Outcome, Row, Study, part
 from torchcaps.recipe import Recipe
 
 PAPER = {
@@ -15,7 +15,6 @@ PAPER = {
     "T = 3, no decoder": "99.65 ± 0.04",
     "T = 3, decoder": "99.75 ± 0.01",
 }
-NARROW = {"convolution_channels": 128, "primary_types": 16}
 EPOCHS = {"quick": 3, "standard": 8, "paper": 50}
 
 
@@ -24,11 +23,11 @@ def recipe_of(study: Study, name: str, seed: int) -> Recipe:
     reduced = study.budget != "paper"
     epochs, small = EPOCHS[study.budget], "-5k" if study.budget == "quick" else ""
     if name == "baseline CNN":
-        options: dict[str, Any] = {"channels": (32, 32, 16)} if reduced else {}
+        options: dict[str, Any] = NARROW_CNN if reduced else {}
         recipe = study.recipe("cnn-baseline-mnist", seed, images=60_000, epochs=epochs, **options)
         return replace(recipe, data=f"mnist{small}", decay_steps=recipe.decay_steps if not small else 16)
     options = {"iterations": int(name[4]), "decoder": name.endswith("no decoder") is False}
-    options |= NARROW if reduced else {}
+    options |= NARROW_CAPSNET if reduced else {}
     recipe = study.recipe(f"capsnet-mnist{small}", seed, images=60_000, epochs=epochs, **options)
     return recipe if options["decoder"] else replace(recipe, reconstruction_weight=0.0)
 

@@ -1,8 +1,7 @@
 """Two digits on top of each other, named and drawn apart: Sabour, Frosst & Hinton 2017, section 6."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -95,16 +94,8 @@ def run(study: Study) -> Outcome:
     shown: tuple[CapsNet, Images] | None = None
     for seed in range(study.seeds):
         for name in NETWORKS:
-            narrow: dict[str, Any] = {"image_shape": (1, 36, 36)}
-            if name == "CNN":
-                narrow |= {} if study.budget == "paper" else {"channels": (32, 32, 16)}
-                recipe = study.recipe("cnn-baseline-mnist", seed, images=60_000, epochs=epochs, **narrow)
-            else:
-                narrow |= {"iterations": 3 if name == "capsules" else 1}
-                narrow |= {} if study.budget == "paper" else {"convolution_channels": 128, "primary_types": 16}
-                recipe = study.recipe("capsnet-mnist", seed, images=60_000, epochs=epochs, **narrow)
-            steps = -(-count // recipe.batch_size) * epochs
-            recipe = replace(recipe, data=source, shift=0, decay_steps=max(1, round(steps / 50)))
+            shape = (1, 36, 36)
+            recipe = study.of_digits(name, seed, data=source, shift=0, images=count, epochs=epochs, image_shape=shape)
             digits = study.splits(recipe)
             tests = {way: overlaid(digits.test, tested, 2, pixels) for way, pixels in SHIFTS.items()}
             splits = Splits(

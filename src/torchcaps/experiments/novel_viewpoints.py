@@ -1,15 +1,11 @@
 """Trained on some viewpoints, tested on others: Hinton, Sabour & Frosst 2018, table 2."""
 
-from typing import Any
-
 import torch
 from matplotlib.figure import Figure
-from torch import nn
 
 from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
-from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of, some
-from torchcaps.run_folder import read_rows
+from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
@@ -32,18 +28,13 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
     return images.where(**{attribute: values}), images.where(**{attribute: others})
 
 
-def accuracy(model: nn.Module, images: Images, preparation: Any) -> float:
-    """On a split, in per cent."""
-    return percent(scores_of(model, images.pixels, preparation).argmax(dim=1) == images.labels)
-
-
 def run(study: Study) -> Outcome:
     """The CNN, and capsules stopped at the epoch whose error on familiar viewpoints is nearest to the CNN's."""
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
-    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for split in FAMILIAR:
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in NETWORKS}
+        found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
         for seed in range(study.seeds):
             for name in NETWORKS:
                 kind = "cnn-baseline" if name == "CNN" else "matrix-capsnet"
@@ -68,16 +59,13 @@ def run(study: Study) -> Outcome:
 
                 def watch(model, familiar=familiar, novel=novel, preparation=preparation) -> dict[str, float]:
                     return {
-                        "familiar_percent": accuracy(model, familiar, preparation),
-                        "novel_percent": accuracy(model, novel, preparation),
+                        "familiar_percent": accuracy_of(model, familiar, preparation),
+                        "novel_percent": accuracy_of(model, novel, preparation),
                     }
 
                 folder = part(f"{split}, {name}", seed)
                 model, _ = study.trained(folder, recipe, Splits(train, validation, familiar), watch)
-                every = [
-                    (float(row["familiar_percent"]), float(row["novel_percent"]))
-                    for row in read_rows(study.folder / folder / "metrics.csv")
-                ]
+                every = study.watched(folder, "familiar_percent", "novel_percent")
                 if name == "CNN":
                     chosen = study.once(
                         f"{folder}-chosen", lambda model=model, watch=watch: list(watch(model).values())
@@ -100,7 +88,7 @@ def run(study: Study) -> Outcome:
     return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
 
 
-def draw(curves: dict[tuple[str, str], list[tuple[float, float]]]) -> Figure:
+def draw(curves: dict[tuple[str, str], list[tuple[float, ...]]]) -> Figure:
     """Accuracy on novel viewpoints over that on familiar ones, a point an epoch."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(FAMILIAR), sharey=True)

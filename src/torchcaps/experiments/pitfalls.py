@@ -7,8 +7,7 @@ from torch import nn
 
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
-from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of, some
-from torchcaps.run_folder import read_rows
+from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
@@ -36,9 +35,7 @@ def run(study: Study) -> Outcome:
                 folder = part(f"T = {iterations}, {name}", seed)
 
                 def watch(model: nn.Module, test: Images = splits.test, recipe=recipe) -> dict[str, float]:
-                    some_of_it = some(test, 2_000)
-                    scores = scores_of(model, some_of_it.pixels, recipe.preparation())
-                    return {"test_accuracy_percent": percent(scores.argmax(dim=1) == some_of_it.labels)}
+                    return {"test_accuracy_percent": accuracy_of(model, some(test, 2_000), recipe.preparation())}
 
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
@@ -46,9 +43,7 @@ def run(study: Study) -> Outcome:
                     if "not finite" not in str(error):
                         raise
                     broken.append(f"T = {iterations}, {name}, seed {seed} did not end: {str(error).partition(';')[0]}.")
-                ours = ours or [
-                    float(row["test_accuracy_percent"]) for row in read_rows(study.folder / folder / "metrics.csv")
-                ]
+                ours = ours or [value for (value,) in study.watched(folder, "test_accuracy_percent")]
             curves[iterations, name] = ours or []
             paper = PAPER[iterations] if name == "all corrections" else None
             rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []
