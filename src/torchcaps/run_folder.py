@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from torch import nn
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput
+from torchcaps.recipe import Recipe
 
 
 def environment() -> dict[str, Any]:
@@ -55,6 +57,12 @@ def _commit() -> str | None:
     return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
 
 
+def begun_with(folder: Path) -> dict[str, Any]:
+    """The settings of a run; those that came with a later version of this library are at their defaults."""
+    defaults = {setting.name: setting.default for setting in fields(Recipe) if setting.default is not MISSING}
+    return {**defaults, **json.loads((folder / "recipe.json").read_text())["recipe"]}
+
+
 def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: bool) -> None:
     """Make the folder and write recipe.json: the recipe's settings, what the data are, and the environment.
 
@@ -65,7 +73,7 @@ def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: b
     if written.exists() and not resume:
         raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
     if resume and written.exists():
-        before = json.loads(written.read_text())["recipe"]
+        before = begun_with(folder)
         longer = {"epochs"} if recipe.get("margin_schedule") != "linear" else set()
         for key, value in json.loads(json.dumps(recipe)).items():
             if before.get(key) != value and key not in longer:

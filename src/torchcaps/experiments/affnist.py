@@ -64,7 +64,7 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
 def run(study: Study) -> Outcome:
     """Both networks at the epochs where they are equally good on moved digits, as the paper compares them."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
-    train, tested, epochs = study.choose((3_600, 1_000, 6), (20_000, 4_000, 8), (54_000, 10_000, 30))
+    train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     rows: list[Row] = []
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
     curves: dict[str, list[tuple[float, ...]]] = {}
@@ -101,10 +101,8 @@ def run(study: Study) -> Outcome:
         f"{train:,} training digits of {source}, {epochs} epochs. Affine digits are ours, of its test split, from the "
         "published ranges of affNIST. The epochs to compare are chosen on moved validation digits."
     ]
-    if study.budget != "paper":
-        notes.append("Nets of half the paper's width, the CNN of an eighth.")
     assert examples is not None
-    return Outcome(rows, draw(curves, examples), notes)
+    return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_width()])
 
 
 def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:

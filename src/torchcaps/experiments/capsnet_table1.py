@@ -1,12 +1,10 @@
 """Iterations and decoder of CapsNet beside the baseline CNN: Sabour, Frosst & Hinton 2017, table 1, MNIST."""
 
 from dataclasses import replace
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from torchcaps.experiments.study import NARROW_CAPSNET, NARROW_CNN, Outcome, Row, Study, part
-from torchcaps.recipe import Recipe
+from torchcaps.experiments.study import Outcome, Row, Study, part
 
 PAPER = {
     "baseline CNN": "99.61",
@@ -15,38 +13,27 @@ PAPER = {
     "T = 3, no decoder": "99.65 ± 0.04",
     "T = 3, decoder": "99.75 ± 0.01",
 }
-EPOCHS = {"quick": 3, "standard": 8, "paper": 50}
-
-
-def recipe_of(study: Study, name: str, seed: int) -> Recipe:
-    """The recipe of one row: nets of half the width but at `paper`, on the 5,000 embedded digits at `quick`."""
-    reduced = study.budget != "paper"
-    epochs, small = EPOCHS[study.budget], "-5k" if study.budget == "quick" else ""
-    if name == "baseline CNN":
-        options: dict[str, Any] = NARROW_CNN if reduced else {}
-        recipe = study.recipe("cnn-baseline-mnist", seed, images=60_000, epochs=epochs, **options)
-        return replace(recipe, data=f"mnist{small}", decay_steps=recipe.decay_steps if not small else 16)
-    options = {"iterations": int(name[4]), "decoder": name.endswith("no decoder") is False}
-    options |= NARROW_CAPSNET if reduced else {}
-    recipe = study.recipe(f"capsnet-mnist{small}", seed, images=60_000, epochs=epochs, **options)
-    return recipe if options["decoder"] else replace(recipe, reconstruction_weight=0.0)
 
 
 def run(study: Study) -> Outcome:
     """Every row of the table, each trained from the start."""
     found: dict[str, list[float]] = {name: [] for name in PAPER}
+    data = study.data or study.choose("mnist-5k", "mnist", "mnist")
+    images, epochs = study.choose((3_600, 6), (54_000, 14), (54_000, 50))
     for seed in range(study.seeds):
         for name, values in found.items():
-            recipe = recipe_of(study, name, seed)
+            network, options = "CNN", {}
+            if name != "baseline CNN":
+                network = "capsules" if name.startswith("T = 3") else "uniform couplings"
+                options = {"decoder": name.endswith(", decoder")}
+            recipe = study.of_digits(network, seed, data=data, shift=2, images=images, epochs=epochs, **options)
+            if not options.get("decoder"):
+                recipe = replace(recipe, reconstruction_weight=0.0)
             values.append(study.trained(part(name, seed), recipe, study.splits(recipe))[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
-    notes = {
-        "quick": "3,600 digits of MNIST's training split, tested on 1,000 others of them; nets of half the paper's "
-        "width, the CNN of an eighth; three epochs.",
-        "standard": "Nets of half the paper's width, the CNN of an eighth; eight epochs.",
-        "paper": "",
-    }[study.budget]
-    return Outcome(rows, draw(rows), [notes] if notes else [])
+    return Outcome(
+        rows, draw(rows), [f"{images:,} training digits of {data}, {epochs} epochs.", *study.notes_on_width()]
+    )
 
 
 def draw(rows: list[Row]) -> Figure:
