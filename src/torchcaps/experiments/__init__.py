@@ -137,7 +137,7 @@ def run_experiment(
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
-    label = f"{name}-{budget}"
+    label, here = f"{name}-{budget}", environment()
     outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, out / label))
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def run_experiment(
         "command": " ".join([*command, "--data", data] if data else command),
         "rows": [row._asdict() for row in outcome.rows],
         "notes": outcome.notes,
-        "environment": environment(),
+        "environment": here,
     }
     write_json(results / f"{label}.json", content)
     return outcome, picture
