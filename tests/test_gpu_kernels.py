@@ -66,14 +66,13 @@ class Interpreted(torch.autograd.Function):
         )
 
 
-def em(leaves, routing_map, iterations, backend="fused"):
+def em(leaves, routing_map, iterations, parent_activation="logistic", backend="fused"):
     pose, activation, transform, *betas = leaves
     if backend == "reference" or pose.is_cuda:
-        return em_routing(
-            Capsules(pose, activation), transform, routing_map, *betas, iterations=iterations, backend=backend
-        )
+        options = {"iterations": iterations, "parent_activation": parent_activation, "backend": backend}
+        return em_routing(Capsules(pose, activation), transform, routing_map, *betas, **options)
     data = routing_map.child_sites * transform.shape[1] / (routing_map.parent_sites * transform.shape[2])
-    options = ([1 - 0.95 ** (t + 1) for t in range(iterations)], 1e-4, data)
+    options = ([1 - 0.95 ** (t + 1) for t in range(iterations)], 1e-4, data, parent_activation == "mixing")
     return Interpreted.apply("em", routing_map.edges, routing_map.parent_sites, options, *leaves)
 
 
@@ -104,7 +103,8 @@ def everything(rule, tensors, routing_map, device, dtype=torch.float64, **option
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in outputs]
     sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True)).backward()
-    return [x.detach().double().cpu() for x in (*outputs, *(leaf.grad for leaf in leaves))]
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return [x.detach().double().cpu() for x in (*outputs, *gradients)]
 
 
 def problem(routing_map, parent_types, pose):
@@ -118,9 +118,11 @@ def problem(routing_map, parent_types, pose):
 )
 def test_em_equals_the_reference(device, routing_map, pose, parent_types, iterations):
     case, routing_map = problem(MAPS[routing_map], parent_types, pose), MAPS[routing_map]
-    both = [everything(em, case, routing_map, device, iterations=iterations, backend=b) for b in BACKENDS]
-    for found, right in zip(*both, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
+    for parent_activation in ("logistic", "mixing"):
+        options = {"iterations": iterations, "parent_activation": parent_activation}
+        both = [everything(em, case, routing_map, device, **options, backend=b) for b in BACKENDS]
+        for found, right in zip(*both, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize(

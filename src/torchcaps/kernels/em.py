@@ -18,11 +18,13 @@ def em_routing(
     inverse_temperatures: list[float],
     variance_floor: float,
     mean_data: float,
+    mixing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, activation, and what the backward pass needs: every pass's fit, and the children's log-sums."""
     outputs = _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures)
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
-    _cpu.em_forward(*arrays(*inputs), variance_floor, mean_data, torch.get_num_threads(), *filled(*outputs))
+    options = (variance_floor, mean_data, mixing, torch.get_num_threads())
+    _cpu.em_forward(*arrays(*inputs), *options, *filled(*outputs))
     return outputs
 
 
@@ -62,11 +64,12 @@ def _backward(
     inverse_temperatures: list[float],
     variance_floor: float,
     mean_data: float,
+    mixing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = (pose, activation, transform, beta_u, beta_a, edges, pose.new_tensor(inverse_temperatures))
     gradients = tuple(torch.empty(x.shape, dtype=pose.dtype) for x in inputs[:5])
     rest = arrays(kept, log_sums, mean_grad, activation_grad)
-    options = (variance_floor, mean_data, torch.get_num_threads())
+    options = (variance_floor, mean_data, mixing, torch.get_num_threads())
     _cpu.em_backward(*arrays(*inputs), *options, *rest, *filled(*gradients))
     return gradients  # type: ignore[return-value]
 
@@ -96,7 +99,7 @@ def _differentiate(context, mean_grad, activation_grad, *_):
     if activation_grad is None:
         activation_grad = mean_grad.new_zeros(mean_grad.shape[:3])
     gradients = _backward(*context.saved_tensors, mean_grad, activation_grad, *context.options)
-    return (*gradients, None, None, None, None, None)
+    return (*gradients, *[None] * 6)
 
 
 em_routing.register_autograd(_differentiate, setup_context=_keep)

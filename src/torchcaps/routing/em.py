@@ -129,8 +129,8 @@ def em_routing(
         parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
         mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
         return_passes: also return what every pass found.
-        backend: ``fused`` never writes a vote to memory; it knows logistic activations and no damping, keeps no
-            passes, and is not differentiated twice. ``reference`` knows all. ``auto`` is fused where it can be.
+        backend: ``fused`` never writes a vote to memory; it knows no damping, keeps no passes, and is not
+            differentiated twice. ``reference`` knows all. ``auto`` is fused where it can be.
 
     Returns:
         The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last pass; with one `EMPass` a pass
@@ -167,7 +167,6 @@ def em_routing(
     ]
     unknown = {
         "the passes": return_passes,
-        f"parent_activation={parent_activation!r}": parent_activation != "logistic",
         f"mean_damping={mean_damping}": mean_damping != 0,
     }
     not_known = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
@@ -178,8 +177,9 @@ def em_routing(
                 children = Capsules(*(part[:, edges[:, 0]] for part in children))
                 edges = torch.cat([torch.arange(len(edges), device=edges.device)[:, None], edges[:, 1:]], dim=1)
             tensors = (x.to(dtype) for x in (*children, transform, beta_u, beta_a))
+            mixing = parent_activation == "mixing"
             mean, activation, *_ = fused.em_routing(
-                *tensors, edges, routing_map.parent_sites, heats, variance_floor, mean_data
+                *tensors, edges, routing_map.parent_sites, heats, variance_floor, mean_data, mixing
             )
         return Capsules(mean, activation)
     with torch.autocast(children.pose.device.type, enabled=False):

@@ -132,21 +132,21 @@ void expect_takes(const Problem& g) {
 
 template <class T>
 EMOptions<T> options(const Problem& g, const Array<const T>& heat, const Array<const T>& beta_u,
-                     const Array<const T>& beta_a, double floor, double mean_data, int threads) {
+                     const Array<const T>& beta_a, double floor, double mean_data, bool mixing, int threads) {
   if (heat.ndim() != 1 || heat.shape(0) < 1) throw std::invalid_argument("one inverse temperature a pass, please");
   expect("beta_u", beta_u, {g.J});
   expect("beta_a", beta_a, {g.J});
   expect_takes(g);
-  return {int(heat.shape(0)), threads, T(floor), T(mean_data), heat.data(), beta_u.data(), beta_a.data()};
+  return {int(heat.shape(0)), threads, T(floor), T(mean_data), mixing, heat.data(), beta_u.data(), beta_a.data()};
 }
 
 template <class T>
 void em_forward(Array<const T> pose, Array<const T> activation, Array<const T> transform, Array<const T> beta_u,
-                Array<const T> beta_a, Edges edges, Array<const T> heat, double floor, double mean_data, int threads,
-                Array<T> mean, Array<T> parent_activation, Array<T> kept, Array<T> log_sums) {
+                Array<const T> beta_a, Edges edges, Array<const T> heat, double floor, double mean_data, bool mixing,
+                int threads, Array<T> mean, Array<T> parent_activation, Array<T> kept, Array<T> log_sums) {
   const Owned owned(pose, transform, edges, int(mean.ndim() == 5 ? mean.shape(1) : 0));
   const Problem& g = owned.problem;
-  const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, threads);
+  const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, mixing, threads);
   expect("activation", activation, {g.B, g.S, g.C});
   expect("mean", mean, {g.B, g.P, g.J, g.R, g.N});
   expect("parent activation", parent_activation, {g.B, g.P, g.J});
@@ -159,13 +159,13 @@ void em_forward(Array<const T> pose, Array<const T> activation, Array<const T> t
 
 template <class T>
 void em_backward(Array<const T> pose, Array<const T> activation, Array<const T> transform, Array<const T> beta_u,
-                 Array<const T> beta_a, Edges edges, Array<const T> heat, double floor, double mean_data, int threads,
-                 Array<const T> kept, Array<const T> log_sums, Array<const T> mean_grad,
+                 Array<const T> beta_a, Edges edges, Array<const T> heat, double floor, double mean_data, bool mixing,
+                 int threads, Array<const T> kept, Array<const T> log_sums, Array<const T> mean_grad,
                  Array<const T> parent_activation_grad, Array<T> pose_grad, Array<T> activation_grad,
                  Array<T> transform_grad, Array<T> beta_u_grad, Array<T> beta_a_grad) {
   const Owned owned(pose, transform, edges, int(mean_grad.ndim() == 5 ? mean_grad.shape(1) : 0));
   const Problem& g = owned.problem;
-  const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, threads);
+  const EMOptions<T> o = options<T>(g, heat, beta_u, beta_a, floor, mean_data, mixing, threads);
   expect("activation", activation, {g.B, g.S, g.C});
   expect("kept", kept, {g.B, em_kept<T>(g, o.iterations)});
   expect("log_sums", log_sums, {g.B, o.iterations - 1, 2, g.S, g.C});

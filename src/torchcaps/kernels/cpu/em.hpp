@@ -18,7 +18,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   static constexpr int BLOCK = ROWS * COLUMNS && ROWS * COLUMNS % 8 == 0 ? 8 : 1;
   static constexpr int CHUNK_BYTES = 32 * 1024, MOST_TOGETHER = 16;
   static constexpr T NOTHING = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
-  static constexpr T FAINT = 10 * NOTHING;
+  static constexpr T FAINT = 10 * NOTHING, TINY = std::numeric_limits<T>::min();
 
   const EMOptions<T>& o;
 
@@ -42,9 +42,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   void forward(const T* pose, const T* activation, T* sample, T* log_sums, Scratch& scratch) const {
     const long sites = long(sizeof(Site)) * g.S / long(sizeof(V)) + 1;
     V* sums = scratch.take<V>(long(PB) * sums_size() + std::max(chunk_blocks() * (H + 1), sites));
-    first_pass(pose, activation, sample, sums);
+    const T log_total = log_total_of(activation);
+    first_pass(pose, activation, log_total, sample, sums);
     for (int t = 1; t < o.iterations; ++t)
-      later_pass(t, pose, activation, sample, log_sums + log_sums_size() * (t - 1), sums);
+      later_pass(t, pose, activation, log_total, sample, log_sums + log_sums_size() * (t - 1), sums);
   }
 
   // Mean [P, J, R, N] and activation [P, J] of the last pass.
@@ -96,12 +97,25 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   }
 
   // Activation and prior of a parent block whose variance and data are known.
-  void decide(int t, const Fit& now, int jb) const {
+  void decide(int t, const Fit& now, int jb, T log_total) const {
     const auto [half_logs, described, x] = weigh(t, now, jb);
     const V magnitude = x < 0 ? -x : x;
-    const V log_activation = smaller<T>(x, V{}) - logarithm(T(1) + exponential(-magnitude));
+    const V log_activation = o.mixing ? larger<T>(logarithm(now.data) - log_total, all(std::log(TINY)))
+                                      : smaller<T>(x, V{}) - logarithm(T(1) + exponential(-magnitude));
     now.activation = exponential(log_activation);
     now.prior = valid(jb) > 0 ? log_activation - half_logs : all(lowest<T>);
+  }
+
+  // Mixing proportions are parts of this: every child that reaches a parent gives all that it has.
+  T total_of(const T* activation) const {
+    T total = 0;
+    for (int s = 0; s < g.S; ++s)
+      for (int c = 0; c < g.C && g.child_begin[s] < g.child_begin[s + 1]; ++c) total += activation[long(s) * g.C + c];
+    return total;
+  }
+  T log_total_of(const T* activation) const {
+    const T total = total_of(activation);
+    return total > NOTHING ? std::log(total) : std::numeric_limits<T>::max();
   }
 
   // Σ log σ; Σ (β_u + log σ), the cost of one datum; and what the activation is the logistic function of.
@@ -124,7 +138,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
 
   // Fits every parent to votes that are shared evenly. A few transforms at a time serve all parents, from the nearest
   // cache; the sums are centred on one vote.
-  void first_pass(const T* pose, const T* activation, T* sample, V* sums) const {
+  void first_pass(const T* pose, const T* activation, T log_total, T* sample, V* sums) const {
     Site* sites = reinterpret_cast<Site*>(sums + long(PB) * sums_size());
     for (int s = 0; s < g.S; ++s) {
       Site& site = sites[s] = {T(0), -1, T(0)};
@@ -177,7 +191,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       V centre[MOST];
       for (int h = 0; h < height(); ++h) centre[h] = now.mean[h];
       if (!settle(centre, first, second, now, mask)) spread_evenly(pose, activation, at, now);
-      decide(0, now, at % JB);
+      decide(0, now, at % JB, log_total);
     }
   }
 
@@ -306,7 +320,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       for (int c = 0; c < children; ++c) w[i + c] *= scale[c];
   }
 
-  void later_pass(int t, const T* pose, const T* activation, T* sample, T* log_sums, V* sums) const {
+  void later_pass(int t, const T* pose, const T* activation, T log_total, T* sample, T* log_sums, V* sums) const {
     V* buffer = sums + long(PB) * sums_size();
     V* w = buffer + chunk_blocks() * H;
     clear(sums);
@@ -350,7 +364,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
         exact = settle(fit(sample, t - 1, at).mean, first, second, now, mask);
       }
       if (!exact) fit_alone(pose, activation, fit(sample, t - 1, at).mean, now, log_sums, at);
-      decide(t, now, at % JB);
+      decide(t, now, at % JB, log_total);
     }
   }
 

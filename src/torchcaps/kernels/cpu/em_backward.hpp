@@ -32,7 +32,10 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
     T* gammas = reinterpret_cast<T*>(sums + long(PB) * sums_size());
     V* buffer = sums + long(PB) * sums_size() + gammas_size;
     for (long i = 0; i < child; ++i) child_activation_grad[i] = 0;
+    const T total = this->total_of(activation);
+    const T enough = total > Base::NOTHING ? Base::TINY * std::max(total, T(1)) : std::numeric_limits<T>::max();
     for (int t = last; t >= 0; --t) {
+      V to_log_total{};
       for (int at = 0; at < PB; ++at) {
         const Fit now = fit(sample, t, at);
         const Grad grad = gradient(grads, t, at);
@@ -48,8 +51,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
             grad.variance[h] = now.half[h] * (T(2) * now.half[h] * x[1 + height() + h] - x[0]);
           }
         }
-        undecide(t, now, at % JB, log_activation_grad, grad, beta_u_grad, beta_a_grad);
+        undecide(t, now, at % JB, log_activation_grad, enough, grad, beta_u_grad, beta_a_grad);
+        to_log_total -= grad.data * now.data;
       }
+      if (o.mixing && t == last && total > Base::NOTHING)  // before the last pass, the total cancels in the couplings
+        for (int s = 0; s < g.S; ++s)
+          for (int c = 0; c < g.C && g.child_begin[s] < g.child_begin[s + 1]; ++c)
+            child_activation_grad[long(s) * g.C + c] = sum<T>(to_log_total) / total;
       if (t > 0)
         undo_later_pass(t, pose, activation, sample, grads, log_sums + log_sums_size() * (t - 1), gammas + (t - 1) * child,
                         child_activation_grad, sums, buffer);
@@ -73,15 +81,17 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
 
   // From the gradients of log activation, mean and variance to those of data, betas and variance, and the factors that
   // the children need.
-  void undecide(int t, const Fit& now, int jb, V log_activation_grad, const Grad& grad, V* beta_u_grad,
+  void undecide(int t, const Fit& now, int jb, V log_activation_grad, T enough, const Grad& grad, V* beta_u_grad,
                 V* beta_a_grad) const {
     const auto [half_logs, described, x] = weigh(t, now, jb);
     const V small = exponential(x < 0 ? x : -x);  // 1 - activation without cancellation
-    const V x_grad = (x < 0 ? T(1) / (T(1) + small) : small / (T(1) + small)) * log_activation_grad * valid(jb);
+    const V slope = x < 0 ? T(1) / (T(1) + small) : small / (T(1) + small);
+    const V x_grad = o.mixing ? V{} : slope * log_activation_grad * valid(jb);
     const V cost_grad = -o.heat[t] * x_grad / o.mean_data;
     beta_a_grad[jb] += o.heat[t] * x_grad;
     beta_u_grad[jb] += T(H) * cost_grad * now.data;
     grad.data = cost_grad * described;
+    if (o.mixing) grad.data = now.data > enough ? log_activation_grad / now.data : V{};
     V offset{};
     for (int h = 0; h < height(); ++h) {
       grad.variance[h] += cost_grad * now.data * now.half[h];

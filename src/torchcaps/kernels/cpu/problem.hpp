@@ -27,6 +27,7 @@ template <class T> static inline long dynamic_kept(const Problem& g, int iterati
 template <class T> struct EMOptions {
   int iterations, threads;
   T floor, mean_data;
+  bool mixing;  // activations are proportions of data, not logistic
   const T *heat, *beta_u, *beta_a;  // [T], [J], [J]
 };
 

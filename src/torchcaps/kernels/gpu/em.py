@@ -298,6 +298,7 @@ def forward(
     inverse_temperatures: list[float],
     variance_floor: float,
     mean_data: float,
+    mixing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `torchcaps.kernels.em.em_routing`."""
     passes = len(inverse_temperatures)
@@ -312,13 +313,13 @@ def forward(
             problem.per_child(_find_log_sums, pose, transform, *problem.by_child, fits, log_sums, t)
         inputs = (pose, activation, transform, *problem.by_parent, problem.log_even, fits, log_sums)
         problem.per_parent(_gather_fits, *inputs, tops, sums, t, t == 0)
-        _settle(fits[:, t], tops, sums, beta_u, beta_a, heat, variance_floor, mean_data)
+        _settle(fits[:, t], tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mixing)
     last = fits[:, -1]
     mean = last[..., : z.numbers].unflatten(-1, (z.rows, z.columns))
     return mean.to(pose.dtype, copy=True), last[..., -1].to(pose.dtype, copy=True), fits.flatten(1), log_sums
 
 
-def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data):
+def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mixing):
     """Parents from the sums of all groups of their children; see the reference."""
     numbers = (fit.shape[-1] - FIT_EXTRAS.value) // 2
     top = tops.amax(dim=0)
@@ -334,10 +335,17 @@ def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data):
     variance = (moment * inverse.unsqueeze(-1)).masked_fill(gone, 0) + variance_floor
     data = weight * top.exp()
     half_logs, _, x = _weigh(variance, data, beta_u, beta_a, heat, mean_data)
-    log_activation = functional.logsigmoid(x)
+    log_activation = _proportions(data)[0].log() if mixing else functional.logsigmoid(x)
     log_data = (weight.log() + top).masked_fill(dead, torch.inf)
     extras = torch.stack([log_data, log_activation - half_logs, data, log_activation.exp()], dim=-1)
     fit.copy_(torch.cat([mean.masked_fill(gone, 0), 0.5 / variance, extras], dim=-1))
+
+
+def _proportions(data):
+    """Of all data of a sample; the largest that count as none; and the total."""
+    tiny, total = torch.finfo(data.dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
+    proportions = (data / total).masked_fill(total <= tiny**0.5, 0)
+    return proportions.clamp_min(tiny), proportions > tiny, total
 
 
 def _weigh(variance, data, beta_u, beta_a, heat, mean_data):
@@ -361,6 +369,7 @@ def backward(
     inverse_temperatures: list[float],
     variance_floor: float,
     mean_data: float,
+    mixing: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of pose, activation, transform and betas."""
     passes = len(inverse_temperatures)
@@ -377,13 +386,18 @@ def backward(
     for t in reversed(range(passes)):
         half, data = fits[:, t, ..., z.numbers : 2 * z.numbers], fits[:, t, ..., -2]
         _, described, x = _weigh(0.5 / half, data, beta_u, beta_a, inverse_temperatures[t], mean_data)
-        to_x = inverse_temperatures[t] * to_log_activation * (-x).sigmoid()
+        to_x = inverse_temperatures[t] * to_log_activation * (0 if mixing else (-x).sigmoid())
         to_cost = -to_x / mean_data
+        to_data = to_cost * described
+        if mixing:
+            _, counts, total = _proportions(data)
+            there = to_log_activation.masked_fill(~counts, 0)
+            to_data = (there / data - there.sum(dim=(1, 2), keepdim=True) / total).masked_fill(~counts, 0)
         beta_a_grad += to_x.sum(dim=(0, 1))
         beta_u_grad += z.numbers * (to_cost * data).sum(dim=(0, 1))
         to_variance = to_variance + (to_cost * data).unsqueeze(-1) * half
         offset = (to_variance * (0.5 / half - variance_floor)).sum(dim=-1)
-        extras = torch.stack([to_cost * described, offset], dim=-1)
+        extras = torch.stack([to_data, offset], dim=-1)
         grads[:, t] = torch.cat([to_mean, to_variance, extras], dim=-1)
         known = (problem.log_even, fits, log_sums, grads, gammas)
         problem.per_child(_find_gammas, *inputs, *problem.by_child, *known, t, t == 0)
