@@ -5,16 +5,15 @@ from typing import cast
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent
+from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
-from torchcaps.training import Classifier
 
 PADDING = 4
 SHIFTS = {"paper": 4, "official code": 6}
@@ -53,12 +52,7 @@ def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"
     )
 
 
-def exact_pair(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, "B 2"]) -> Tensor:
-    """Whether the two highest classes are the two digits."""
-    return (scores.topk(2, dim=1).indices.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
-
-
-class PairClassifier(Classifier):
+class PairClassifier(StripClassifier):
     """Two classes present, each drawn from its own capsule against its own digit."""
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
@@ -77,10 +71,6 @@ class PairClassifier(Classifier):
 
     def scores(self, images: Tensor) -> Tensor:
         return self.model(images[:, :1]).scores
-
-    def count(self, scores: Tensor, labels: Tensor) -> None:
-        wrong = ~exact_pair(scores, labels)
-        self.accuracy.update(wrong.long(), torch.zeros_like(wrong, dtype=torch.long))
 
     def save_picture(self, images: Images, path: Path) -> None:
         """None: the experiment draws its own."""
@@ -129,7 +119,7 @@ def pair_accuracy(model: torch.nn.Module, images: Images) -> float:
     right = []
     with torch.inference_mode():
         for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
-            right.append(exact_pair(model(pixels[:, :1].float() / 255).scores, labels))
+            right.append(named_alike(model(pixels[:, :1].float() / 255).scores, labels))
     return percent(torch.cat(right))
 
 
