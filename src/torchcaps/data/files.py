@@ -53,6 +53,19 @@ def uncompressed_md5(path: Path) -> str:
     return digest.hexdigest()
 
 
+def md5_of(path: Path) -> str:
+    """MD5 of a file as it lies there, in hexadecimal.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def present(path: Path) -> Path | None:
     """The file itself, or else the one with `.gz` behind its name, or None where neither exists."""
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)

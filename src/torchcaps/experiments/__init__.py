@@ -96,7 +96,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "How far votes lie from each class capsule, pass by pass",
         "Hinton, Sabour & Frosst 2018, figure 2",
     ),
-    "em-mnist": Experiment(em_mnist.run, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5"),
+    "em-mnist": Experiment(em_mnist.mnist, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5"),
+    "em-cifar10": Experiment(
+        em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5"
+    ),
     "health": Experiment(
         health.run,
         "Dead capsules, entropy of couplings, gradients; uniform couplings beside",

@@ -1,7 +1,9 @@
 """Trained on moved digits, tested on turned, sheared and stretched ones: Sabour, Frosst & Hinton 2017, section 5.1."""
 
 import math
+import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,7 +11,8 @@ from matplotlib.figure import Figure
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
-from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part
+from torchcaps.errors import BadInput
+from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 
 SIZE = 40
 MARGIN = (SIZE - 28) // 2
@@ -51,6 +54,41 @@ def affine(images: Images, seed: int) -> Images:
     return replace(images, pixels=shift(result, torch.stack([inside(result, offsets, axis) for axis in (0, 1)], dim=1)))
 
 
+def read_affnist(path: Path) -> Images:
+    """Digits of one of affNIST's own files (Tieleman 2013; MATLAB's format, 40×40): ``test.mat``, ``1.mat`` ….
+
+    Raises:
+        BadInput: it is no such file, or is damaged; or SciPy is not installed.
+    """
+    try:
+        from scipy.io.matlab import MatReadError, loadmat
+    except ModuleNotFoundError as error:
+        raise BadInput(f"{path}: SciPy reads affNIST's files; install torchcaps[demo]") from error
+    try:
+        content = loadmat(path, simplify_cells=True)["affNISTdata"]
+        pixels, labels = np.asarray(content["image"]), np.asarray(content["label_int"])
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError, zlib.error, MatReadError) as error:
+        raise BadInput(f"{path}: not a file of affNIST ({error!r}); get it again") from error
+    if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.shape != pixels.shape[1:]:
+        raise BadInput(f"{path}: its images are {pixels.dtype} {pixels.shape}, not uint8 ({SIZE**2}, N): get it again")
+    try:
+        rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
+        return Images(rows, torch.from_numpy(labels.astype(np.int64)), tuple("0123456789"))
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}") from error
+
+
+def affnist_test(data_dir: Path) -> Images | None:
+    """affNIST's own test digits, where ``affnist/test.mat`` or ``affnist/test_batches/*.mat`` lie there."""
+    folder = data_dir / "affnist"
+    paths = [folder / "test.mat"] if (folder / "test.mat").exists() else sorted(folder.glob("test_batches/*.mat"))
+    if not paths:
+        return None
+    parts = [read_affnist(path) for path in paths]
+    pixels, labels = torch.cat([part.pixels for part in parts]), torch.cat([part.labels for part in parts])
+    return Images(pixels, labels, parts[0].class_names)
+
+
 def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tensor:
     """Offsets along an axis, cut so that no ink leaves the frame."""
     ink = (pixels > 0).any(dim=1).any(dim=2 - axis)
@@ -65,6 +103,7 @@ def run(study: Study) -> Outcome:
     """Both networks at the epochs where they are equally good on moved digits, as the paper compares them."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
+    real = affnist_test(study.data_dir)
     rows: list[Row] = []
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
     curves: dict[str, list[tuple[float, ...]]] = {}
@@ -74,7 +113,7 @@ def run(study: Study) -> Outcome:
         for name in NETWORKS:
             recipe = study.of_digits(name, seed, data=source, shift=MARGIN, images=train, epochs=epochs)
             digits = study.splits(recipe, train, tested)
-            translated, changed = moved(digits.validation, 1), affine(digits.test, 3)
+            translated, changed = moved(digits.validation, 1), some(real, tested) if real else affine(digits.test, 3)
             examples = examples or changed
 
             def watch(model, translated=translated, changed=changed) -> dict[str, float]:
@@ -98,8 +137,14 @@ def run(study: Study) -> Outcome:
             Row(f"{name}, affine digits", [pair[1] for pair in chosen], paper[1]),
         ]
     notes = [
-        f"{train:,} training digits of {source}, {epochs} epochs. Affine digits are ours, of its test split, from the "
-        "published ranges of affNIST. The epochs to compare are chosen on moved validation digits."
+        f"{train:,} training digits of {source}, {epochs} epochs. The epochs to compare are chosen on moved validation "
+        "digits. "
+        + (
+            "Affine digits are affNIST's own test digits."
+            if real
+            else "Affine digits are ours, of the test split, from the published ranges of affNIST: its own files, "
+            "test.mat of its transformed digits, are taken where they lie in the data folder's affnist/."
+        )
     ]
     assert examples is not None
     return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_width()])

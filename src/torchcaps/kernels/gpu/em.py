@@ -288,27 +288,17 @@ def _undo_transforms(
 
 
 def forward(
-    pose: Tensor,
-    activation: Tensor,
-    transform: Tensor,
-    beta_u: Tensor,
-    beta_a: Tensor,
-    edges: Tensor,
-    parent_sites: int,
-    inverse_temperatures: list[float],
-    variance_floor: float,
-    mean_data: float,
-    mixing: bool,
+    pose, activation, transform, beta_u, beta_a, edges, parent_sites, heats, variance_floor, mean_data, mixing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `torchcaps.kernels.em.em_routing`."""
-    passes = len(inverse_temperatures)
+    passes = len(heats)
     problem = Problem(pose, transform, edges, parent_sites, passes, leaky=False)
     z = problem.z
     pose, activation, transform = (x.contiguous() for x in (pose, activation, transform))
     fits = problem.records(2 * z.numbers + FIT_EXTRAS.value)
     log_sums = problem.child_sums(passes - 1, 2)
     tops, sums = problem.group_sums(), problem.group_sums(2 * z.numbers + 1)
-    for t, heat in enumerate(inverse_temperatures):
+    for t, heat in enumerate(heats):
         if t > 0:
             problem.per_child(_find_log_sums, pose, transform, *problem.by_child, fits, log_sums, t)
         inputs = (pose, activation, transform, *problem.by_parent, problem.log_even, fits, log_sums)
@@ -342,10 +332,10 @@ def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mi
 
 
 def _proportions(data):
-    """Of all data of a sample; the largest that count as none; and the total."""
+    """Parts of all data of a sample, and whether they are more than nothing."""
     tiny, total = torch.finfo(data.dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
-    proportions = (data / total).masked_fill(total <= tiny**0.5, 0)
-    return proportions.clamp_min(tiny), proportions > tiny, total
+    proportions = (data / total).masked_fill(total <= tiny**0.5, 0).clamp_min(tiny)
+    return proportions, proportions > tiny
 
 
 def _weigh(variance, data, beta_u, beta_a, heat, mean_data):
@@ -356,23 +346,11 @@ def _weigh(variance, data, beta_u, beta_a, heat, mean_data):
 
 
 def backward(
-    pose: Tensor,
-    activation: Tensor,
-    transform: Tensor,
-    beta_u: Tensor,
-    beta_a: Tensor,
-    edges: Tensor,
-    kept: Tensor,
-    log_sums: Tensor,
-    mean_grad: Tensor,
-    activation_grad: Tensor,
-    inverse_temperatures: list[float],
-    variance_floor: float,
-    mean_data: float,
-    mixing: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    pose, activation, transform, beta_u, beta_a, edges, kept, log_sums, mean_grad, activation_grad, *options
+) -> tuple[Tensor, ...]:
     """Gradients of pose, activation, transform and betas."""
-    passes = len(inverse_temperatures)
+    heats, variance_floor, mean_data, mixing = options
+    passes = len(heats)
     problem = Problem(pose, transform, edges, mean_grad.shape[1], passes, leaky=False)
     z, dtype = problem.z, problem.dtype
     inputs = pose, activation, transform = tuple(x.contiguous() for x in (pose, activation, transform))
@@ -385,14 +363,14 @@ def backward(
     to_log_activation = activation_grad.to(dtype) * fits[:, -1, ..., -1]
     for t in reversed(range(passes)):
         half, data = fits[:, t, ..., z.numbers : 2 * z.numbers], fits[:, t, ..., -2]
-        _, described, x = _weigh(0.5 / half, data, beta_u, beta_a, inverse_temperatures[t], mean_data)
-        to_x = inverse_temperatures[t] * to_log_activation * (0 if mixing else (-x).sigmoid())
+        _, described, x = _weigh(0.5 / half, data, beta_u, beta_a, heats[t], mean_data)
+        to_x = heats[t] * to_log_activation * (0 if mixing else (-x).sigmoid())
         to_cost = -to_x / mean_data
         to_data = to_cost * described
         if mixing:
-            _, counts, total = _proportions(data)
+            part, counts = _proportions(data)
             there = to_log_activation.masked_fill(~counts, 0)
-            to_data = (there / data - there.sum(dim=(1, 2), keepdim=True) / total).masked_fill(~counts, 0)
+            to_data = ((there - part * there.sum(dim=(1, 2), keepdim=True)) / data).masked_fill(~counts, 0)
         beta_a_grad += to_x.sum(dim=(0, 1))
         beta_u_grad += z.numbers * (to_cost * data).sum(dim=(0, 1))
         to_variance = to_variance + (to_cost * data).unsqueeze(-1) * half
