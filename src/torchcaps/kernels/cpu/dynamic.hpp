@@ -18,7 +18,7 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   static constexpr int MOST_BLOCKS = BLOCKS ? BLOCKS : MOST_NUMBERS / L;
   static constexpr int MOST_TOGETHER = L < 16 ? L : 16, PAIR = 2;
   static constexpr int SIDE_BY_SIDE = BLOCKS && BLOCKS < 4 ? 8 / BLOCKS : 2;
-  static constexpr long BLOCK_BYTES = 512 * 1024, CHUNK_BYTES = 32 * 1024;
+  static constexpr long BLOCK_BYTES = 512 * 1024, CHUNK_BYTES = 32 * 1024, GIVEN_BYTES = 16 * 1024 * 1024;
 
   const Problem& g;
   const DynamicOptions& o;
@@ -37,7 +37,6 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   // Numbers that a sample keeps beside Σ c û of every pass, in the passes but the first: of every child its largest logit
   // and the logarithm of Σ e^(logit - largest), [T - 1, 2, S, C].
   long log_sums() const { return 2 * children() * (o.iterations - 1); }
-  long gammas_size() const { return children() * (o.iterations - 1); }
   // Vectors that a sample needs in the backward pass: what each pass agrees with, the gradients of its sums, and the
   // gradient of the last parents, then of what the passes agreed with.
   long work() const { return (2 * o.iterations + 1) * whole(); }
@@ -45,6 +44,21 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   int block(int samples) const {
     const long bytes = work() * long(sizeof(V));
     return int(std::max<long>(1, std::min<long>(samples, BLOCK_BYTES / bytes)));
+  }
+
+  // What every child gave its parents in some samples: of the passes that have a gradient but the first, the couplings
+  // and the gradients of its logits, [child, sample, pass, 2, items in lanes].
+  struct Given {
+    V* memory;
+    int from, count;
+  };
+  long given_size() const { return children() * undone_passes() * 2L * item_blocks(most_items); }
+  // Samples that go through the backward pass together, so that what is given stays within bounds.
+  int chunk(int samples) const {
+    const long bytes = std::max(1L, given_size()) * long(sizeof(V));
+    const int most = int(std::max<long>(1, std::min<long>(samples, GIVEN_BYTES * o.threads / bytes)));
+    const int turns = (samples + most - 1) / most;
+    return (samples + turns - 1) / std::max(1, turns);
   }
 
   // Samples from … to - 1: pose [B, S, C, R, Q] → kept, [T, P, J, HB] a sample, and log_sums.
@@ -55,6 +69,7 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
     for (int t = 0; t < o.iterations; ++t) {
       for (int b = from; b < to; ++b) std::fill_n(reinterpret_cast<T*>(sums(kept_all, b, t)), whole() * L, T(0));
       visit_all(pose, 0, g.S, from, to, space, [&](const Visit& x) {
+        vote(x);
         if (t > 0) share_out(x, t, seen + (x.b - from) * whole(), log_sums_all);
         for (int i = 0; i < x.count; ++i)
           add_up(x, x.votes_of(i), t > 0 ? x.shares + i * x.blocks : x.even, sums(kept_all, x.b + i, t));
@@ -74,8 +89,8 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   }
 
   // Samples from … to - 1, whose gradients of the last parents stand in their work: down to the gradients of all sums,
-  // and gammas [B, T - 1, S, C], Σ c · gradient of c of every child.
-  void undo_passes(int from, int to, const T* pose, T* kept_all, const T* log_sums_all, V* works, T* gammas,
+  // and what was given.
+  void undo_passes(int from, int to, const T* pose, T* kept_all, const T* log_sums_all, V* works, const Given& all,
                    Scratch& scratch) const {
     V* space = scratch.take<V>(visit_size());
     const int last = o.iterations - 1;
@@ -90,20 +105,22 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
         see(sums(kept_all, b, t - 1), now);
       }
     }
-    if (!o.all_passes) return;
-    for (int t = last; t > 0; --t) {
+    for (int t = last; t > last - undone_passes(); --t) {
       visit_all(pose, 0, g.S, from, to, space, [&](const Visit& x) {
+        vote(x);
         for (int i = 0; i < x.count; ++i) {
           const int b = x.b + i;
-          V *coupling = x.shares, *slope = coupling + x.blocks, total{};
+          V *coupling = given(all, x, i, t), *slope = coupling + x.blocks, total{};
           couplings(x, i, agreed(works, b, t), log_sums_of(log_sums_all, b, t, x.child), coupling);
+          if (!o.all_passes) continue;
           agree(x, i, sums_grad(works, b, t), slope);
           for (int k = 0; k < x.blocks; ++k) total += coupling[k] * slope[k];
-          const T gamma = gammas[gamma_at(b, t, x.child)] = sum<T>(total);
-          undo_softmax(x, coupling, gamma, slope);
+          const T gamma = sum<T>(total);
+          for (int k = 0; k < x.blocks; ++k) slope[k] = coupling[k] * (slope[k] - gamma);
           add_up(x, x.votes_of(i), slope, parents_grad(works, b));
         }
       });
+      if (!o.all_passes) return;
       for (int b = from; b < to; ++b) {
         V* parent_grad = parents_grad(works, b);
         for (long at = 0; at < whole(); at += blocks())
@@ -114,11 +131,11 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   }
 
   // Child sites first … last - 1 of samples from … to - 1: the gradients of pose (written) and transform (added to).
-  void undo_votes(int first, int last, int from, int to, const T* pose, const T* log_sums_all, V* works,
-                  const T* gammas, T* pose_grad, V* transform_grad, Scratch& scratch) const {
+  void undo_votes(int first, int last, int from, int to, const T* pose, V* works, const Given& all, T* pose_grad,
+                  V* transform_grad, Scratch& scratch) const {
     V* space = scratch.take<V>(visit_size());
     visit_all(pose, first, last, from, to, space, [&](const Visit& x) {
-      for (int i = 0; i < x.count; ++i) undo_couplings(x, i, log_sums_all, works, gammas);
+      for (int i = 0; i < x.count; ++i) undo_shares(x, i, works, all);
       undo_transforms(x, transform_grad);
       for (int i = 0; i < x.count; i += PAIR) undo_poses(x, i, pose_grad);
     });
@@ -159,7 +176,7 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
   template <class X> X* log_sums_of(X* all_of_them, int b, int t, long child) const {
     return all_of_them + b * log_sums() + 2 * (t - 1) * children() + child;
   }
-  long gamma_at(int b, int t, long child) const { return b * gammas_size() + (t - 1) * children() + child; }
+  int undone_passes() const { return o.all_passes ? o.iterations - 1 : std::min(1, o.iterations - 1); }
 
   // The parents of a site's children, edge by edge: where their vectors stand in a record of all parents, and where the
   // transforms to them of the site's first child do.
@@ -176,11 +193,15 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
     V* votes_of(int i) const { return votes + i * vote_size; }
     long weights(int k) const { return item[k].weights + transforms; }
   };
+  V* given(const Given& all, const Visit& x, int i, int t) const {
+    const long place = (x.child * all.count + x.b + i - all.from) * undone_passes() + t - o.iterations + undone_passes();
+    return all.memory + place * 2 * item_blocks(most_items);
+  }
   int items(int s) const { return (g.child_begin[s + 1] - g.child_begin[s]) * g.J; }
   int item_blocks(int count) const { return (count + L - 1) / L; }
   long pose_size() const { return FLAT ? INNER : long(g.Q) * HB * L; }
   long poses_size() const { return (MOST_TOGETHER * g.C * pose_size() + L - 1) / L; }
-  long votes_size() const { return long(MOST_TOGETHER) * most_items * HB; }
+  long votes_size() const { return long(MOST_TOGETHER + SIDE_BY_SIDE) * most_items * HB; }  // a last few are no one's
   long shares_size() const { return long(std::max(MOST_TOGETHER, 2 * o.iterations) + 1) * item_blocks(most_items); }
   long visit_size() const {
     return poses_size() + votes_size() + shares_size() + most_items * long(sizeof(Item)) / long(sizeof(V)) + 1;
@@ -214,7 +235,6 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
           x.child = long(s) * g.C + x.c;
           x.transforms = x.c * g.J * one;
           x.poses = poses + long(x.c) * x.count * pose_size();
-          vote(x);
           work(x);
         }
       }
@@ -244,14 +264,14 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
     for (int i = 0; i < x.count; i += N) {
       const T* of[N];
       for (int k = 0; k < N; ++k) of[k] = x.poses + std::min(i + k, x.count - 1) * pose_size();
-      for (int item = 0; item < x.items; ++item) {
+      V* to = x.votes_of(i);
+      for (int item = 0; item < x.items; ++item, to += blocks()) {
         const V* w = W + x.weights(item);
         V v[N][MOST_BLOCKS]{};
         for (int q = 0; q < inner(); ++q)
           for (int h = 0; h < blocks(); ++h)
             for (int k = 0; k < N; ++k) v[k][h] += number(of[k], q, h) * w[q * blocks() + h];
-        V* to = x.votes_of(i) + long(item) * blocks();
-        for (int k = 0; k < std::min(N, x.count - i); ++k)
+        for (int k = 0; k < N; ++k)
           for (int h = 0; h < blocks(); ++h) to[k * x.vote_size + h] = v[k][h];
       }
     }
@@ -282,11 +302,6 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
       const V log_coupling = smaller<T>((out[k] - log_sums[0]) - log_sums[children()], V{});
       out[k] = only_items(x, k, exponential(log_coupling), T(0));
     }
-  }
-
-  // The gradients of couplings → those of their logits, in place; gamma is Σ coupling · gradient.
-  void undo_softmax(const Visit& x, const V* coupling, T gamma, V* slope) const {
-    for (int k = 0; k < x.blocks; ++k) slope[k] = coupling[k] * (slope[k] - gamma);
   }
 
   // The couplings of the samples and their log-sums.
@@ -329,30 +344,25 @@ template <class T, int INNER, int BLOCKS> class Dynamic {
     }
   }
 
-  // A sample's votes → their gradients, over all passes or through the last.
-  void undo_couplings(const Visit& x, int i, const T* log_sums_all, V* works, const T* gammas) const {
-    const int b = x.b + i, first = o.all_passes ? 0 : o.iterations - 1;
-    for (int t = std::max(first, 1); t < o.iterations; ++t) {
-      V *coupling = x.shares + 2 * t * x.blocks, *slope = coupling + x.blocks;
-      couplings(x, i, agreed(works, b, t), log_sums_of(log_sums_all, b, t, x.child), coupling);
-      if (!o.all_passes) continue;
-      agree(x, i, sums_grad(works, b, t), slope);
-      undo_softmax(x, coupling, gammas[gamma_at(b, t, x.child)], slope);
+  // The gradients of a sample's votes, over all passes or through the last: each is a sum of vectors of its parent.
+  struct Term {
+    const T* share;
+    const V* of_parents;
+  };
+  void undo_shares(const Visit& x, int i, V* works, const Given& all) const {
+    Term* const terms = reinterpret_cast<Term*>(x.shares);
+    int count = 0;
+    for (int t = o.all_passes ? 0 : o.iterations - 1; t < o.iterations; ++t) {
+      const V* shares = t > 0 ? given(all, x, i, t) : x.even;
+      terms[count++] = {reinterpret_cast<const T*>(shares), sums_grad(works, x.b + i, t)};
+      if (t > 0 && o.all_passes) terms[count++] = {reinterpret_cast<const T*>(shares + x.blocks), agreed(works, x.b + i, t)};
     }
-    std::fill_n(reinterpret_cast<T*>(x.votes_of(i)), x.vote_size * L, T(0));
-    for (int t = first; t < o.iterations; ++t)
-      add_two(x, i, t > 0 ? x.shares + 2 * t * x.blocks : x.even, sums_grad(works, b, t),
-              t > 0 && o.all_passes ? x.shares + (2 * t + 1) * x.blocks : nullptr, agreed(works, b, t));
-  }
-  // Adds, item by item, a share of one vector of its parent, and of a second one where there are shares of it.
-  void add_two(const Visit& x, int i, const V* one_shares, const V* one, const V* two_shares, const V* two) const {
-    const T *first = reinterpret_cast<const T*>(one_shares), *second = reinterpret_cast<const T*>(two_shares);
     V* to = x.votes_of(i);
-    for (int k = 0; k < x.items; ++k, to += blocks())
+    for (int k = 0; k < x.items; ++k)
       for (int h = 0; h < blocks(); ++h) {
-        V sum = to[h] + first[k] * one[x.item[k].at + h];
-        if (second) sum += second[k] * two[x.item[k].at + h];
-        to[h] = sum;
+        V sum{};
+        for (int n = 0; n < count; ++n) sum += terms[n].share[k] * terms[n].of_parents[x.item[k].at + h];
+        *to++ = sum;
       }
   }
 

@@ -193,14 +193,16 @@ template <class T, int INNER, int BLOCKS> struct DynamicBatch {
   };
 
   // Blocks of samples, as many as keep the threads busy and as large as the cache allows.
-  template <class Work> static void on_blocks(const Problem& g, const DynamicOptions& o, const Rule& rule, Work work) {
-    const int size = rule.block(std::max(1, (g.B + o.threads - 1) / o.threads)), count = (g.B + size - 1) / size;
-    on_threads(count, o.threads, [&](int i, Scratch& scratch) { work(i * size, std::min(g.B, (i + 1) * size), scratch); });
+  template <class Work> static void on_blocks(const DynamicOptions& o, const Rule& rule, int from, int to, Work work) {
+    const int size = rule.block(std::max(1, (to - from + o.threads - 1) / o.threads)), count = (to - from + size - 1) / size;
+    on_threads(count, o.threads, [&](int i, Scratch& scratch) {
+      work(from + i * size, std::min(to, from + (i + 1) * size), scratch);
+    });
   }
 
   static void forward(const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
     const Ready ready(g, o, x.transform);
-    on_blocks(g, o, ready.rule, [&](int from, int to, Scratch& scratch) {
+    on_blocks(o, ready.rule, 0, g.B, [&](int from, int to, Scratch& scratch) {
       ready.rule.forward(from, to, x.pose, x.kept, x.log_sums, scratch);
       for (int b = from; b < to; ++b) ready.rule.result(b, x.kept, x.parents + b * long(g.P) * g.J * g.R * g.N);
     });
@@ -210,28 +212,38 @@ template <class T, int INNER, int BLOCKS> struct DynamicBatch {
     const Ready ready(g, o, x.transform);
     const Rule& rule = ready.rule;
     Scratch work_memory, sums_memory;
-    const long gammas_size = (g.B * rule.gammas_size() + lanes<T> - 1) / lanes<T>;
-    V* works = work_memory.take<V>(g.B * rule.work() + gammas_size);
-    T* gammas = reinterpret_cast<T*>(works + g.B * rule.work());
+    V* works = work_memory.take<V>(g.B * rule.work());
     T* kept = const_cast<T*>(x.kept);
-    on_blocks(g, o, rule, [&](int from, int to, Scratch& scratch) {
+    const auto undo_passes = [&](int from, int to, const typename Rule::Given& given, Scratch& scratch) {
       for (int b = from; b < to; ++b)
         rule.pad(x.parents_grad + b * long(g.P) * g.J * g.R * g.N, reinterpret_cast<T*>(rule.parents_grad(works, b)));
-      rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, gammas, scratch);
-    });
+      rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, given, scratch);
+    };
+    const auto in_chunks = [&](int from, int to, auto work) {
+      const int size = rule.chunk(std::max(1, to - from));
+      Scratch memory;
+      V* given = memory.template take<V>(size * rule.given_size());
+      for (; from < to; from += size) work(from, std::min(to, from + size), typename Rule::Given{given, from, size});
+    };
     const long rows = long(g.K) * g.C * g.J * g.Q;
     if (g.own_transforms) {
       const bool in_place = rule.same_layout();
       T* sum = in_place ? x.transform_grad : sums_memory.take<T>(rule.transform_size());
       std::fill_n(sum, rule.transform_size(), T(0));
-      on_threads(g.S, o.threads, [&](int s, Scratch& scratch) {
-        rule.undo_votes(s, s + 1, 0, g.B, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
+      in_chunks(0, g.B, [&](int from, int to, const auto& given) {
+        on_blocks(o, rule, from, to, [&](int first, int last, Scratch& scratch) { undo_passes(first, last, given, scratch); });
+        on_threads(g.S, o.threads, [&](int s, Scratch& scratch) {
+          rule.undo_votes(s, s + 1, from, to, x.pose, works, given, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
+        });
       });
       if (!in_place) rule.gather_back(sum, x.transform_grad, rows);
       return;
     }
-    const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
-      rule.undo_votes(0, g.S, from, to, x.pose, x.log_sums, works, gammas, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
+    const auto add_up = [&](int first, int last, T* sum, Scratch& scratch) {
+      in_chunks(first, last, [&](int from, int to, const auto& given) {
+        undo_passes(from, to, given, scratch);
+        rule.undo_votes(0, g.S, from, to, x.pose, works, given, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
+      });
     };
     rule.gather_back(sum_in_groups<T>(g.B, rule.transform_size(), o.threads, sums_memory, add_up), x.transform_grad, rows);
   }
