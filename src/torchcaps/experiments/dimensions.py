@@ -58,12 +58,17 @@ def draw(drawings: Tensor, names: tuple[str, ...]) -> Figure:
     """A panel a class: a row a dimension, a column a step."""
     columns = min(5, len(names))
     lines = -(-len(names) // columns)
-    figure = Figure(figsize=(3.2 * columns, 4.6 * lines), layout="constrained")
+    figure = Figure(figsize=(4 * columns, 5.8 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axis in axes:
+    for axis in axes[len(names) :]:
         axis.axis("off")
     for axis, name, panel in zip(axes, names, drawings, strict=False):
+        numbers, steps, _, height, width = panel.shape
         picture = panel.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
         axis.imshow(picture.squeeze(-1).clamp(0, 1), cmap="gray", vmin=0, vmax=1)
-        axis.set_title(f"{name}: 16 dimensions, -0.25 … 0.25", fontsize=8)
+        axis.set_title(name)
+        axis.set_yticks([(number + 0.5) * height for number in range(numbers)], range(1, numbers + 1), fontsize=7)
+        axis.set_xticks([(step + 0.5) * width for step in (0, steps // 2, steps - 1)], ["-0.25", "0", "0.25"])
+    figure.supylabel("dimension")
+    figure.supxlabel("what is added to it")
     return figure
