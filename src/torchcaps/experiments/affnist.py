@@ -147,7 +147,7 @@ def run(study: Study) -> Outcome:
         )
     ]
     assert examples is not None
-    return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_width()])
+    return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_width(), *study.notes_on_data(source)])
 
 
 def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:

@@ -31,9 +31,8 @@ def run(study: Study) -> Outcome:
                 recipe = replace(recipe, reconstruction_weight=0.0)
             values.append(study.trained(part(name, seed), recipe, study.splits(recipe))[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
-    return Outcome(
-        rows, draw(rows), [f"{images:,} training digits of {data}, {epochs} epochs.", *study.notes_on_width()]
-    )
+    notes = [f"{images:,} training digits of {data}, {epochs} epochs."]
+    return Outcome(rows, draw(rows), [*notes, *study.notes_on_width(), *study.notes_on_data(data)])
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -1,5 +1,7 @@
 """What the dimensions of a class capsule mean: Sabour, Frosst & Hinton 2017, figure 4."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float
 from matplotlib.figure import Figure
@@ -28,12 +30,14 @@ def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 
 
 
 def run(study: Study) -> Outcome:
-    """One test image of each class, the first that is classed rightly; every dimension of its capsule moved."""
+    """The capsule of each class, of its first test image that is classed rightly or else its first, moved."""
     recipe = study.choose(
         study.recipe("capsnet-mnist-5k", 0, images=60_000, epochs=4),
         study.recipe("capsnet-mnist", 0, images=60_000, epochs=5),
         study.recipe("capsnet-mnist", 0, images=60_000, epochs=10),
     )
+    if study.data:
+        recipe = replace(recipe, data=study.data)
     splits = study.splits(recipe)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     assert isinstance(model, CapsNet)
@@ -42,8 +46,9 @@ def run(study: Study) -> Outcome:
         predicted = torch.cat(
             [model(preparation.plain(part)).scores.argmax(dim=1) for part in test.pixels[:1_000].split(100)]
         )
-    right = (predicted == test.labels[: len(predicted)]).nonzero().flatten()
-    chosen = [int(right[test.labels[right] == label][0]) for label in range(len(test.class_names))]
+    labels = test.labels[: len(predicted)]
+    rank = 1 + (predicted == labels).int()
+    chosen = [int(((labels == label) * rank).argmax()) for label in range(len(test.class_names))]
     drawings = swept(model, preparation.plain(test.pixels[chosen]))
     change = (drawings[:, :, -1] - drawings[:, :, 0]).abs().mean(dim=(0, 2, 3, 4))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]], "99.75")]
@@ -51,7 +56,7 @@ def run(study: Study) -> Outcome:
         Row(f"dimension {number + 1}: mean change of a pixel from -0.25 to 0.25", [100 * value])
         for number, value in enumerate(change.tolist())
     ]
-    return Outcome(rows, draw(drawings, test.class_names))
+    return Outcome(rows, draw(drawings, test.class_names), study.notes_on_data(recipe.data))
 
 
 def draw(drawings: Tensor, names: tuple[str, ...]) -> Figure:

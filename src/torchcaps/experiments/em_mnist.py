@@ -38,7 +38,8 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
                 wrong = (splits.test, scores)
         rows.append(Row(f"{name}: accuracy", found, paper if iterations == 2 else None))
     assert wrong is not None
-    return Outcome(rows, draw(*wrong), [f"{images:,} training images, {epochs} epochs; the net is {channels}/8/16/16."])
+    notes = [f"{images:,} training images, {epochs} epochs; the net is {channels}/8/16/16."]
+    return Outcome(rows, draw(*wrong), [*notes, *study.notes_on_data(study.data or data, data)])
 
 
 def draw(images: Images, scores: torch.Tensor) -> Figure:

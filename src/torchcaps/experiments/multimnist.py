@@ -111,7 +111,7 @@ def run(study: Study) -> Outcome:
     ]
     notes = [f"{count:,} pairs of {source}, {epochs} epochs; the paper trains on 60 million pairs."]
     assert shown is not None
-    return Outcome(rows, draw(*shown), [*notes, *study.notes_on_width()])
+    return Outcome(rows, draw(*shown), [*notes, *study.notes_on_width(), *study.notes_on_data(source)])
 
 
 def pair_accuracy(model: torch.nn.Module, images: Images) -> float:

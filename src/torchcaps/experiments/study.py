@@ -158,6 +158,10 @@ class Study:
             return []
         return ["CapsNet of a quarter of the paper's width (64 channels, 8 primary types), the CNN of an eighth."]
 
+    def notes_on_data(self, data: str, papers: str = "mnist") -> list[str]:
+        """What has to be said beside the paper's figures where the data are not the paper's."""
+        return [] if data == papers else [f"The paper's figures are of {papers}, ours of {data}: compare orders."]
+
     def toys(self, name: str) -> str:
         """The recipe's name for the toys, or for smallNORB where that is asked for.
 

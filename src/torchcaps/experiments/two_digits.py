@@ -98,11 +98,10 @@ def run(study: Study) -> Outcome:
     """Su's CNN, his shared capsules, and the same capsules with uniform couplings, on strips they never saw."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     shown: tuple[PooledCapsNet, Images] | None = None
+    data = study.data or "mnist"
     for seed in range(study.seeds):
         for name, recipe_name in NETWORKS.items():
-            recipe = replace(RECIPES[recipe_name](), seed=seed)
-            if study.data:
-                recipe = replace(recipe, data=study.data)
+            recipe = replace(RECIPES[recipe_name](), seed=seed, data=data)
             if name == "uniform couplings":
                 recipe = replace(recipe, model_options={"iterations": 1})
             epochs, decay_steps = study.choose((4, 60), (14, 300), (20, 300))
@@ -149,7 +148,7 @@ def run(study: Study) -> Outcome:
         f"Trained on single digits in {epochs} epochs, of which the one is taken that names most pairs of validation "
         "digits. The order is that of the centres of what each position adds to a capsule's length."
     ]
-    return Outcome(rows, draw(*shown), notes)
+    return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 
 
 def draw(model: PooledCapsNet, images: Images) -> Figure:
