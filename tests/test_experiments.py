@@ -1,10 +1,12 @@
 """Experiments: what they measure, that they go on where they were, and what they write."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,15 +17,17 @@ from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row
+from torchcaps.experiments import EXPERIMENTS, Row, Study, write_report
+from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import by_viewpoint
-from torchcaps.experiments.two_digits import contributions, named_alike, read_order, strips
+from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
+from torchcaps.losses import spread_loss
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
@@ -55,8 +59,9 @@ def test_named_alike_wants_the_exact_set():
 def test_what_positions_contribute_adds_up_to_the_capsules():
     model = PooledCapsNet().eval()
     with torch.no_grad():
-        scores, parts = contributions(model, torch.rand(2, 1, 28, 40))
-        assert parts.shape == (2, 10, 8, 14)
+        scores, couplings, parts = traced(model, torch.rand(2, 1, 28, 40))
+        assert parts.shape == couplings.shape == (2, 10, 8, 14)
+        torch.testing.assert_close(couplings.sum(dim=1), torch.ones(2, 8, 14))
         sums = parts.sum(dim=(2, 3))
         torch.testing.assert_close(squash(sums[..., None, None], "su").flatten(1), scores, rtol=1e-4, atol=1e-5)
 
@@ -64,14 +69,14 @@ def test_what_positions_contribute_adds_up_to_the_capsules():
 def test_the_order_is_read_from_left_to_right():
     model = PooledCapsNet().eval()
     pixels = torch.randint(0, 256, (3, 1, 28, 84), dtype=torch.uint8)
-    best = read_order(model, pixels, 3)
     with torch.no_grad():
-        scores, parts = contributions(model, Preparation().plain(pixels))
-    weight = parts.clamp_min(0).sum(dim=2)
-    centre = (weight * torch.arange(parts.shape[3])).sum(dim=2) / weight.sum(dim=2)
-    for row, classes in enumerate(best.tolist()):
-        assert sorted(classes) == sorted(scores[row].topk(3).indices.tolist())
-        assert sorted(centre[row, classes].tolist()) == centre[row, classes].tolist()
+        scores, couplings, parts = traced(model, Preparation().plain(pixels))
+    for by, maps in (("couplings", couplings), ("contributions", parts.clamp_min(0))):
+        weight = maps.sum(dim=2)
+        centre = (weight * torch.arange(maps.shape[3])).sum(dim=2) / weight.sum(dim=2)
+        for row, classes in enumerate(read_order(model, pixels, 3, by).tolist()):
+            assert sorted(classes) == sorted(scores[row].topk(3).indices.tolist())
+            assert sorted(centre[row, classes].tolist()) == centre[row, classes].tolist()
 
 
 def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
@@ -215,6 +220,46 @@ def test_viewpoints_are_parted_and_none_is_lost():
 def test_a_row_tells_the_spread_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
+
+
+def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
+    here = {"processor": "p", "threads": 1, "versions": {"torch": "2"}, "precision": "float32", "commits": ["a", "b"]}
+    plain = {"experiment": "pitfalls", "notes": [], "environment": here, "command": "c"}
+    said = [
+        ("quick", None, 1, 1.0),
+        ("standard", None, 1, 2.0),
+        ("standard", None, 3, 3.0),
+        ("quick", "smallnorb", 1, 4.0),
+    ]
+    for number, (budget, data, seeds, value) in enumerate(said):
+        row = Row(f"value {value}", [value])._asdict()
+        content = {**plain, "budget": budget, "data": data, "seeds": seeds, "rows": [row]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    assert write_report(tmp_path, tmp_path / "docs/report.md") == 2
+    report = (tmp_path / "docs/report.md").read_text()
+    assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
+    assert "commit a, b." in report
+    assert "](../2.png)" in report
+
+
+def test_what_was_found_of_a_training_goes_with_its_folder(tmp_path):
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    for value in (1, 2):
+        (tmp_path / "net-seed0").mkdir()
+        assert study.once("net-seed0", "strips", lambda value=value: value) == value
+        assert study.once("net-seed0", "strips", lambda: 3) == value
+        shutil.rmtree(tmp_path / "net-seed0")
+
+
+def test_strips_want_as_many_classes():
+    with pytest.raises(BadInput, match=r"strips of 5 .* have 3"):
+        strips(plain_images(classes=3), 5, 10)
+
+
+def test_a_sure_capsule_can_still_be_attacked():
+    scores, label = torch.tensor([0.97, 0.02, 0.03]).view(1, 1, 1, 3), torch.tensor([0])
+    for loss, zero in ((partial(spread_loss, margin=0.9), 100.0), (LOSSES["capsules"], 0.0)):
+        assert gradient_health(lambda x: x.flatten(1), scores, label, loss).zero == zero
 
 
 def test_experiments_refuse_what_they_do_not_know(call, refused, tmp_path):

@@ -64,16 +64,18 @@ def begun_with(folder: Path) -> dict[str, Any]:
 
 
 def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: bool) -> None:
-    """Make the folder and write recipe.json: the recipe's settings, what the data are, and the environment.
+    """Make the folder and write recipe.json: the recipe's settings, what the data are, the environments.
 
     Raises:
         BadInput: a run is there already and is not to be resumed, or it was begun with other settings.
     """
     written = folder / "recipe.json"
+    earlier: dict[str, Any] = {}
     if written.exists() and not resume:
         raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
     if resume and written.exists():
-        before = begun_with(folder)
+        before, last = begun_with(folder), json.loads(written.read_text())
+        earlier = {"earlier_environments": [*last.get("earlier_environments", []), last["environment"]]}
         longer = {"epochs"} if recipe.get("margin_schedule") != "linear" else set()
         for key, value in json.loads(json.dumps(recipe)).items():
             if before.get(key) != value and key not in longer:
@@ -84,6 +86,7 @@ def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: b
         "class_names": splits.train.class_names,
         "image_shape": splits.train.image_shape,
         "environment": environment(),
+        **earlier,
     }
     write_json(written, content)
 

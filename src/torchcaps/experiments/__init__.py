@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput, nearest
@@ -23,6 +24,7 @@ from torchcaps.experiments import (
     vote_agreement,
 )
 from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
+from torchcaps.recipe import resolve_precision
 from torchcaps.run_folder import environment
 
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment", "write_report"]
@@ -127,8 +129,8 @@ def run_experiment(
         data: another dataset, where the experiment can take it.
         seeds: trainings of each network.
         data_dir: folder of the datasets.
-        out: its trainings lie in ``out/NAME-BUDGET``.
-        results: gets ``NAME-BUDGET.json`` and ``NAME-BUDGET.png``.
+        out: its trainings lie in ``out/NAME-BUDGET``, or with other data in ``out/NAME-BUDGET-DATA``.
+        results: gets ``NAME-BUDGET.json`` and ``NAME-BUDGET.png``; other data and several seeds are named too.
 
     Returns:
         What it found, and the path of the picture.
@@ -140,56 +142,67 @@ def run_experiment(
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
-    label, here = f"{name}-{budget}", environment()
-    outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, out / label))
+    label, here = "-".join([name, budget, *([data] if data else [])]), environment()
+    folder = out / label
+    outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, folder))
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/recipe.json"))]
+    machines = [one for run in runs for one in (*run.get("earlier_environments", []), run["environment"])]
+    commits = [*dict.fromkeys(one["commit"] for one in [*machines, here] if one["commit"])]
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)
-    picture = results / f"{label}.png"
+    stem = label if seeds == 1 else f"{label}-{seeds}-seeds"
+    picture = results / f"{stem}.png"
     with atomically(picture) as stream:
         outcome.figure.savefig(stream, format="png", dpi=120)
     content = {
         "experiment": name,
         "budget": budget,
+        "data": data,
+        "seeds": seeds,
         "command": " ".join([*command, "--data", data] if data else command),
         "rows": [row._asdict() for row in outcome.rows],
         "notes": outcome.notes,
-        "environment": here,
+        "environment": {**here, "precision": resolve_precision("auto"), "commits": commits},
     }
-    write_json(results / f"{label}.json", content)
+    write_json(results / f"{stem}.json", content)
     return outcome, picture
 
 
 def write_report(results: Path, report: Path) -> int:
-    """Write the tables and pictures of all results there are, of each experiment that of the largest budget.
+    """Write the tables and pictures of the results there are.
+
+    Of each experiment, and each dataset it ran on, that of the largest budget, and of these that of most seeds.
 
     Returns:
-        How many experiments there are.
+        How many there are.
 
     Raises:
         BadInput: there is no result.
     """
     lines = ["# Results of the experiments", "", "Written by `torchcaps experiment report`.", ""]
-    found = 0
-    for name, experiment in EXPERIMENTS.items():
-        path = next(
-            (file for budget in reversed(BUDGETS) if (file := results / f"{name}-{budget}.json").exists()), None
-        )
-        if path is None:
-            continue
-        found += 1
+    best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
+    for path in sorted(results.glob("*.json")):
         said = json.loads(path.read_text())
-        here = said["environment"]
+        if said.get("experiment") in EXPERIMENTS:
+            rank = (BUDGETS.index(said["budget"]), said["seeds"])
+            key = ([*EXPERIMENTS].index(said["experiment"]), said["data"] or "")
+            best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
+    for _, (_, path, said) in sorted(best.items(), key=lambda one: one[0]):
+        name, here = said["experiment"], said["environment"]
+        experiment = EXPERIMENTS[name]
         lines += [f"## {name}: {experiment.title}", "", f"{experiment.paper}. `{said['command']}`", ""]
         lines += ["| what | paper | ours |", "|---|---|---|"]
         for row in (Row(**values) for values in said["rows"]):
             lines.append(f"| {row.what} | {row.paper or ''} | {row.measured()} |")
         lines += ["", *(f"{note}\n" for note in said["notes"])]
-        machine = f"{here['processor']}, {here['threads']} threads, torch {here['versions']['torch']}"
+        machine = (
+            f"{here['processor']}, threads: {here['threads']}, torch {here['versions']['torch']}, {here['precision']}"
+        )
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
-        lines += [f"{machine}, commit {here['commit']}.", "", f"![{experiment.title}]({picture})", ""]
-    if not found:
+        lines += [f"{machine}, commit {', '.join(here['commits'])}.", "", f"![{experiment.title}]({picture})", ""]
+    if not best:
         raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomically(report) as stream:
         stream.write("\n".join(lines).encode())
-    return found
+    return len(best)

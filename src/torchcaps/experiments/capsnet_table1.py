@@ -20,6 +20,7 @@ def run(study: Study) -> Outcome:
     found: dict[str, list[float]] = {name: [] for name in PAPER}
     data = study.data or study.choose("mnist-5k", "mnist", "mnist")
     images, epochs = study.choose((3_600, 6), (54_000, 14), (54_000, 50))
+    images = study.at_most(images, data)
     for seed in range(study.seeds):
         for name, values in found.items():
             network, options = "CNN", {}
@@ -29,9 +30,10 @@ def run(study: Study) -> Outcome:
             recipe = study.of_digits(network, seed, data=data, shift=2, images=images, epochs=epochs, **options)
             if not options.get("decoder"):
                 recipe = replace(recipe, reconstruction_weight=0.0)
-            values.append(study.trained(part(name, seed), recipe, study.splits(recipe))[1]["test_accuracy_percent"])
+            splits = study.splits(recipe, study.choose(images, None, None))
+            values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
-    notes = [f"{images:,} training digits of {data}, {epochs} epochs."]
+    notes = [f"{len(splits.train):,} training digits of {data}, {epochs} epochs."]
     return Outcome(rows, draw(rows), [*notes, *study.notes_on_width(), *study.notes_on_data(data)])
 
 

@@ -23,6 +23,7 @@ def cifar10(study: Study) -> Outcome:
 
 def compared(study: Study, data: str, images: int, epochs: int, paper: str, channels: int) -> Outcome:
     """Two passes of routing beside none."""
+    images = study.at_most(images, study.data or data)
     rows, wrong = [], None
     for name, iterations in (("T = 2", 2), ("uniform couplings", 1)):
         found = []
@@ -50,7 +51,8 @@ def draw(images: Images, scores: torch.Tensor) -> Figure:
     for axis in axes:
         axis.axis("off")
     for axis, index in zip(axes, wrong.tolist(), strict=False):
-        axis.imshow(images.pixels[index].permute(1, 2, 0), cmap="gray")
+        pixels = images.pixels[index]
+        axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0), cmap="gray")
         axis.set_title(
             f"{images.class_names[images.labels[index]]}, taken for {images.class_names[scores[index].argmax()]}",
             fontsize=7,

@@ -86,7 +86,7 @@ def run(study: Study) -> Outcome:
             accuracies.append(metrics["test_accuracy_percent"])
             sample = some(splits.validation, 200)
             healths.append(
-                study.once(f"{part(name, seed)}-health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r))
+                study.once(part(name, seed), "health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r))
             )
         rows.append(Row(f"{name}: accuracy", accuracies))
         for layer in healths[0]:

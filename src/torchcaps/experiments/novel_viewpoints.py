@@ -50,7 +50,8 @@ def run(study: Study) -> Outcome:
                         for key in splits.train.attributes
                     },
                 )
-                train, validation = cut(some(by_viewpoint(everything, split)[0], images), 0.1, seed)
+                familiar_views = some(by_viewpoint(everything, split)[0], round(images / 0.9))
+                train, validation = cut(familiar_views, 0.1, seed)
                 familiar, novel = (
                     some(part, study.choose(500, 4_000, None)) for part in by_viewpoint(splits.test, split)
                 )
@@ -68,7 +69,7 @@ def run(study: Study) -> Outcome:
                 every = study.watched(folder, "familiar_percent", "novel_percent")
                 if name == "CNN":
                     chosen = study.once(
-                        f"{folder}-chosen", lambda model=model, watch=watch: list(watch(model).values())
+                        folder, "viewpoints", lambda model=model, watch=watch: list(watch(model).values())
                     )
                 else:
                     level = found["CNN"][-1][0]

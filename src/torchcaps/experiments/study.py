@@ -95,6 +95,10 @@ class Study:
             some(splits.test, test),
         )
 
+    def at_most(self, images: int, data: str) -> int:
+        """So many training images, or as many as the data have."""
+        return min(images, len(self.splits(replace(RECIPES["capsnet-mnist"](), data=data)).train))
+
     def trained(
         self,
         part: str,
@@ -147,16 +151,25 @@ class Study:
         if self.budget != "paper":
             options |= NARROW_CNN if cnn else NARROW_CAPSNET
         name = "cnn-baseline-mnist" if cnn else "capsnet-mnist"
-        recipe = self.recipe(name, seed, images=images, epochs=epochs, **options)
+        recipe = replace(self.recipe(name, seed, images=images, epochs=epochs, **options), data=data, shift=shift)
         batch_size = self.choose(32, 64, 128)
         steps = -(-images // batch_size) * epochs
-        return replace(recipe, data=data, shift=shift, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))
+        return replace(recipe, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))
 
     def notes_on_width(self) -> list[str]:
         """What has to be said where the networks of digits are not the paper's."""
         if self.budget == "paper":
             return []
         return ["CapsNet of a quarter of the paper's width (64 channels, 8 primary types), the CNN of an eighth."]
+
+    def one_seed(self) -> None:
+        """Refuse several seeds.
+
+        Raises:
+            BadInput: there are several.
+        """
+        if self.seeds > 1:
+            raise BadInput(f"seeds is {self.seeds}: this experiment looks into one network; leave --seeds out")
 
     def notes_on_data(self, data: str, papers: str = "mnist") -> list[str]:
         """What has to be said beside the paper's figures where the data are not the paper's."""
@@ -183,12 +196,11 @@ class Study:
         rows = read_rows(self.folder / part / "metrics.csv")
         return [tuple(float(row[name]) for name in names) for row in rows]
 
-    def once(self, part: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returned when it first ended, kept as JSON."""
-        path = self.folder / f"{part}.json"
+    def once(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` returned of a training when it first ended, kept as JSON in the training's folder."""
+        path = self.folder / part / f"{what}.json"
         if not path.exists():
-            print(f"{part} …", flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            print(f"{part}: {what} …", flush=True)
             write_json(path, compute())
         return json.loads(path.read_text())
 
@@ -245,10 +257,11 @@ def some(images: Images, count: int | None) -> Images:
 def scores_of(
     model: nn.Module, pixels: Tensor, preparation: Preparation | None = None, batch_size: int = 100
 ) -> Tensor:
-    """The scores of stored pixels, ``[N, classes]``."""
-    preparation = preparation or Preparation()
+    """The scores of stored pixels, ``[N, classes]``, computed where the model is."""
+    preparation, device = preparation or Preparation(), next(model.parameters()).device
     with torch.inference_mode():
-        return torch.cat([model(preparation.plain(part)).scores for part in pixels.split(batch_size)])
+        batches = (preparation.plain(part).to(device) for part in pixels.split(batch_size))
+        return torch.cat([model(batch).scores.cpu() for batch in batches])
 
 
 def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | None = None) -> float:

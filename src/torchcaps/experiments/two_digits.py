@@ -1,7 +1,7 @@
 """Trained on single digits, tested on several side by side: Su 2018; and their order, read off the couplings."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, lengths
 from torchcaps.data import Images, Preparation, Splits
+from torchcaps.errors import BadInput
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.losses import margin_loss
 from torchcaps.models import PooledCapsNet
@@ -21,6 +22,7 @@ from torchcaps.training import Classifier
 NETWORKS = {"CNN": "pooled-cnn-mnist", "capsules": "pooled-capsnet-mnist", "uniform couplings": "pooled-capsnet-mnist"}
 PAPER = {"CNN": ("about 40", "about 10"), "capsules": ("over 90", "over 90")}
 LONGEST = 5
+ORDERS = ("couplings", "contributions")
 
 
 def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
@@ -31,11 +33,16 @@ def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
         length: images a strip, at most one of each class.
         count: strips.
         seed: of the choice.
+
+    Raises:
+        BadInput: there are not so many classes.
     """
     random = np.random.default_rng([seed, length])
     labels = images.labels.numpy()
-    members = [np.flatnonzero(labels == label) for label in range(len(images.class_names))]
-    order = random.permuted(np.tile(np.arange(len(members)), (count, 1)), axis=1)[:, :length]
+    members = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
+    if len(members) < length:
+        raise BadInput(f"strips of {length} different classes are asked for, and the images have {len(members)}")
+    order = random.permuted(np.tile(list(members), (count, 1)), axis=1)[:, :length]
     chosen = torch.tensor([[random.choice(members[label]) for label in row] for row in order])
     return Images(torch.cat(images.pixels[chosen].unbind(1), dim=3), torch.from_numpy(order), images.class_names)
 
@@ -64,13 +71,23 @@ class StripClassifier(Classifier):
             super().count(wrong.long(), torch.zeros_like(wrong, dtype=torch.long))
 
 
-def contributions(
-    model: PooledCapsNet, images: Float[Tensor, "B C H W"]
-) -> tuple[Tensor, Float[Tensor, "B J rows columns"]]:
-    """Lengths of the class capsules ``[B, J]``, and what every position adds to each: ``c_ij û_ij · s_j / |s_j|``.
+class Traced(NamedTuple):
+    """Where class capsules come from.
 
-    ``s_j = Σ_i c_ij û_ij`` is the capsule before it is squashed; summed over all positions, its length comes out.
+    Arguments:
+        lengths: of the class capsules.
+        couplings: c_ij of every position.
+        contributions: ``c_ij û_ij · s_j / |s_j|``, what every position adds to a capsule; ``s_j = Σ_i c_ij û_ij`` is
+            the capsule before it is squashed, and the sum over all positions its length.
     """
+
+    lengths: Float[Tensor, "B J"]
+    couplings: Float[Tensor, "B J rows columns"]
+    contributions: Float[Tensor, "B J rows columns"]
+
+
+def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
+    """Run a model and trace its class capsules back to the positions."""
     features = model.trunk(images).float()
     pose = features.flatten(2).mT[:, :, None, None, :]
     layer = model.class_capsules
@@ -78,18 +95,22 @@ def contributions(
     votes = torch.einsum("bsq,jqn->bjsn", pose[:, :, 0, 0], layer.transform[0, 0])
     direction = torch.nn.functional.normalize(parents.pose[:, 0, :, 0], dim=2)
     parts = couplings.flatten(2) * torch.einsum("bjsn,bjn->bjs", votes, direction)
-    return parents.activation.squeeze(1), parts.unflatten(2, features.shape[2:])
+    grid = features.shape[2:]
+    return Traced(parents.activation.squeeze(1), couplings.flatten(2).unflatten(2, grid), parts.unflatten(2, grid))
 
 
-def read_order(model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int) -> Int64[Tensor, "n length"]:
-    """The highest classes from left to right, by where the votes of their capsules come from."""
+def read_order(
+    model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int, by: str = "couplings"
+) -> Int64[Tensor, "n length"]:
+    """The highest classes from left to right, by the centres of their capsules' couplings, or contributions."""
     read = []
     for some in pixels.split(100):
         with torch.inference_mode():
-            scores, parts = contributions(model, Preparation().plain(some))
-        best = scores.topk(length, dim=1).indices
-        weight = parts.clamp_min(0).sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, parts.shape[3]))
-        place = (weight * torch.arange(parts.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
+            trace = traced(model, Preparation().plain(some))
+        maps = trace.couplings if by == "couplings" else trace.contributions.clamp_min(0)
+        best = trace.lengths.topk(length, dim=1).indices
+        weight = maps.sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, maps.shape[3]))
+        place = (weight * torch.arange(maps.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
         read.append(best.gather(1, place.argsort(dim=1)))
     return torch.cat(read)
 
@@ -120,11 +141,14 @@ def run(study: Study) -> Outcome:
                     several = strips(test, length, count)
                     result["order"][str(length)] = [
                         percent(named_alike(scores_of(model, several.pixels), several.labels)),
-                        percent((read_order(model, several.pixels, length) == several.labels).all(dim=1)),
+                        *(
+                            percent((read_order(model, several.pixels, length, by) == several.labels).all(dim=1))
+                            for by in ORDERS
+                        ),
                     ]
                 return result
 
-            strip = study.once(f"{part(name, seed)}-strips", tested)
+            strip = study.once(part(name, seed), "strips", tested)
             found[name].append({"single": metrics["test_accuracy_percent"], **strip})
             if name == "capsules" and shown is None:
                 shown = (cast(PooledCapsNet, model), splits.test)
@@ -138,15 +162,15 @@ def run(study: Study) -> Outcome:
         ]
     for name in ("capsules", "uniform couplings"):
         for length in range(2, LONGEST + 1):
-            pairs = [one["order"][str(length)] for one in found[name]]
-            rows += [
-                Row(f"{name}, {length} digits: all named", [pair[0] for pair in pairs]),
-                Row(f"{name}, {length} digits: all named in their order", [pair[1] for pair in pairs]),
-            ]
+            for index, said in enumerate(("all named", *(f"in their order, by {by}" for by in ORDERS))):
+                rows.append(
+                    Row(f"{name}, {length} digits: {said}", [one["order"][str(length)][index] for one in found[name]])
+                )
     assert shown is not None
     notes = [
         f"Trained on single digits in {epochs} epochs, of which the one is taken that names most pairs of validation "
-        "digits. The order is that of the centres of what each position adds to a capsule's length."
+        "digits. The order is that of the centres of couplings, or of contributions: what each position adds to a "
+        "capsule's length. Uniform couplings have no order: theirs by couplings is chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 
@@ -159,12 +183,12 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
         strip = strips(images, length, 2, seed=1)
         pixels, labels = strip.pixels[row % 2, None], strip.labels[row % 2]
         with torch.inference_mode():
-            scores, parts = contributions(model, Preparation().plain(pixels))
+            trace = traced(model, Preparation().plain(pixels))
         best = read_order(model, pixels, length)[0]
         axes[row, 0].imshow(pixels[0, 0], cmap="gray")
         axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels), fontsize=9)
         colours = ["#0072B2" if label in best else "#999999" for label in range(len(images.class_names))]
-        axes[row, 1].bar(range(len(images.class_names)), scores[0], color=colours)
+        axes[row, 1].bar(range(len(images.class_names)), trace.lengths[0], color=colours)
         axes[row, 1].set_xticks(range(len(images.class_names)), images.class_names, fontsize=7)
         axes[row, 1].set_ylim(0, 1)
         axes[row, 1].set_title("length of each class capsule", fontsize=9)
@@ -173,8 +197,8 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
             if column >= length:
                 axis.axis("off")
                 continue
-            axis.imshow(parts[0, best[column]].clamp_min(0), cmap="viridis")
-            axis.set_title(f"votes for {images.class_names[best[column]]}", fontsize=9)
+            axis.imshow(trace.couplings[0, best[column]], cmap="viridis", vmin=0, vmax=1)
+            axis.set_title(f"couplings of {images.class_names[best[column]]}", fontsize=9)
     for axis in [*axes[:, 0], *axes[:, 2:].flat]:
         axis.set_xticks([])
         axis.set_yticks([])

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.data import Images, Preparation
-from torchcaps.experiments.study import Outcome, Row, Study, percent, routed, scores_of
+from torchcaps.experiments.study import Outcome, Row, Study, routed, scores_of
 from torchcaps.routing import EMRouting
 
 
@@ -28,19 +28,20 @@ def distances(
 
 def run(study: Study) -> Outcome:
     """Histograms, weighted by the couplings, of an image that is classed rightly and of one that is not."""
+    study.one_seed()
     images, epochs = study.choose((3_000, 6), (21_870, 10), (21_870, 20))
     recipe = study.recipe(study.toys("matrix-capsnet"), 0, images=images, epochs=epochs, iterations=3)
     splits = study.splits(recipe, images)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     preparation, test = recipe.preparation(), splits.test
-    right = scores_of(model, test.pixels[:1_000], preparation).argmax(dim=1) == test.labels[:1_000]
-    chosen = [int(right.nonzero()[0]), int((~right).nonzero()[0])] if not right.all() else [0, 0]
-    passes = distances(model, preparation.plain(test.pixels[chosen]))
-    rows = [Row("accuracy", [metrics["test_accuracy_percent"]]), Row("of the first 1,000", [percent(right)])]
-    for name, index in (("right", 0), ("wrong", 1)):
+    right = scores_of(model, test.pixels, preparation).argmax(dim=1) == test.labels
+    chosen = {name: int(which.nonzero()[0]) for name, which in (("right", right), ("wrong", ~right)) if which.any()}
+    passes = distances(model, preparation.plain(test.pixels[[*chosen.values()]]))
+    rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
+    for index, (name, image) in enumerate(chosen.items()):
         for number, (distance, coupling) in enumerate(passes):
             spread = (distance[index] * coupling[index]).sum(dim=1) / coupling[index].sum(dim=1).clamp_min(1e-12)
-            label = int(test.labels[chosen[index]])
+            label = int(test.labels[image])
             rows.append(
                 Row(
                     f"{name} example, pass {number + 1}: mean distance to its class capsule",
@@ -51,19 +52,21 @@ def run(study: Study) -> Outcome:
     return Outcome(rows, draw(passes, test, chosen, preparation), study.notes_on_toys())
 
 
-def draw(passes: list[tuple[Tensor, Tensor]], images: Images, chosen: list[int], preparation: Preparation) -> Figure:
-    """A row a pass, a column a class, for both examples."""
+def draw(
+    passes: list[tuple[Tensor, Tensor]], images: Images, chosen: dict[str, int], preparation: Preparation
+) -> Figure:
+    """A row a pass, a column a class, for each example."""
     classes = len(images.class_names)
-    figure = Figure(figsize=(2.1 * classes + 1.5, 8.5), layout="constrained")
-    everything = figure.subplots(2 * len(passes), classes + 1, squeeze=False)
-    for index, title in enumerate(("classed rightly", "classed wrongly")):
+    figure = Figure(figsize=(2.1 * classes + 1.5, 4.25 * len(chosen)), layout="constrained")
+    everything = figure.subplots(len(chosen) * len(passes), classes + 1, squeeze=False)
+    for index, (name, image) in enumerate(chosen.items()):
         axes = everything[index * len(passes) : (index + 1) * len(passes)]
-        shown = preparation.plain(images.pixels[chosen[index], None])[0, 0]
+        shown = preparation.plain(images.pixels[image, None])[0, 0]
         for row, (distance, coupling) in enumerate(passes):
             axes[row, 0].axis("off")
             for label, name in enumerate(images.class_names):
                 axis = axes[row, label + 1]
-                own = label == int(images.labels[chosen[index]])
+                own = label == int(images.labels[image])
                 axis.hist(
                     distance[index, label],
                     bins=30,
@@ -77,6 +80,6 @@ def draw(passes: list[tuple[Tensor, Tensor]], images: Images, chosen: list[int],
                     axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
             axes[row, 1].set_ylabel(f"pass {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown, cmap="gray")
-        axes[0, 0].set_title(title, fontsize=9)
+        axes[0, 0].set_title(f"classed {name}ly", fontsize=9)
     figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
     return figure
