@@ -223,8 +223,9 @@ def test_a_row_tells_the_spread_over_seeds():
 
 
 def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
-    here = {"processor": "p", "threads": 1, "versions": {"torch": "2"}, "precision": "float32", "commits": ["a", "b"]}
-    plain = {"experiment": "pitfalls", "notes": [], "environment": here, "command": "c"}
+    here = {"processor": "p", "gpu": None, "threads": 1, "versions": {"torch": "2"}, "precision": "float32"}
+    plain = {"experiment": "pitfalls", "notes": [], "command": "c", "training_minutes": 2.5}
+    plain["environment"] = {**here, "commits": ["a", "b"]}
     said = [
         ("quick", None, 1, 1.0),
         ("standard", None, 1, 2.0),
@@ -238,7 +239,7 @@ def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
     assert write_report(tmp_path, tmp_path / "docs/report.md") == 2
     report = (tmp_path / "docs/report.md").read_text()
     assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
-    assert "commit a, b." in report
+    assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commit a, b." in report
     assert "](../2.png)" in report
 
 

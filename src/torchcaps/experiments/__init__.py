@@ -25,7 +25,7 @@ from torchcaps.experiments import (
 )
 from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
 from torchcaps.recipe import resolve_precision
-from torchcaps.run_folder import environment
+from torchcaps.run_folder import environment, read_rows
 
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment", "write_report"]
 
@@ -147,6 +147,7 @@ def run_experiment(
     outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, folder))
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/recipe.json"))]
     machines = [one for run in runs for one in (*run.get("earlier_environments", []), run["environment"])]
+    seconds = [float(row["seconds"]) for path in folder.glob("*/metrics.csv") for row in read_rows(path)]
     commits = [*dict.fromkeys(one["commit"] for one in [*machines, here] if one["commit"])]
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)
@@ -162,6 +163,7 @@ def run_experiment(
         "command": " ".join([*command, "--data", data] if data else command),
         "rows": [row._asdict() for row in outcome.rows],
         "notes": outcome.notes,
+        "training_minutes": round(sum(seconds) / 60, 1),
         "environment": {**here, "precision": resolve_precision("auto"), "commits": commits},
     }
     write_json(results / f"{stem}.json", content)
@@ -183,7 +185,7 @@ def write_report(results: Path, report: Path) -> int:
     best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
         said = json.loads(path.read_text())
-        if said.get("experiment") in EXPERIMENTS:
+        if isinstance(said, dict) and said.get("experiment") in EXPERIMENTS:
             rank = (BUDGETS.index(said["budget"]), said["seeds"])
             key = ([*EXPERIMENTS].index(said["experiment"]), said["data"] or "")
             best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
@@ -195,11 +197,13 @@ def write_report(results: Path, report: Path) -> int:
         for row in (Row(**values) for values in said["rows"]):
             lines.append(f"| {row.what} | {row.paper or ''} | {row.measured()} |")
         lines += ["", *(f"{note}\n" for note in said["notes"])]
+        seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
         machine = (
-            f"{here['processor']}, threads: {here['threads']}, torch {here['versions']['torch']}, {here['precision']}"
+            f"{seeds}; {said['training_minutes']} minutes of training; {here['gpu'] or here['processor']}, threads: "
+            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; commit "
         )
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
-        lines += [f"{machine}, commit {', '.join(here['commits'])}.", "", f"![{experiment.title}]({picture})", ""]
+        lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{experiment.title}]({picture})", ""]
     if not best:
         raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
     report.parent.mkdir(parents=True, exist_ok=True)
