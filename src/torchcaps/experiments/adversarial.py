@@ -92,7 +92,7 @@ def run(study: Study) -> Outcome:
             ),
         }
         splits = study.splits(recipes["CNN"], images)
-        attacked = some(splits.test, study.choose(200, 1_000, None))
+        attacked = some(splits.test, study.choose(200, 500, None))
         second, _ = study.trained(part("second CNN", seed), replace(recipes["CNN"], seed=seed + 1_000), splits)
         for name, recipe in recipes.items():
             model, _ = study.trained(part(name, seed), recipe, splits)
