@@ -15,7 +15,8 @@ from torchcaps.experiments.attacks import Classifier, Loss, bim, fgsm, gradient_
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 
-EPSILONS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
+BLACK_BOX_EPSILON = 0.1
 TARGETED_EPSILON = 0.25
 """That of the paper's text."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
@@ -114,8 +115,8 @@ def run(study: Study) -> Outcome:
             rows.append(
                 Row(f"{name}, targeted {attack}, ε = {TARGETED_EPSILON}: success", values, TARGETED.get((attack, name)))
             )
-            values = [one["black box"][attack][1] for one in results]
-            rows.append(Row(f"{name}, {attack} made on another CNN, ε = {EPSILONS[1]}: accuracy", values))
+            values = [one["black box"][attack][EPSILONS.index(BLACK_BOX_EPSILON)] for one in results]
+            rows.append(Row(f"{name}, {attack} made on another CNN, ε = {BLACK_BOX_EPSILON}: accuracy", values))
         rows.append(Row(f"{name}, gradients of pixels that are exactly 0", [one["zero gradients"] for one in results]))
         rows.append(Row(f"{name}, length of an image's gradient", [one["gradient length"] for one in results], unit=""))
     notes = [
@@ -139,6 +140,9 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
                 axis.plot(
                     EPSILONS, mean, style, color=colours[name], marker="o", markersize=3, label=f"{name}, {attack}"
                 )
+        axis.set_xscale("symlog", linthresh=EPSILONS[1])
+        axis.set_xticks(EPSILONS, [f"{epsilon:g}" for epsilon in EPSILONS])
+        axis.minorticks_off()
         axis.set_xlabel("ε")
         axis.set_title(title)
     axes[0].set_ylabel("share of images %")

@@ -59,7 +59,7 @@ def draw(
     classes = len(images.class_names)
     figure = Figure(figsize=(2.1 * classes + 1.5, 4.25 * len(chosen)), layout="constrained")
     everything = figure.subplots(len(chosen) * len(passes), classes + 1, squeeze=False)
-    for index, (name, image) in enumerate(chosen.items()):
+    for index, (outcome, image) in enumerate(chosen.items()):
         axes = everything[index * len(passes) : (index + 1) * len(passes)]
         shown = preparation.plain(images.pixels[image, None])[0, 0]
         for row, (distance, coupling) in enumerate(passes):
@@ -80,6 +80,6 @@ def draw(
                     axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
             axes[row, 1].set_ylabel(f"pass {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown, cmap="gray")
-        axes[0, 0].set_title(f"classed {name}ly", fontsize=9)
+        axes[0, 0].set_title(f"classed {outcome}ly", fontsize=9)
     figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
     return figure
