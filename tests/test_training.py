@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
-from torchcaps.data import Preparation, load_splits
+from torchcaps.data import Images, Preparation, Splits, load_splits
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import AtomicCheckpoints
-from torchcaps.training import ImageBatches, SplitBatches
+from torchcaps.run_folder import AtomicCheckpoints, read_rows
+from torchcaps.training import ImageBatches, SplitBatches, fit
 
 
 def weights_equal(one: Path, other: Path) -> bool:
@@ -172,6 +173,33 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, 
         assert resumed.returncode == 0, resumed.stderr
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dropout_of_a_stopped_run_goes_on_to_the_same_bits(tmp_path):
+    labels = torch.arange(60) % 10
+    pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8).contiguous()
+    digits = Images(pixels, labels, tuple("0123456789"))
+    settings = {"epochs": "4", "batch_size": "20", "precision": "float32"}
+    recipe = replace(create_recipe("cnn-baseline-mnist", settings), model_options={"channels": (4, 4, 4)})
+    epochs = []
+
+    def stop(model):
+        epochs.append(model)
+        if len(epochs) == 3:
+            raise KeyboardInterrupt
+        return {}
+
+    fit(recipe, Splits(digits, digits, digits), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, Splits(digits, digits, digits), tmp_path / "stopped", watch=stop)
+    fit(recipe, Splits(digits, digits, digits), tmp_path / "stopped", resume=True)
+    losses = [
+        [row["train_loss"] for row in read_rows(tmp_path / name / "metrics.csv")] for name in ("whole", "stopped")
+    ]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    assert weights_equal(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_a_resumed_run_must_keep_its_settings(refused, images, finished):

@@ -177,9 +177,13 @@ class Classifier(lightning.LightningModule):
         self.log("accuracy_percent", 100 * self.accuracy.compute())
         self.accuracy.reset()
 
-    def on_train_epoch_start(self) -> None:
-        key = [self.recipe.seed, self.current_epoch, self.global_rank]
-        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        """Dropout is a function of (seed, epoch, rank); hooks before this one come too early in a resumed epoch."""
+        if batch_index == 0:
+            key = [self.recipe.seed, self.current_epoch, self.global_rank]
+            torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+            if self.current_epoch:
+                torch.empty((), dtype=torch.int64).random_()  # what the loader of a later epoch takes
 
     def save_picture(self, images: Images, path: Path) -> None:
         """Images beside their reconstructions, where the model reconstructs."""
