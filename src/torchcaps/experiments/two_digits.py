@@ -197,8 +197,9 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
             if column >= length:
                 axis.axis("off")
                 continue
-            axis.imshow(trace.couplings[0, best[column]], cmap="viridis", vmin=0, vmax=1)
-            axis.set_title(f"couplings of {images.class_names[best[column]]}", fontsize=9)
+            couplings = trace.couplings[0, best[column]]
+            axis.imshow(couplings, cmap="viridis", vmin=0)
+            axis.set_title(f"couplings of {images.class_names[best[column]]}, 0 to {couplings.max():.2f}", fontsize=9)
     for axis in [*axes[:, 0], *axes[:, 2:].flat]:
         axis.set_xticks([])
         axis.set_yticks([])
