@@ -16,7 +16,6 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
-BLACK_BOX_EPSILON = 0.1
 TARGETED_EPSILON = 0.25
 """That of the paper's text."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
@@ -111,12 +110,16 @@ def run(study: Study) -> Outcome:
                 paper = UNTARGETED.get((attack, name), {}).get(epsilon)
                 values = [one["untargeted"][attack][index] for one in results]
                 rows.append(Row(f"{name}, {attack}, ε = {epsilon}: accuracy", values, paper))
+            for index, epsilon in list(enumerate(EPSILONS))[1:]:
+                values = [one["targeted"][attack][index] for one in results]
+                rows.append(Row(f"{name}, targeted {attack}, ε = {epsilon}: success", values))
             values = [one["targeted, as the paper"][attack] for one in results]
             rows.append(
                 Row(f"{name}, targeted {attack}, ε = {TARGETED_EPSILON}: success", values, TARGETED.get((attack, name)))
             )
-            values = [one["black box"][attack][EPSILONS.index(BLACK_BOX_EPSILON)] for one in results]
-            rows.append(Row(f"{name}, {attack} made on another CNN, ε = {BLACK_BOX_EPSILON}: accuracy", values))
+            for index, epsilon in list(enumerate(EPSILONS))[1:]:
+                values = [one["black box"][attack][index] for one in results]
+                rows.append(Row(f"{name}, {attack} made on another CNN, ε = {epsilon}: accuracy", values))
         rows.append(Row(f"{name}, gradients of pixels that are exactly 0", [one["zero gradients"] for one in results]))
         rows.append(Row(f"{name}, length of an image's gradient", [one["gradient length"] for one in results], unit=""))
     notes = [
@@ -147,5 +150,5 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
         axis.set_title(title)
     axes[0].set_ylabel("share of images %")
     axes[0].set_ylim(0, 100)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, handlelength=4)
     return figure
