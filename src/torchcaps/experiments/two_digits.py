@@ -100,19 +100,19 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
 
 
 def read_order(
-    model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int, by: str = "couplings"
-) -> Int64[Tensor, "n length"]:
-    """The highest classes from left to right, by the centres of their capsules' couplings, or contributions."""
-    read = []
+    model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int
+) -> dict[str, Int64[Tensor, "n length"]]:
+    """The highest classes from left to right, by the centres of their capsules' couplings, and of contributions."""
+    read: dict[str, list[Tensor]] = {by: [] for by in ORDERS}
     for some in pixels.split(100):
         with torch.inference_mode():
             trace = traced(model, Preparation().plain(some))
-        maps = trace.couplings if by == "couplings" else trace.contributions.clamp_min(0)
         best = trace.lengths.topk(length, dim=1).indices
-        weight = maps.sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, maps.shape[3]))
-        place = (weight * torch.arange(maps.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
-        read.append(best.gather(1, place.argsort(dim=1)))
-    return torch.cat(read)
+        for by, maps in zip(ORDERS, (trace.couplings, trace.contributions.clamp_min(0)), strict=True):
+            weight = maps.sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, maps.shape[3]))
+            place = (weight * torch.arange(maps.shape[3])).sum(dim=2) / weight.sum(dim=2).clamp_min(1e-12)
+            read[by].append(best.gather(1, place.argsort(dim=1)))
+    return {by: torch.cat(parts) for by, parts in read.items()}
 
 
 def run(study: Study) -> Outcome:
@@ -139,12 +139,10 @@ def run(study: Study) -> Outcome:
                 result: dict[str, Any] = {"a": percent(alike), "b": percent(alike & sure), "order": {}}
                 for length in range(2, LONGEST + 1) if isinstance(model, PooledCapsNet) else ():
                     several = strips(test, length, count)
+                    orders = read_order(model, several.pixels, length)
                     result["order"][str(length)] = [
                         percent(named_alike(scores_of(model, several.pixels), several.labels)),
-                        *(
-                            percent((read_order(model, several.pixels, length, by) == several.labels).all(dim=1))
-                            for by in ORDERS
-                        ),
+                        *(percent((orders[by] == several.labels).all(dim=1)) for by in ORDERS),
                     ]
                 return result
 
@@ -184,7 +182,7 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
         pixels, labels = strip.pixels[row % 2, None], strip.labels[row % 2]
         with torch.inference_mode():
             trace = traced(model, Preparation().plain(pixels))
-        best = read_order(model, pixels, length)[0]
+        best = read_order(model, pixels, length)["couplings"][0]
         axes[row, 0].imshow(pixels[0, 0], cmap="gray")
         axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels), fontsize=9)
         colours = ["#0072B2" if label in best else "#999999" for label in range(len(images.class_names))]
