@@ -13,20 +13,23 @@ PAPER = {
     "T = 3, no decoder": "99.65 ± 0.04",
     "T = 3, decoder": "99.75 ± 0.01",
 }
+WIDER = {"convolution_channels": 96, "primary_types": 12}
+"""At `standard`: with a quarter of the paper's width, 0.1 % fewer of the validation digits are right."""
 
 
 def run(study: Study) -> Outcome:
     """Every row of the table, each trained from the start."""
     found: dict[str, list[float]] = {name: [] for name in PAPER}
     data = study.data or study.choose("mnist-5k", "mnist", "mnist")
-    images, epochs = study.choose((3_600, 6), (54_000, 14), (54_000, 50))
+    images, epochs = study.choose((3_600, 6), (54_000, 24), (54_000, 50))
     images = study.at_most(images, data)
+    wider = WIDER if study.budget == "standard" else {}
     for seed in range(study.seeds):
         for name, values in found.items():
             network, options = "CNN", {}
             if name != "baseline CNN":
                 network = "capsules" if name.startswith("T = 3") else "uniform couplings"
-                options = {"decoder": name.endswith(", decoder")}
+                options = {"decoder": name.endswith(", decoder"), **wider}
             recipe = study.of_digits(network, seed, data=data, shift=2, images=images, epochs=epochs, **options)
             if not options.get("decoder"):
                 recipe = replace(recipe, reconstruction_weight=0.0)
@@ -34,7 +37,13 @@ def run(study: Study) -> Outcome:
             values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
     notes = [f"{len(splits.train):,} training digits of {data}, {epochs} epochs."]
-    return Outcome(rows, draw(rows), [*notes, *study.notes_on_width(), *study.notes_on_data(data)])
+    if wider:
+        notes += [
+            "CapsNet of three eighths of the paper's width (96 channels, 12 primary types), the CNN of an eighth."
+        ]
+    else:
+        notes += study.notes_on_width()
+    return Outcome(rows, draw(rows), [*notes, *study.notes_on_data(data)])
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
-from torchcaps.experiments.study import Outcome, Row, Study, part, percent
+from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
@@ -119,11 +119,7 @@ def run(study: Study) -> Outcome:
 
 def pair_accuracy(model: torch.nn.Module, images: Images) -> float:
     """Share of pairs whose two digits are the two highest classes, in per cent."""
-    right = []
-    with torch.inference_mode():
-        for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
-            right.append(named_alike(model(pixels[:, :1].float() / 255).scores, labels))
-    return percent(torch.cat(right))
+    return percent(named_alike(scores_of(model, images.pixels[:, :1]), images.labels))
 
 
 def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
