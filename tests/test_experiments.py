@@ -281,7 +281,7 @@ def test_a_killed_experiment_goes_on_to_the_same_result(call, tmp_path):
 
     for name, end in (("killed", signal.SIGKILL), ("interrupted", signal.SIGINT)):
         process = subprocess.Popen([*COMMAND, *map(str, words(name))], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
-        while not (tmp_path / name / "two-digits-quick/capsules-seed0/last.ckpt").exists():
+        while not (tmp_path / name / "two-digits-quick-mnist-5k/capsules-seed0/last.ckpt").exists():
             assert process.poll() is None
             time.sleep(0.1)
         process.send_signal(end)
@@ -289,9 +289,9 @@ def test_a_killed_experiment_goes_on_to_the_same_result(call, tmp_path):
     results = []
     for name in ("killed", "interrupted", "whole"):
         assert call(*words(name))[0] == 0
-        results.append(json.loads((tmp_path / name / "two-digits-quick.json").read_text())["rows"])
+        results.append(json.loads((tmp_path / name / "two-digits-quick-mnist-5k.json").read_text())["rows"])
     assert results[0] == results[1] == results[2]
     assert call("experiment", "report", "--results", tmp_path / "whole", "--report", tmp_path / "report.md")[0] == 0
     report = (tmp_path / "report.md").read_text()
     assert "| about 40 |" in report
-    assert "](whole/two-digits-quick.png)" in report
+    assert "](whole/two-digits-quick-mnist-5k.png)" in report
