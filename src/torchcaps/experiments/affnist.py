@@ -156,7 +156,7 @@ def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     sheet = some(examples, 40).pixels[:, 0].unflatten(0, (5, 8)).permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
-    left.imshow(sheet, cmap="gray")
+    left.imshow(sheet.numpy(), cmap="gray")
     left.set_title("affine digits, 40×40")
     left.axis("off")
     for (name, pairs), colour, mark in zip(curves.items(), ("#D55E00", "#0072B2", "#999999"), "so^", strict=True):

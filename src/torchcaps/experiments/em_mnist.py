@@ -52,7 +52,7 @@ def draw(images: Images, scores: torch.Tensor) -> Figure:
         axis.axis("off")
     for axis, index in zip(axes, wrong.tolist(), strict=False):
         pixels = images.pixels[index]
-        axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0), cmap="gray")
+        axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0).numpy(), cmap="gray")
         axis.set_title(
             f"{images.class_names[images.labels[index]]}, taken for {images.class_names[scores[index].argmax()]}",
             fontsize=7,

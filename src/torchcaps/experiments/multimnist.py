@@ -139,11 +139,11 @@ def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
     for column in range(count):
         pair = [images.class_names[label] for label in images.labels[column]]
         read = [images.class_names[label] for label in best[column]]
-        axes[0, column].imshow(inputs[column, 0], cmap="gray")
+        axes[0, column].imshow(inputs[column, 0].numpy(), cmap="gray")
         axes[0, column].set_title(" ".join(pair), fontsize=9)
-        axes[1, column].imshow(torch.einsum("dhw,dc->hwc", truth[column, 1:], colours).clamp(0, 1))
+        axes[1, column].imshow(torch.einsum("dhw,dc->hwc", truth[column, 1:], colours).clamp(0, 1).numpy())
         both = torch.stack([drawn[0][column], drawn[1][column]])
-        axes[2, column].imshow(torch.einsum("dhw,dc->hwc", both, colours).clamp(0, 1))
+        axes[2, column].imshow(torch.einsum("dhw,dc->hwc", both, colours).clamp(0, 1).numpy())
         axes[2, column].set_xlabel(" ".join(read), fontsize=9)
     for axis, label in zip(axes[:, 0], ("pair", "digits", "drawn"), strict=True):
         axis.set_ylabel(label)

@@ -183,10 +183,10 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
         with torch.inference_mode():
             trace = traced(model, Preparation().plain(pixels))
         best = read_order(model, pixels, length)["couplings"][0]
-        axes[row, 0].imshow(pixels[0, 0], cmap="gray")
+        axes[row, 0].imshow(pixels[0, 0].numpy(), cmap="gray")
         axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels), fontsize=9)
         colours = ["#0072B2" if label in best else "#999999" for label in range(len(images.class_names))]
-        axes[row, 1].bar(range(len(images.class_names)), trace.lengths[0], color=colours)
+        axes[row, 1].bar(range(len(images.class_names)), trace.lengths[0].numpy(), color=colours)
         axes[row, 1].set_xticks(range(len(images.class_names)), images.class_names, fontsize=7)
         axes[row, 1].set_ylim(0, 1)
         axes[row, 1].set_title("length of each class capsule", fontsize=9)
@@ -196,7 +196,7 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
                 axis.axis("off")
                 continue
             couplings = trace.couplings[0, best[column]]
-            axis.imshow(couplings, cmap="viridis", vmin=0)
+            axis.imshow(couplings.numpy(), cmap="viridis", vmin=0)
             axis.set_title(f"couplings of {images.class_names[best[column]]}, 0 to {couplings.max():.2f}", fontsize=9)
     for axis in [*axes[:, 0], *axes[:, 2:].flat]:
         axis.set_xticks([])

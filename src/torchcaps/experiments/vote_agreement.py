@@ -79,7 +79,7 @@ def draw(
                 if row == 0:
                     axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
             axes[row, 1].set_ylabel(f"pass {row + 1}", fontsize=9)
-        axes[0, 0].imshow(shown, cmap="gray")
+        axes[0, 0].imshow(shown.numpy(), cmap="gray")
         axes[0, 0].set_title(f"classed {outcome}ly", fontsize=9)
     figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
     return figure
