@@ -93,7 +93,8 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"epochs": "1.5"}, "takes a whole number, such as 10"),
         ({"epochs": "0"}, "use 1 or more"),
         ({"learning_rate": "-1"}, "above 0"),
-        ({"learning_rate": "NaN"}, "above 0"),
+        ({"learning_rate": "NaN"}, "takes a number"),
+        ({"learning_rate": "1e31"}, "at most 1e30"),
         ({"precision": "half"}, "auto, bf16, float32"),
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
     ],
@@ -168,7 +169,8 @@ def test_damaged_image_folders(refused, tmp_path):
 
 
 def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
-    assert "recipe.json" in refused("evaluate", tmp_path / "nowhere")
+    assert "no such folder" in refused("evaluate", tmp_path / "nowhere")
+    assert "no config.json" in refused("evaluate", tmp_path)
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
     assert "xyz.png: no such file" in refused("predict", run, tmp_path / "xyz.png")

@@ -13,6 +13,7 @@ from torchcaps.recipes import create_recipe
 ROOT = Path(torchcaps.__file__).parent
 FLOORS = {
     "errors": 0,
+    "options": 0,
     "capsules": 0,
     "routing_map": 0,
     "kernels": 0,
@@ -21,9 +22,15 @@ FLOORS = {
     "losses": 2,
     "models": 3,
     "data": 3,
+    "checkpoints": 4,
+    "classifier": 4,
+    "confusion": 4,
+    "environment": 4,
+    "pictures": 4,
     "recipe": 4,
     "run_folder": 4,
     "training": 4,
+    "training_module": 4,
     "recipes": 5,
     "benchmarks": 6,
     "experiments": 6,
@@ -46,8 +53,13 @@ def test_a_lower_floor_imports_nothing_above_it():
 
 
 def test_importing_the_library_loads_nothing_heavy():
-    code = "import sys, torchcaps; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    def loaded_by(code):
+        code = f"import sys, torchcaps; {code}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert "torch" not in loaded_by("pass")
+    loaded = loaded_by("torchcaps.CapsuleLayer, torchcaps.CapsNet, torchcaps.EMRouting, torchcaps.Preparation")
     assert "torch" in loaded
     assert not {
         "lightning",
@@ -69,6 +81,7 @@ def test_no_file_is_longer_than_the_house_allows():
 
 def test_what_is_exported_is_there():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
+    assert sorted(torchcaps.__all__) == sorted(torchcaps._MODULE_OF)
 
 
 def test_every_result_in_the_readme_is_the_one_in_its_folder():

@@ -128,7 +128,7 @@ def test_saved_models_come_back_exactly(name, tmp_path):
     again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
     images = torch.rand(2, 1, 28, 28)
     assert torch.equal(again(images).scores, model(images).scores)
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["classes"] == 4
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["options"]["classes"] == 4
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
 
 
@@ -141,7 +141,7 @@ def test_saved_weights_can_be_read_by_whom_the_other_files_can(tmp_path):
 
 def test_weights_of_another_model_are_refused(tmp_path):
     create_model("pooled-cnn").save_pretrained(tmp_path / "cnn")
-    with pytest.raises(BadInput, match="not those of this PooledCapsNet"):
+    with pytest.raises(BadInput, match="of the kind 'pooled-cnn', not 'pooled-capsnet'"):
         PooledCapsNet.from_pretrained(tmp_path / "cnn")
 
 

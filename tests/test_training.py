@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
+from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preparation, Splits, load_splits
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import AtomicCheckpoints, read_rows
+from torchcaps.run_folder import read_rows
 from torchcaps.training import ImageBatches, SplitBatches, fit
 
 
@@ -35,7 +37,7 @@ def test_a_run_folder_is_complete(finished):
     names = {path.name for path in folder.iterdir()}
     assert names == {
         *("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "model.safetensors"),
-        *("config.json", "reconstructions.png", "tensorboard"),
+        *("config.json", "reconstructions.png", "confusion.png", "tensorboard", "image-digests.safetensors", ".lock"),
     }
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy_percent"] == 100 - metrics["test_error_percent"]
@@ -207,13 +209,15 @@ def test_a_resumed_run_must_keep_its_settings(refused, images, finished):
     assert "--resume" in train(refused, images, finished[0], "--epochs", 3, "--batch-size", 2)
 
 
-def test_a_checkpoint_of_another_model_is_refused(refused, images, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused(refused, images, finished, tmp_path):
     out = tmp_path / "run"
-    out.mkdir()
-    torch.save({"state_dict": {"model.weight": torch.zeros(2)}}, out / "last.ckpt")
-    assert "checkpoint of another model" in train(refused, images, out, "--epochs", 1, "--resume")
+    shutil.copytree(finished[0], out)
+    (out / "metrics.json").unlink()
+    again = (images, out, "--epochs", 3, "--batch-size", 2, "--resume")
+    AtomicCheckpoints().save_checkpoint({"state_dict": {"model.weight": torch.zeros(2)}}, out / "last.ckpt")
+    assert "checkpoint of another model" in train(refused, *again)
     (out / "last.ckpt").write_bytes(b"not a checkpoint")
-    assert "not a readable checkpoint" in train(refused, images, out, "--epochs", 1, "--resume")
+    assert "its checksum does not hold" in train(refused, *again)
 
 
 def test_order_and_shifts_depend_on_seed_epoch_and_index_alone(images):
@@ -248,7 +252,7 @@ def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(cal
     assert code == 0, error
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["test_images"] == 16
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["image_shape"] == [3, 18, 18]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["options"]["image_shape"] == [3, 18, 18]
     code, evaluated, error = call("evaluate", tmp_path / "run")
     assert code == 0, error
     assert f"{metrics['test_accuracy_percent']:.2f}" in evaluated

@@ -1,15 +1,15 @@
 """Capsule networks for PyTorch: a capsule layer is a routing map and a routing rule."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
-from torchcaps.errors import BadInput
-from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
-from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
-from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
-from torchcaps.routing_map import RoutingMap
-
 if TYPE_CHECKING:
+    from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
+    from torchcaps.classifier import Answer, Classifier
+    from torchcaps.data import Preparation
+    from torchcaps.errors import BadInput, DataWarning, Diverged
+    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
+    from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
     from torchcaps.models import (
         MODELS,
         BaselineCNN,
@@ -21,21 +21,43 @@ if TYPE_CHECKING:
         Prediction,
         create_model,
     )
+    from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
+    from torchcaps.routing_map import RoutingMap
 
 __version__ = "0.1.0"
+
+_MODULES = {
+    "capsules": ("Capsules", "coordinate_addition", "lengths", "squash"),
+    "classifier": ("Answer", "Classifier"),
+    "data": ("Preparation",),
+    "errors": ("BadInput", "DataWarning", "Diverged"),
+    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "Decoder", "DenseCaps", "PrimaryCaps", "SharedCaps"),
+    "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
+    "models": (
+        *("MODELS", "BaselineCNN", "CapsNet", "MatrixBaselineCNN", "MatrixCapsNet", "PooledCNN", "PooledCapsNet"),
+        *("Prediction", "create_model"),
+    ),
+    "routing": ("ROUTINGS", "DynamicRouting", "EMPass", "EMRouting", "dynamic_routing", "em_routing"),
+    "routing_map": ("RoutingMap",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "MODELS",
     "ROUTINGS",
+    "Answer",
     "BadInput",
     "BaselineCNN",
     "CapsNet",
     "CapsuleLayer",
     "Capsules",
     "ClassCaps",
+    "Classifier",
     "ConvCaps",
+    "DataWarning",
     "Decoder",
     "DenseCaps",
+    "Diverged",
     "DynamicRouting",
     "EMPass",
     "EMRouting",
@@ -44,6 +66,7 @@ __all__ = [
     "PooledCNN",
     "PooledCapsNet",
     "Prediction",
+    "Preparation",
     "PrimaryCaps",
     "RoutingMap",
     "SharedCaps",
@@ -60,9 +83,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The models come in when one is asked for: what saves and loads them costs as much as a tenth of torch itself."""
-    if name in __all__:
-        from torchcaps import models
+    """Each name is imported when it is first used: the command line answers before torch is loaded."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
+    value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return getattr(models, name)
-    raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

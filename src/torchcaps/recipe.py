@@ -1,18 +1,20 @@
 """What a training depends on."""
 
-import inspect
-import math
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from torchcaps.data import Preparation
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES
+from torchcaps.options import check_kind, check_options, kinds_of
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+LARGEST = 2**53
+"""Whole number in a recipe: the largest that every reader of JSON keeps exact."""
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
 
 
@@ -68,36 +70,39 @@ class Recipe:
     precision: str = "auto"
 
     def __post_init__(self) -> None:
+        for key, kind in kinds_of(type(self)).items():
+            check_kind(key, getattr(self, key), kind)
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
         choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
-        lowest = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0}
-        lowest |= {"gradient_clip": 0, "reconstruction_weight": 0, "weight_decay": 0}
-        for key, least in lowest.items():
-            if not getattr(self, key) >= least:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more")
+        for key, least in {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0}.items():
+            if not least <= getattr(self, key) <= LARGEST:
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more, at most {LARGEST}")
+        for key in ("gradient_clip", "reconstruction_weight", "weight_decay"):
+            if not 0 <= getattr(self, key) <= 1e30:
+                raise BadInput(f"{key} is {getattr(self, key)}: use 0 or more, at most 1e30")
         for key in ("learning_rate", "decay_rate"):
-            if not 0 < getattr(self, key) < math.inf:
-                raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0")
+            if not 0 < getattr(self, key) <= 1e30:
+                raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
                 f"margin_schedule is {self.margin_schedule!r}: it wants loss=spread without a loss.margin; "
                 "or set margin_schedule=none"
             )
-        for option in self.loss_options:
-            known = [
-                name for name in inspect.signature(LOSSES[self.loss]).parameters if name not in ("scores", "target")
-            ]
-            if option not in known:
-                raise BadInput(f"loss {self.loss} takes no {option!r}{nearest(option, known)}")
+        kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in ("scores", "target")}
+        check_options(f"loss {self.loss}", self.loss_options, kinds)
         preparation = self.preparation()
         if self.reconstruction_weight and (preparation.standardise or preparation.brightness or preparation.contrast):
             raise BadInput(
                 "reconstruction_weight is above 0, but standardise, brightness or contrast take the images out of the "
                 "decoder's range [0, 1]: set reconstruction_weight=0, or those to false and 0"
             )
+
+    def plain(self) -> dict[str, Any]:
+        """Its settings as JSON gives them back."""
+        return json.loads(json.dumps(asdict(self)))
 
     def preparation(self) -> Preparation:
         """How its images become the model's input."""

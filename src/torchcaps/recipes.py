@@ -10,6 +10,7 @@ from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS
+from torchcaps.options import described, fits, kinds_of
 from torchcaps.recipe import Recipe
 
 
@@ -213,7 +214,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         group, _, option = key.partition(".")
         if option and group in ("model", "data", "loss"):
             chosen = changed.get(group, getattr(recipe, group))
-            value = _value(key, settings[key], _default(group, chosen, option))
+            value = _value(key, settings[key], *_kind(group, chosen, option))
             own = getattr(recipe, f"{group}_options") if chosen == getattr(recipe, group) else {}
             changed[f"{group}_options"] = {**changed.get(f"{group}_options", own), option: value}
         elif key in plain:
@@ -221,7 +222,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
                 raise BadInput(f"unknown model {settings[key]!r}{nearest(settings[key], MODELS)}")
             if key == "loss" and settings[key] not in LOSSES:
                 raise BadInput(f"unknown loss {settings[key]!r}{nearest(settings[key], LOSSES)}")
-            changed[key] = _value(key, settings[key], getattr(recipe, key))
+            changed[key] = _value(key, settings[key], kinds_of(Recipe)[key], getattr(recipe, key))
             if key in ("model", "data", "loss") and changed[key] != getattr(recipe, key):
                 changed.setdefault(f"{key}_options", {})
                 if key == "loss":
@@ -231,8 +232,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
     return replace(recipe, **changed)
 
 
-def _default(group: str, chosen: str, option: str) -> Any:
-    """What an option of the chosen model, data or loss is where nothing is said: it shows its kind."""
+def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
+    """Annotated type and default of an option of the chosen model, data or loss."""
     takes: Callable[..., Any]
     names: Sequence[str] | None = None
     if group == "data" and chosen in DATASETS:
@@ -241,25 +242,33 @@ def _default(group: str, chosen: str, option: str) -> Any:
         takes, names = load_image_folder, FOLDER_OPTIONS
     else:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
-    known = inspect.signature(takes).parameters
+    kinds = kinds_of(takes)
     if names is None:
-        names = [name for name in known if name not in ("image_shape", "classes", "scores", "target")]
+        names = [name for name in kinds if name not in ("image_shape", "classes", "scores", "target")]
     own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")
-    return None if known[option].default is inspect.Parameter.empty else known[option].default
+    default = inspect.signature(takes).parameters[option].default
+    return kinds[option], None if default is inspect.Parameter.empty else default
 
 
-def _value(key: str, text: str, default: Any) -> Any:
+def _value(key: str, text: str, kind: Any, default: Any) -> Any:
+    """A setting's value from its text: JSON, or a word as it stands."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         value = text
-    if isinstance(default, str):
-        return text
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if default is not None and type(value) is not type(default) and not isinstance(default, tuple):
-        kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[type(default)]
-        raise BadInput(f"{key} takes {kind}, such as {json.dumps(default)}; got {text}")
-    return value
+    for each in (text, value):
+        if fits(each, kind):
+            return float(each) if isinstance(default, float) else each
+    if fits(_listed(text), kind):
+        raise BadInput(f"{key} takes {described(kind)}; write {key}=[{text}]")
+    example = "" if default is None else f", such as {json.dumps(default)}"
+    raise BadInput(f"{key} takes {described(kind)}{example}; got {text}")
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(f"[{text}]")
+    except json.JSONDecodeError:
+        return None

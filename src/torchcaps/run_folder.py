@@ -1,146 +1,229 @@
-"""What a run leaves on disk: its recipe and environment, its rows, its checkpoints, its picture. Whole or absent."""
+"""What a run leaves on disk: whose folder it is, its recipe and data, a row an epoch. Whole or absent."""
 
 import csv
 import json
-import platform
-import shutil
-import subprocess
+import re
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, fields
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
 import lightning
-import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
+import numpy as np
+import safetensors.numpy
+from filelock import FileLock, Timeout
 from lightning.pytorch.callbacks import Callback
+from safetensors import SafetensorError
 from torch import nn
 
-from torchcaps.data import Images, Preparation, Splits
+from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
+from torchcaps.environment import environment
 from torchcaps.errors import BadInput
+from torchcaps.options import check_kind
 from torchcaps.recipe import Recipe
 
-
-def environment() -> dict[str, Any]:
-    """Versions, commit and hardware: what has to stand beside every number."""
-    versions: dict[str, str | None] = {}
-    for package in ("torchcaps", "torch", "lightning", "numpy"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    processor = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
-    return {
-        "versions": {"python": platform.python_version(), **versions},
-        "commit": _commit(),
-        "processor": processor,
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def _commit() -> str | None:
-    source = Path(__file__).resolve().parent
-    git = shutil.which("git")
-    if git is None or not (source.parents[1] / ".git").exists():
-        return None
-    run = [git, "-C", str(source)]
-    head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    changed = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
-    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None
-
-
-def begun_with(folder: Path) -> dict[str, Any]:
-    """The settings of a run; those that came with a later version of this library are at their defaults."""
-    defaults = {setting.name: setting.default for setting in fields(Recipe) if setting.default is not MISSING}
-    return {**defaults, **json.loads((folder / "recipe.json").read_text())["recipe"]}
-
-
-def begin_run(folder: Path, recipe: Mapping[str, Any], splits: Splits, resume: bool) -> None:
-    """Make the folder and write recipe.json: the recipe's settings, what the data are, the environments.
-
-    Raises:
-        BadInput: a run is there already and is not to be resumed, or it was begun with other settings.
-    """
-    written = folder / "recipe.json"
-    earlier: dict[str, Any] = {}
-    if written.exists() and not resume:
-        raise BadInput(f"{folder} holds a run already: go on with --resume, or name another folder with --out")
-    if resume and written.exists():
-        before, last = begun_with(folder), json.loads(written.read_text())
-        earlier = {"earlier_environments": [*last.get("earlier_environments", []), last["environment"]]}
-        longer = {"epochs"} if recipe.get("margin_schedule") != "linear" else set()
-        for key, value in json.loads(json.dumps(recipe)).items():
-            if before.get(key) != value and key not in longer:
-                raise BadInput(f"{folder} was begun with {key}={before.get(key)}, not {value}: resume with the same")
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "recipe": recipe,
-        "class_names": splits.train.class_names,
-        "image_shape": splits.train.image_shape,
-        "environment": environment(),
-        **earlier,
-    }
-    write_json(written, content)
-
-
-class AtomicCheckpoints(TorchCheckpointIO):
-    """Checkpoints that are whole or absent: written beside the file, then renamed over it; loaded without pickle."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            # In a thread of its own: a Ctrl-C inside torch.save comes out as RuntimeError, or ends the process.
-            with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
-                thread.submit(torch.save, checkpoint, stream).result()
-        except (OSError, RuntimeError) as error:
-            raise BadInput(
-                f"{target} could not be written ({error}): free some space and continue with --resume; "
-                "the checkpoint before it is untouched"
-            ) from error
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return torch.load(path, map_location=map_location or "cpu", weights_only=True)
-
-
-def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
-    """A checkpoint that fits the module, read without pickle.
-
-    Raises:
-        BadInput: it cannot be read, or it is of another model.
-    """
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        expected = {name: value.shape for name, value in module.state_dict().items()}
-        found = {name: value.shape for name, value in checkpoint["state_dict"].items()}
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(f"{path} is not a readable checkpoint ({reason}): remove it, or name another --out") from error
-    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if different:
-        raise BadInput(
-            f"{path} is the checkpoint of another model: {different[0]} is "
-            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
-            "name the folder of this recipe's run with --out"
-        )
-    return checkpoint
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.csv, none where there is no such file."""
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
-
+LOCK = ".lock"
+DIGESTS = "image-digests.safetensors"
+LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
+"""What a killed process may leave of a file that it was writing."""
 PROGRESS_SECONDS = 60.0
-"""Between the lines that tell how far a long epoch has come, where no progress bar can be drawn."""
+"""Between two printed lines of how far a long epoch has come, where no progress bar can be drawn."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What recipe.json holds of a run.
+
+    Arguments:
+        recipe: all settings.
+        class_names: in the order of the labels.
+        image_shape: (channels, height, width) of the stored images, before cropping.
+        data: the summary of `fingerprint`.
+        environment: where it was trained last.
+        earlier_environments: where it was trained before it was resumed.
+    """
+
+    recipe: Recipe
+    class_names: list[str]
+    image_shape: tuple[int, int, int]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    earlier_environments: list[dict[str, Any]]
+
+
+def read_run(folder: Path) -> Run:
+    """recipe.json of a run, with every entry there and of its kind.
+
+    Raises:
+        BadInput: it is absent or damaged.
+    """
+    path = folder / "recipe.json"
+    if not path.is_file():
+        raise BadInput(f"{folder} has no recipe.json: name the folder of a `torchcaps train`")
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        for name, kind in Run.__annotations__.items():
+            if name != "recipe":
+                check_kind(name, said[name], kind)
+        known = {field.name for field in fields(Recipe)}
+        if unlike := known ^ said["recipe"].keys():
+            raise BadInput(f"recipe: {min(unlike)!r} is {'absent' if unlike & known else 'unknown'}")
+        if not all(isinstance(said["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
+            raise BadInput("data: a checksum is absent")
+        said["data"]["class_names"]
+        run = {name: said[name] for name in Run.__annotations__}
+        return Run(**{**run, "recipe": Recipe(**said["recipe"]), "image_shape": tuple(said["image_shape"])})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{path} is damaged ({error!s}): put back a copy, or train again in another folder") from error
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other process from training in a folder; the folder is made if absent.
+
+    Raises:
+        BadInput: another process trains there, or the folder cannot be written to.
+    """
+    lock = FileLock(folder / LOCK, timeout=0, preserve_lock_file=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout as error:
+        raise BadInput(f"another process is training in {folder}: wait for it, or name another --out") from error
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def existing_run(folder: Path, resume: bool) -> Run | None:
+    """The run that a folder holds, which is then to be resumed; None for an empty or absent folder.
+
+    Raises:
+        BadInput: it holds a run that is not to be resumed, or files of somebody else.
+    """
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    others = [name for name in names if name != LOCK and not LEFTOVER.fullmatch(name)]
+    if (folder / "recipe.json").is_file():
+        run = read_run(folder)
+        if not resume:
+            raise BadInput(f"{folder} holds a run already: continue it with --resume, or name another --out")
+        return run
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise BadInput(
+            f"{folder} holds files that are not of a run ({others[0]}{more}): name a new or empty folder with --out"
+        )
+    return None
+
+
+def begin_run(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> None:
+    """Write recipe.json: the recipe's settings, what the data are, the environments. Remove what a killed run left.
+
+    Raises:
+        BadInput: see `existing_run`; or the run was begun with other settings or other data.
+    """
+    before = existing_run(folder, resume)
+    data, digests = fingerprint(splits)
+    earlier: list[dict[str, Any]] = []
+    if before is not None:
+        _check_settings(folder, before.recipe, recipe)
+        changed = difference(before.data, data)
+        if changed:
+            raise BadInput(
+                f"{folder} was begun with other data: {changed}; resume with the same data, or name another --out"
+            )
+        earlier = [*before.earlier_environments, before.environment]
+    for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
+        path.unlink()
+    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
+    with atomically(folder / DIGESTS) as stream:
+        stream.write(safetensors.numpy.save(digests))
+    write_json(folder / "recipe.json", {**vars(run), "recipe": recipe.plain()})
+
+
+def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
+    one, other = before.plain(), recipe.plain()
+    for key in one.keys() - {"epochs"}:
+        if one[key] != other[key]:
+            raise BadInput(f"{folder} was begun with {key}={one[key]}, not {other[key]}: resume with the same")
+    if one["epochs"] == other["epochs"]:
+        return
+    if recipe.margin_schedule == "linear":
+        raise BadInput(
+            f"{folder} was begun with epochs={before.epochs}, not {recipe.epochs}: its margin rises linearly over all "
+            "epochs, so their number cannot change; train anew in another folder"
+        )
+    trained = len(read_rows(folder / "metrics.csv"))
+    if recipe.epochs < trained:
+        raise BadInput(f"{folder} has trained {trained} epochs already: give --epochs {trained} or more")
+    print(f"epochs changed from {before.epochs} to {recipe.epochs}", flush=True)
+
+
+def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+    """metrics.json of a run that has ended with these epochs; None where it has not, or a result is absent.
+
+    Raises:
+        BadInput: metrics.json is damaged.
+    """
+    if not all((folder / name).is_file() for name in ("metrics.json", "model.safetensors", "config.json")):
+        return None
+    metrics = read_metrics(folder)
+    return metrics if metrics["epochs_planned"] == recipe.epochs else None
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """metrics.json of a run.
+
+    Raises:
+        BadInput: it is damaged.
+    """
+    path = folder / "metrics.json"
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+        float(metrics["test_accuracy_percent"]), int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise BadInput(f"{path} is damaged ({error}): remove it and run the command with --resume") from error
+    return metrics
+
+
+def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
+    """How many of these images are among a run's training and validation images, by the name of the split.
+
+    Raises:
+        BadInput: the run's checksums of its images are absent or damaged.
+    """
+    path = folder / DIGESTS
+    try:
+        known = safetensors.numpy.load(path.read_bytes())
+        digests = image_digests(images)
+        return {name: int(np.isin(digests, known[name]).sum()) for name in ("train", "validation")}
+    except (OSError, LookupError, SafetensorError) as error:
+        raise BadInput(f"{path} is absent or damaged ({error}): put back a copy") from error
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv; none where it does not exist.
+
+    Raises:
+        BadInput: it is damaged.
+    """
+    if not path.exists():
+        return []
+    try:
+        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines(), strict=True))
+        for number, row in enumerate(rows, start=1):
+            float(row["seconds"]), float(row["train_images_per_second"])
+            if int(row["epoch"]) != number or None in row or None in row.values():
+                raise ValueError(f"row {number} is not whole")
+        return rows
+    except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
+        raise BadInput(f"{path} is damaged ({error}): put back a copy, or train again in another folder") from error
 
 
 class EpochLog(Callback):
@@ -203,38 +286,3 @@ class EpochLog(Callback):
             f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
             flush=True,
         )
-
-
-def save_reconstructions(
-    model: nn.Module, preparation: Preparation, images: Images, path: Path, count: int = 10
-) -> bool:
-    """Draw images above their reconstructions, one column each; False for a model without a decoder."""
-    from matplotlib.figure import Figure
-
-    step = max(1, len(images) // count)
-    chosen = images.subset(torch.arange(0, len(images), step)[:count])
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        inputs = preparation.plain(chosen.pixels)
-        prediction = model(inputs)
-    model.train(was_training)
-    if prediction.reconstruction is None:
-        return False
-    figure = Figure(figsize=(1.1 * len(chosen), 2.9), layout="constrained")
-    axes = figure.subplots(2, len(chosen), squeeze=False)
-    drawn = prediction.reconstruction.clamp(0, 1)
-    winners = prediction.scores.argmax(dim=1)
-    for column in range(len(chosen)):
-        for row, image in enumerate((inputs[column], drawn[column])):
-            axis = axes[row, column]
-            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
-            axis.set_xticks([])
-            axis.set_yticks([])
-        axes[0, column].set_title(chosen.class_names[int(chosen.labels[column])], fontsize=9)
-        axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9)
-    axes[0, 0].set_ylabel("image")
-    axes[1, 0].set_ylabel("reconstruction")
-    with atomically(path) as stream:
-        figure.savefig(stream, format="png", dpi=120)
-    return True

@@ -3,34 +3,30 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar
+from jaxtyping import Int64
+from lightning.pytorch.callbacks import Callback, EarlyStopping, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchmetrics.classification import MulticlassAccuracy
 
+from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_checkpoint
+from torchcaps.classifier import Classifier
+from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
-from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
-from torchcaps.models import create_model
-from torchcaps.recipe import OPTIMIZERS, PRECISIONS, Recipe, resolve_precision
-from torchcaps.run_folder import (
-    AtomicCheckpoints,
-    EpochLog,
-    begin_run,
-    load_checkpoint,
-    read_rows,
-    save_reconstructions,
-)
+from torchcaps.models import Pretrained, create_model
+from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.run_folder import EpochLog, begin_run, finished, locked, read_metrics, read_rows
+from torchcaps.training_module import TrainingModule
 
 
 class ImageBatches(Dataset):
@@ -84,124 +80,6 @@ class SplitBatches(lightning.LightningDataModule):
         return _loader(ImageBatches(images, recipe.preparation()), mine, recipe.batch_size)
 
 
-class Classifier(lightning.LightningModule):
-    """A model, its loss and its optimiser, as the recipe says."""
-
-    def __init__(self, model: nn.Module, recipe: Recipe, classes: int, steps: int = 1) -> None:
-        super().__init__()
-        self.model = model
-        self.steps = steps
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-        self.recipe = recipe
-        self.accuracy = MulticlassAccuracy(classes, average="micro")
-
-    def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-        loss, scores = self.loss_and_scores(images, labels, train)
-        if not torch.isfinite(loss):
-            phase = "training" if train else "validation"
-            raise BadInput(
-                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
-                f"first not finite: {self._first_not_finite(images, labels)}; "
-                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
-            )
-        return loss, scores
-
-    def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-        """What is minimised, and the scores."""
-        recipe = self.recipe
-        prediction = self.model(images, labels)
-        options = dict(recipe.loss_options)
-        if recipe.margin_schedule != "none":
-            step = self.global_step if train else self.steps
-            options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
-        loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
-        if prediction.reconstruction is not None and recipe.reconstruction_weight:
-            loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
-        return loss, prediction.scores
-
-    def scores(self, images: Tensor) -> Tensor:
-        """The model's scores of prepared images."""
-        return self.model(images).scores
-
-    def count(self, scores: Tensor, labels: Tensor) -> None:
-        """Add a batch to the accuracy."""
-        self.accuracy.update(scores, labels)
-
-    def _first_not_finite(self, images: Tensor, labels: Tensor) -> str:
-        if not torch.isfinite(images).all():
-            return "the input images"
-        for name, parameter in self.model.named_parameters():
-            if not torch.isfinite(parameter).all():
-                return f"weights {name}"
-        found: list[str] = []
-
-        def look(name: str) -> Any:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                tensors = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
-                if not all(bool(torch.isfinite(x).all()) for x in tensors):
-                    found.append(name)
-
-            return hook
-
-        handles = [m.register_forward_hook(look(name)) for name, m in self.model.named_modules() if name]
-        with torch.no_grad():
-            self.loss_and_scores(images, labels, train=False)
-        for handle in handles:
-            handle.remove()
-        return f"output of module {found[0]}" if found else "the loss itself"
-
-    def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
-        loss, _ = self._loss(batch[0], batch[1], train=True)
-        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]), sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        loss, scores = self._loss(batch[0][0], batch[1], train=False)
-        self.count(scores, batch[1])
-        self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
-
-    def on_validation_epoch_end(self) -> None:
-        accuracy = 100 * self.accuracy.compute()
-        loss = self.trainer.callback_metrics["validation_loss"]
-        self.log("validation_accuracy_percent", accuracy, prog_bar=True)
-        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))  # near 0, where floats are close
-        self.accuracy.reset()
-
-    def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        views = torch.stack([self.scores(view) for view in batch[0]])
-        self.count(views.mean(dim=0), batch[1])
-
-    def on_test_epoch_end(self) -> None:
-        self.log("accuracy_percent", 100 * self.accuracy.compute())
-        self.accuracy.reset()
-
-    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-        """Dropout is a function of (seed, epoch, rank); hooks before this one come too early in a resumed epoch."""
-        if batch_index == 0:
-            key = [self.recipe.seed, self.current_epoch, self.global_rank]
-            torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
-            if self.current_epoch:
-                torch.empty((), dtype=torch.int64).random_()  # what the loader of a later epoch takes
-
-    def save_picture(self, images: Images, path: Path) -> None:
-        """Images beside their reconstructions, where the model reconstructs."""
-        save_reconstructions(self.model, self.recipe.preparation(), images, path)
-
-    def configure_optimizers(self) -> Any:
-        recipe = self.recipe
-        optimizer = OPTIMIZERS[recipe.optimizer](
-            self.parameters(),
-            lr=recipe.learning_rate,  # type: ignore[call-arg]
-            weight_decay=recipe.weight_decay,
-        )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: recipe.decay_rate ** (step / recipe.decay_steps)
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 def fit(
     recipe: Recipe,
     splits: Splits,
@@ -210,66 +88,139 @@ def fit(
     devices: int = 1,
     resume: bool = False,
     watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
-    classifier: type["Classifier"] | None = None,
+    module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
     """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
 
-    Of epochs with equal validation accuracy the one of lower validation loss is kept.
+    Of epochs with equal validation accuracy the one of lower validation loss is kept. A finished run is left as it is,
+    unless the recipe has more epochs than it was begun with: then it goes on, and reads the test split again.
 
     Arguments:
         recipe: all settings; what it says can be repeated from the folder's recipe.json.
         splits: train, validation and test images.
-        folder: made if absent; gets recipe.json, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors,
-            config.json, tensorboard/, and reconstructions.png where the model reconstructs.
+        folder: made if absent, else empty or a run; gets recipe.json, image-digests.safetensors, metrics.csv,
+            metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json, tensorboard/, confusion.png, and
+            reconstructions.png where the model reconstructs. No other file in it is touched.
         devices: processes to train with, through DistributedDataParallel; must divide the batch size.
         resume: go on from the folder's last.ckpt, to the same bits as a run that was never stopped.
         watch: called with the model, in evaluation mode, after every epoch; what it returns stands in metrics.csv.
-        classifier: what makes losses and right answers of a model's; `Classifier` where there is none.
+        module_class: LightningModule that defines loss and metric.
 
     Returns:
         The content of metrics.json.
 
     Raises:
-        BadInput: a setting does not fit, a checkpoint cannot be read or written, the loss is not finite.
+        BadInput: a setting does not fit, the folder holds something else, other data or settings than the run was
+            begun with, a file cannot be read or written.
+        Diverged: the loss is not finite.
         KeyboardInterrupt: as sent; Lightning turns it into an exit, and this turns it back.
     """
     if devices < 1 or recipe.batch_size % devices:
         raise BadInput(
             f"devices is {devices}: use 1, or a larger number that divides the batch size {recipe.batch_size}"
         )
+    for name, images in vars(splits).items():
+        if not len(images):
+            raise BadInput(f"there are no {name} images: give each class more images")
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
-    classes = len(splits.train.class_names)
-    image_shape = recipe.preparation().image_shape(splits.train.image_shape)
-    options = {"image_shape": image_shape, "classes": classes, **recipe.model_options}
-    model = create_model(recipe.model, **options)
-    first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    module = module_class(
+        _new_model(recipe, splits.train),
+        recipe,
+        len(splits.train.class_names),
+        recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size),
+    )
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        return _train(recipe, splits, folder, module, devices, resume, watch)
+    with locked(folder):
+        begin_run(folder, recipe, splits, resume)
+        if done := finished(folder, recipe):
+            print(f"{folder} is finished: nothing is left to train; for more epochs, raise --epochs", flush=True)
+            return done
+        return _train(recipe, splits, folder, module, devices, resume, watch)
+
+
+def _new_model(recipe: Recipe, images: Images) -> nn.Module:
+    """The recipe's model for these images, tried on one of them, so that what does not fit is found before training."""
+    preparation = recipe.preparation()
+    options = {"image_shape": preparation.image_shape(images.image_shape), "classes": len(images.class_names)}
+    model = create_model(recipe.model, **{**options, **recipe.model_options}).eval()
+    try:
+        with torch.inference_mode():
+            model(torch.zeros(1, *cast(Pretrained, model).options["image_shape"]))
+    except (ValueError, RuntimeError, MemoryError) as error:
+        raise BadInput(f"model {recipe.model} cannot run with these options: {error}") from error
+    return model.train()
+
+
+def _train(
+    recipe: Recipe,
+    splits: Splits,
+    folder: Path,
+    module: TrainingModule,
+    devices: int,
+    resume: bool,
+    watch: Callable[[nn.Module], Mapping[str, float]] | None,
+) -> dict[str, Any]:
+    trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), watch))
+    data = SplitBatches(splits, recipe)
     last = folder / "last.ckpt"
-    if first_process:
-        begin_run(folder, asdict(recipe), splits, resume)
-    module = (classifier or Classifier)(
-        model, recipe, classes, recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size)
-    )
-    best = ModelCheckpoint(
-        folder,
-        "best",
-        monitor="validation_rank",
-        mode="max",
-        save_on_train_epoch_end=True,
-        enable_version_counter=False,
-    )
-    latest = ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False)
-    callbacks: list[Callback] = [EpochLog(folder / "metrics.csv", len(splits.train), watch), best, latest]
+    if go_on := resume and last.exists():
+        load_checkpoint(last, module)
+        load_checkpoint(folder / "best.ckpt", module)
+    try:
+        trainer.fit(module, data, ckpt_path=last if go_on else None)
+    except SystemExit as interrupted:
+        raise KeyboardInterrupt from interrupted
+    chosen = load_checkpoint(folder / "best.ckpt", module)
+    module.load_state_dict(chosen["state_dict"])
+    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
+    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
+    rows = read_rows(folder / "metrics.csv")
+    names = splits.test.class_names
+    earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
+    metrics = {
+        "test_error_percent": round(100 - test, 4),
+        "test_accuracy_percent": round(test, 4),
+        "validation_accuracy_percent": round(validation, 4),
+        "parameters": sum(parameter.numel() for parameter in module.model.parameters()),
+        "train_images_per_second": round(float(np.median([float(row["train_images_per_second"]) for row in rows])), 2),
+        "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
+        "epochs": len(rows),
+        "epochs_planned": recipe.epochs,
+        "best_epoch": chosen["epoch"] + 1,
+        "precision": recipe.precision,
+        "train_images": len(splits.train),
+        "validation_images": len(splits.validation),
+        "test_images": len(splits.test),
+        "test_evaluations": earlier + 1,
+        "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
+    }
+    if trainer.is_global_zero:
+        classifier = Classifier(module.model, names, splits.train.image_shape, recipe.preparation())
+        classifier.save_pretrained(folder)
+        module.save_picture(splits.validation, folder / "reconstructions.png")
+        if splits.test.labels.ndim == 1:
+            save_confusion(module.tested, names, folder / "confusion.png")
+            warn_of_one_prediction(module.tested, names)
+        write_json(folder / "metrics.json", metrics)
+    return metrics
+
+
+def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> lightning.Trainer:
+    same = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+    best = RunCheckpoint(folder, "best", monitor="validation_rank", mode="max", **same)  # type: ignore[arg-type]
+    callbacks: list[Callback] = [log, best, RunCheckpoint(folder, "last", **same)]  # type: ignore[arg-type]
     if recipe.patience:
         callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
-    trainer = lightning.Trainer(
+    return lightning.Trainer(
         max_epochs=recipe.epochs,
         accelerator="auto",
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
-        logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+        logger=Curves(folder, name="", version="tensorboard"),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
         plugins=[AtomicCheckpoints()],
@@ -280,38 +231,43 @@ def fit(
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
     )
-    data = SplitBatches(splits, recipe)
-    if go_on := resume and last.exists():
-        load_checkpoint(last, module)
-    try:
-        trainer.fit(module, data, ckpt_path=last if go_on else None)
-    except SystemExit as interrupted:
-        raise KeyboardInterrupt from interrupted
-    chosen = load_checkpoint(folder / "best.ckpt", module)
-    module.load_state_dict(chosen["state_dict"])
-    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
-    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
-    rows = read_rows(folder / "metrics.csv")
-    metrics = {
-        "test_error_percent": round(100 - test, 4),
-        "test_accuracy_percent": round(test, 4),
-        "validation_accuracy_percent": round(validation, 4),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "train_images_per_second": round(float(np.median([float(row["train_images_per_second"]) for row in rows])), 2),
-        "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
-        "epochs": len(rows),
-        "best_epoch": chosen["epoch"] + 1,
-        "precision": recipe.precision,
-        "train_images": len(splits.train),
-        "validation_images": len(splits.validation),
-        "test_images": len(splits.test),
-    }
-    if trainer.is_global_zero:
-        model.save_pretrained(folder)  # type: ignore[operator]
-        (folder / "README.md").unlink(missing_ok=True)
-        module.save_picture(splits.validation, folder / "reconstructions.png")
-        write_json(folder / "metrics.json", metrics)
-    return metrics
+
+
+class Curves(TensorBoardLogger):
+    """TensorBoard's logs, where a full disk is a `BadInput` that names them."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._write(lambda: super(Curves, self).log_metrics(metrics, step))
+
+    def log_graph(self, *arguments: Any, **options: Any) -> None:
+        """No graph is drawn."""
+
+    def save(self) -> None:
+        self._write(super().save)
+
+    def finalize(self, status: str) -> None:
+        self._write(lambda: super(Curves, self).finalize(status))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except (OSError, ValueError) as error:  # Lightning turns a failed write into a ValueError
+            raise BadInput(
+                f"{self.log_dir} could not be written ({error.__cause__ or error}): free some space and continue "
+                "with --resume"
+            ) from error
+
+
+class Evaluation(NamedTuple):
+    """What `evaluate` found.
+
+    Arguments:
+        accuracy_percent: share of images whose highest score is that of their class.
+        confusion: ``[K, K]``, numbers of images; true classes in rows, predicted ones in columns.
+    """
+
+    accuracy_percent: float
+    confusion: Int64[Tensor, "K K"]
 
 
 def evaluate(
@@ -321,8 +277,8 @@ def evaluate(
     *,
     batch_size: int = 128,
     precision: str = "auto",
-) -> float:
-    """Accuracy in per cent of a model on a split, on one device.
+) -> Evaluation:
+    """Accuracy and confusion matrix of a model on a split, on one device.
 
     Arguments:
         model: any model of `MODELS`.
@@ -332,7 +288,7 @@ def evaluate(
         precision: auto, bf16 or float32.
     """
     recipe = Recipe("evaluate", "", "", batch_size=batch_size)
-    module = Classifier(model, recipe, len(images.class_names))
+    module = TrainingModule(model, recipe, len(images.class_names))
     trainer = lightning.Trainer(
         devices=1,
         precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
@@ -342,4 +298,5 @@ def evaluate(
         enable_model_summary=False,
     )
     batches = _loader(ImageBatches(images, preparation or Preparation()), np.arange(len(images)), batch_size)
-    return trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
+    accuracy = trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
+    return Evaluation(accuracy, module.tested)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from torchcaps.data.files import atomically
+from torchcaps.environment import environment
 from torchcaps.errors import BadInput
-from torchcaps.run_folder import environment
 
 __all__ = ["compare", "peak_bytes", "progress", "write_csv"]
 

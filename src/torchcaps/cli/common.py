@@ -3,22 +3,45 @@
 import ctypes
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from torchcaps.errors import BadInput
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
 
 
-def print_table(table: Table) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:
+    """Print rows as they are: no markup is read from them, and what cannot be printed is escaped."""
+    table = Table(*columns, title=Text(printable(title)) if title else None)
     table.columns[0].no_wrap = True
+    for row in rows:
+        table.add_row(*(Text(printable(str(cell))) for cell in row))
     console = Console()
     Console(width=console.width if console.is_terminal else 140).print(table)
+
+
+def printable(text: str) -> str:
+    """A text for one line of a terminal: control characters and broken Unicode are escaped.
+
+    Example:
+        >>> printable("a\\nb")
+        'a\\\\nb'
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def run_folder(text: str) -> Path:
+    """A folder as named on the command line, where an empty name is most likely an unset variable."""
+    if not text.strip():
+        raise typer.BadParameter("the name is empty; give the run folder's name.")
+    return Path(text)
 
 
 def setting(text: str) -> tuple[str, str]:

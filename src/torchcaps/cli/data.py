@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from torchcaps.cli.common import DataDir, print_table, setting
 from torchcaps.errors import BadInput, nearest
@@ -17,10 +16,8 @@ def data_list() -> None:
     """The datasets known by name."""
     from torchcaps.data import DATASETS
 
-    table = Table("name", "what", "splits", "source")
-    for name, dataset in DATASETS.items():
-        table.add_row(name, dataset.description, dataset.splits, dataset.source)
-    print_table(table)
+    rows = [(name, dataset.description, dataset.splits, dataset.source) for name, dataset in DATASETS.items()]
+    print_table(("name", "what", "splits", "source"), rows)
 
 
 @app.command("fetch")

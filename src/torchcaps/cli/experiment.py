@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, writable
 from torchcaps.errors import BadInput, nearest
@@ -29,10 +28,8 @@ def experiment(
     from torchcaps.experiments import EXPERIMENTS, run_experiment, write_report
 
     if name == "list":
-        table = Table("experiment", "standard", "paper", "what it is")
-        for known, one in EXPERIMENTS.items():
-            table.add_row(known, "yes" if one.standard else "", one.paper, one.title)
-        print_table(table)
+        rows = [(known, "yes" if one.standard else "", one.paper, one.title) for known, one in EXPERIMENTS.items()]
+        print_table(("experiment", "standard", "paper", "what it is"), rows)
         return
     if name == "report":
         print(f"{write_report(results, report)} experiments in {report}")
@@ -49,10 +46,8 @@ def experiment(
     except KeyboardInterrupt:
         print("interrupted: the same command goes on where it was", file=sys.stderr)
         raise typer.Exit(130) from None
-    table = Table("what", "paper", "ours", title=f"{EXPERIMENTS[name].title}; {budget}")
-    for row in outcome.rows:
-        table.add_row(row.what, row.paper or "", row.measured())
-    print_table(table)
+    lines = [(row.what, row.paper or "", row.measured()) for row in outcome.rows]
+    print_table(("what", "paper", "ours"), lines, f"{EXPERIMENTS[name].title}; {budget}")
     for note in outcome.notes:
         print(note)
     print(f"the picture: {picture}")

@@ -10,6 +10,7 @@ from torchcaps.data.cifar import fetch_cifar10, load_cifar10, read_cifar10, veri
 from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
 from torchcaps.data.files import uncompressed_md5
+from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_folder import load_image_folder, read_image
 from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
@@ -30,8 +31,11 @@ __all__ = [
     "Variation",
     "camera_rotation",
     "cut",
+    "difference",
     "download",
     "fetch_mnist",
+    "fingerprint",
+    "image_digests",
     "load_cifar10",
     "load_fashion_mnist",
     "load_idx_pair",

@@ -76,6 +76,9 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     """A stream to write a file with: the file is whole or as it was, however the writing ends.
 
     Written beside it, flushed to disk, then renamed over it.
+
+    Raises:
+        BadInput: the file cannot be written, such as on a full disk.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -84,6 +87,12 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BadInput(
+            f"{path} could not be written ({error.strerror or error}): free some space or name another folder, then "
+            "run the command again; what the file held before is untouched"
+        ) from error
     except BaseException:
         part.unlink(missing_ok=True)
         raise

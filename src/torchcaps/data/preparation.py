@@ -1,6 +1,5 @@
 """How stored images become a network's input: shifted, standardised, cropped, brightened; whole batches at once."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
+from torchcaps.options import check_kind, kinds_of
 
 
 class Variation(NamedTuple):
@@ -56,12 +56,13 @@ class Preparation:
     test_crops: int = 1
 
     def __post_init__(self) -> None:
-        ranges = {"shift": (0, math.inf), "crop": (0, math.inf), "test_crops": (1, math.inf)}
+        for key, kind in kinds_of(type(self)).items():
+            check_kind(key, getattr(self, key), kind)
+        ranges = {"shift": (0, 10_000), "crop": (0, 10_000), "test_crops": (1, 32)}
         ranges |= {"brightness": (0, 10), "contrast": (0, 1)}
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
-                upper = "or more" if most == math.inf else f"to {most}"
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} {upper}")
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least} to {most:,}")
         if self.test_crops > 1 and not self.crop:
             raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchcaps.data.files import atomically, write_json
+from torchcaps.environment import environment
 from torchcaps.errors import BadInput, nearest
 from torchcaps.experiments import (
     adversarial,
@@ -25,7 +26,7 @@ from torchcaps.experiments import (
 )
 from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
 from torchcaps.recipe import resolve_precision
-from torchcaps.run_folder import environment, read_rows
+from torchcaps.run_folder import read_rows
 
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment", "write_report"]
 

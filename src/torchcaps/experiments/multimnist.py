@@ -92,7 +92,7 @@ def run(study: Study) -> Outcome:
                 overlaid(digits.train, count, 0), overlaid(digits.validation, tested // 2, 1), tests["paper"]
             )
             folder = part(name, seed)
-            model, _ = study.trained(folder, recipe, splits, classifier=PairClassifier)
+            model, _ = study.trained(folder, recipe, splits, module_class=PairClassifier)
 
             def compute(model=model, tests=tests) -> dict[str, float]:
                 return {way: pair_accuracy(model, images) for way, images in tests.items()}

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from torchcaps.data import Images
-from torchcaps.errors import BadInput
+from torchcaps.errors import Diverged
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 
 ITERATIONS = (1, 2, 3)
@@ -41,9 +41,7 @@ def run(study: Study) -> Outcome:
 
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
-                except BadInput as error:
-                    if "not finite" not in str(error):
-                        raise
+                except Diverged as error:
                     broken.append(f"T = {iterations}, {name}, seed {seed} did not end: {str(error).partition(';')[0]}.")
                 ours = ours or [value for (value,) in study.watched(folder, "test_accuracy_percent")]
             curves[iterations, name] = ours or []

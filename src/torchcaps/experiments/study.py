@@ -22,8 +22,9 @@ from torchcaps.recipe import Recipe, resolve_precision
 from torchcaps.recipes import RECIPES
 from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.routing_map import RoutingMap
-from torchcaps.run_folder import begun_with, read_rows
-from torchcaps.training import Classifier, fit
+from torchcaps.run_folder import existing_run, finished, read_rows
+from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
 
 Budget = Literal["quick", "standard", "paper"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
@@ -105,7 +106,7 @@ class Study:
         recipe: Recipe,
         splits: Splits,
         watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
-        classifier: type[Classifier] | None = None,
+        module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
         """A network trained as the recipe says, and its metrics: finished, gone on with, or begun.
 
@@ -113,16 +114,16 @@ class Study:
             BadInput: the folder holds a training with other settings, or what `fit` refuses.
         """
         folder = self.folder / part
-        finished = folder / "metrics.json"
-        settings = json.loads(json.dumps(vars(recipe)))
-        settings["precision"] = resolve_precision(recipe.precision)
-        if finished.exists() and begun_with(folder) != settings:
+        recipe = replace(recipe, precision=resolve_precision(recipe.precision))
+        run = existing_run(folder, resume=True)
+        if run is not None and run.recipe.plain() != recipe.plain():
             raise BadInput(f"{folder} was trained with other settings: remove it, or name another folder with --out")
-        if not finished.exists():
+        metrics = None if run is None else finished(folder, recipe)
+        if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
-            fit(recipe, splits, folder, resume=True, watch=watch, classifier=classifier)
+            metrics = fit(recipe, splits, folder, resume=True, watch=watch, module_class=module_class)
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
-        return model.eval(), json.loads(finished.read_text())
+        return model.eval(), metrics
 
     def recipe(self, name: str, seed: int, *, images: int, epochs: int, **model_options: Any) -> Recipe:
         """A recipe with another seed and options, in so many epochs of so many training images.

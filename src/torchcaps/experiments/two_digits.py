@@ -17,7 +17,7 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scor
 from torchcaps.losses import margin_loss
 from torchcaps.models import PooledCapsNet
 from torchcaps.recipes import RECIPES
-from torchcaps.training import Classifier
+from torchcaps.training_module import TrainingModule
 
 NETWORKS = {"CNN": "pooled-cnn-mnist", "capsules": "pooled-capsnet-mnist", "uniform couplings": "pooled-capsnet-mnist"}
 PAPER = {"CNN": ("about 40", "about 10"), "capsules": ("over 90", "over 90")}
@@ -53,7 +53,7 @@ def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n len
     return (best.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
 
 
-class StripClassifier(Classifier):
+class StripClassifier(TrainingModule):
     """Learns from single digits, and is judged on strips too: right is who names all their digits."""
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def run(study: Study) -> Outcome:
             splits = study.splits(recipe, *study.choose((10_000, 2_000), (None, None), (None, None)))
             count = study.choose(1_000, 10_000, 10_000)
             splits = Splits(splits.train, strips(splits.validation, 2, count // 5), splits.test)
-            model, metrics = study.trained(part(name, seed), recipe, splits, classifier=StripClassifier)
+            model, metrics = study.trained(part(name, seed), recipe, splits, module_class=StripClassifier)
 
             def tested(model=model, test=splits.test, count=count) -> dict[str, Any]:
                 pairs = strips(test, 2, count)

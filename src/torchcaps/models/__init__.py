@@ -1,6 +1,6 @@
 """One file per paper's networks, and the table of them by name."""
 
-import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,8 @@ from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.prediction import Prediction
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.options import check_options, kinds_of
 
 MODELS: dict[str, type[nn.Module]] = {
     "capsnet": CapsNet,
@@ -37,16 +39,33 @@ def create_model(name: str, **options: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise BadInput(f"unknown model {name!r}{nearest(name, MODELS)}")
-    known = list(inspect.signature(MODELS[name]).parameters)
-    for option in options:
-        if option not in known:
-            raise BadInput(f"model {name} has no option {option!r}{nearest(option, known)}")
+    check_options(f"model {name}", options, kinds_of(MODELS[name]))
+    return built(name, MODELS[name], options)
+
+
+def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
+    """A model made with its options; whatever it raises is one line that names the model.
+
+    Raises:
+        BadInput: an option has no such value, or the machine lacks the memory.
+    """
+    counts = {
+        key: [value] if isinstance(value, int) else value
+        for key, value in options.items()
+        if isinstance(value, int | list | tuple) and not isinstance(value, bool)
+    }
+    for key, values in counts.items():
+        if not values or min(values) < 1:
+            raise BadInput(f"model {name}: {key} is {options[key]}; give numbers of at least 1")
     try:
-        return MODELS[name](**options)
+        return kind(**options)
     except BadInput:
         raise
-    except (ValueError, TypeError, ArithmeticError) as error:
-        raise BadInput(f"model {name} cannot be made with these options: {error}") from error
+    except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
+        reason = str(error).strip().splitlines()
+        raise BadInput(
+            f"model {name} cannot be made with these options: {reason[0] if reason else type(error).__name__}"
+        ) from error
 
 
 __all__ = [
@@ -58,5 +77,7 @@ __all__ = [
     "PooledCNN",
     "PooledCapsNet",
     "Prediction",
+    "Pretrained",
+    "built",
     "create_model",
 ]

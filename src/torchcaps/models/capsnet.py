@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchcaps.capsules import SquashForm
 from torchcaps.kernels import Backend
 from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, UnfoldedConv2d
-from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
+from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import DynamicRouting
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
-from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
+from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import EMRouting
 from torchcaps.routing.em import Competition, ParentActivation, TemperatureSchedule
 

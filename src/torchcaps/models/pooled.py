@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, lengths
 from torchcaps.layers import SharedCaps
-from torchcaps.models.prediction import Prediction, Pretrained, check_image_shape
+from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import DynamicRouting
 
 

@@ -1,6 +1,7 @@
 """Dynamic routing: Sabour, Frosst & Hinton 2017, and its reading as clustering by Su 2018."""
 
-from typing import Literal, get_args, overload
+import inspect
+from typing import Any, Literal, get_args, overload
 
 import torch
 from jaxtyping import Float
@@ -200,6 +201,11 @@ class DynamicRouting(nn.Module):
             return_couplings=return_couplings,
             backend="reference" if return_couplings else self.backend,
         )
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with."""
+        return {name: getattr(self, name) for name in inspect.signature(DynamicRouting).parameters}
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}, logits={self.logits!r}, squash_form={self.squash_form!r}"

@@ -340,5 +340,10 @@ class EMRouting(nn.Module):
             return Capsules(last.mean, last.activation), last.couplings
         return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
 
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with; β_u and β_a are weights."""
+        return {"parent_types": len(self.beta_u), **self.options}
+
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -1,0 +1,125 @@
+"""Checkpoints of a training: whole or absent, with a checksum, read without pickle."""
+
+import hashlib
+import io
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
+
+SEAL = b"\nsha256:"
+"""Stands after the bytes of `torch.save`, before their checksum in hexadecimal; `torch.load` ignores both."""
+
+
+class AtomicCheckpoints(TorchCheckpointIO):
+    """Writes a checkpoint beside its file, then renames it; every read verifies the checksum."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # In a thread of its own: a Ctrl-C inside torch.save comes out as RuntimeError, or ends the process.
+        with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
+            thread.submit(_save_sealed, checkpoint, stream).result()
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        return read_checkpoint(Path(path))
+
+
+class RunCheckpoint(ModelCheckpoint):
+    """A `ModelCheckpoint` whose memory belongs to the run: the folder may be renamed, copied or mounted elsewhere.
+
+    Lightning forgets the best score where the folder's path has changed. Here the paths follow the folder.
+    """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        def here(path: str) -> str:
+            return str(Path(self.dirpath or "") / Path(path).name) if path else ""
+
+        moved: dict[str, Any]
+        moved = {key: here(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
+        moved["dirpath"] = self.dirpath
+        moved["best_k_models"] = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **moved})
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint whose checksum holds.
+
+    Raises:
+        BadInput: it is absent, or not one that a training wrote, or damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise BadInput(f"{path} is absent: copy it back, or train again in another folder with --out") from error
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}): allow it to be read") from error
+    body, seal, checksum = content.rpartition(SEAL)
+    if not seal or hashlib.sha256(body).hexdigest().encode() != checksum:
+        raise BadInput(
+            f"{path} is damaged or not a checkpoint of torchcaps (its checksum does not hold): "
+            "put back a copy, or train again in another folder with --out"
+        )
+    try:
+        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's own words advise to switch weights_only off
+        raise BadInput(
+            f"{path} holds more than tensors and plain data, or was written by another version of torch: "
+            "train again in another folder with --out"
+        ) from error
+
+
+def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
+    """A checkpoint that fits the module.
+
+    Raises:
+        BadInput: it cannot be read, or it is of another model.
+    """
+    checkpoint = read_checkpoint(path)
+    expected = {name: value.shape for name, value in module.state_dict().items()}
+    weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    found = {name: value.shape for name, value in (weights or {}).items()}
+    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different:
+        raise BadInput(
+            f"{path} is the checkpoint of another model: {different[0]} is "
+            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
+            "name the folder of this recipe's run with --out"
+        )
+    return checkpoint
+
+
+class _Hashing(io.RawIOBase):
+    """Passes bytes on to a stream and hashes them on the way; keeps the error of a failed write."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.digest = hashlib.sha256()
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        try:
+            return self.stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _save_sealed(checkpoint: dict[str, Any], stream: BinaryIO) -> None:
+    hashing = _Hashing(stream)
+    try:
+        torch.save(checkpoint, cast(BinaryIO, hashing))
+    except RuntimeError as error:  # torch's name for whatever a stream raises
+        raise hashing.error or error from error
+    stream.write(SEAL + hashing.digest.hexdigest().encode())

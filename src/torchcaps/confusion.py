@@ -1,0 +1,76 @@
+"""What a confusion matrix says: precision and recall of each class, a single class for all images, a picture."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from torchcaps.data.files import atomically
+from torchcaps.errors import DataWarning
+
+MOST_NUMBERED = 20
+"""Classes up to which the picture shows every count as a number."""
+
+
+def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of each class: its images, and precision and recall in per cent; None where nothing can be divided by.
+
+    Arguments:
+        confusion: rows are the true classes, columns the predicted ones.
+        class_names: in the order of rows and columns.
+
+    Example:
+        >>> import torch
+        >>> per_class(torch.tensor([[3, 1], [0, 0]]), ("cat", "dog"))["cat"]
+        {'images': 4, 'precision_percent': 100.0, 'recall_percent': 75.0}
+    """
+    right, of_class, given = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
+    return {
+        name: {"images": of_class[k], "precision_percent": _share(right[k], given[k])}
+        | {"recall_percent": _share(right[k], of_class[k])}
+        for k, name in enumerate(class_names)
+    }
+
+
+def warn_of_one_prediction(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> None:
+    """Warn where images of several classes were all given the same one."""
+    given = (confusion.sum(dim=0) > 0).nonzero().flatten().tolist()
+    if len(given) == 1 and int((confusion.sum(dim=1) > 0).sum()) > 1:
+        warnings.warn(
+            f"the network gives every test image the class {class_names[given[0]]}: it does not tell classes apart",
+            DataWarning,
+            stacklevel=2,
+        )
+
+
+def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], path: Path) -> None:
+    """Draw a confusion matrix as a PNG, each row as shares of its true class; numbers are counts of images."""
+    from matplotlib.figure import Figure
+
+    count = len(class_names)
+    side = min(14.0, 2.4 + 0.45 * count)
+    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    axis = figure.subplots()
+    shares = confusion / confusion.sum(dim=1, keepdim=True).clamp_min(1)
+    picture = axis.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(picture, label="share of the true class")
+    axis.set_xlabel("predicted class")
+    axis.set_ylabel("true class")
+    if count <= 3 * MOST_NUMBERED:
+        axis.set_xticks(range(count), class_names, rotation=90, parse_math=False, fontsize=8)
+        axis.set_yticks(range(count), class_names, parse_math=False, fontsize=8)
+    if count <= MOST_NUMBERED:
+        for row in range(count):
+            for column in range(count):
+                if images := int(confusion[row, column]):
+                    colour = "white" if shares[row, column] > 0.5 else "black"
+                    axis.text(column, row, str(images), ha="center", va="center", color=colour, fontsize=8)
+    with atomically(path) as stream:
+        figure.savefig(stream, format="png", dpi=120)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(100 * part / whole, 2) if whole else None

@@ -1,0 +1,42 @@
+"""Versions, commit and hardware: what has to stand beside every number."""
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Versions of Python and of the libraries, the commit, the processor and its threads, the GPU."""
+    versions: dict[str, str | None] = {}
+    for package in ("torchcaps", "torch", "lightning", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": _commit(),
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _commit() -> str | None:
+    source = Path(__file__).resolve().parent
+    git = shutil.which("git")
+    if git is None or not (source.parents[1] / ".git").exists():
+        return None
+    run = [git, "-C", str(source)]
+    head = subprocess.run([*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*run, "status", "--porcelain", "."], capture_output=True, text=True, check=False)
+    return head.stdout.strip() + ("-modified" if changed.stdout.strip() else "") if head.returncode == 0 else None

@@ -1,0 +1,298 @@
+"""How a network is saved and loaded: weights as safetensors, everything else that its answer depends on as JSON."""
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from torchcaps.data.files import atomically, write_json
+from torchcaps.errors import BadInput
+from torchcaps.options import check_kind, check_options, kinds_of
+from torchcaps.routing import ROUTINGS
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FORMAT = 1
+Network = TypeVar("Network", bound="Pretrained")
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class SavedConfig(NamedTuple):
+    """What config.json holds.
+
+    Arguments:
+        format: 1.
+        model: the network's name in `MODELS`.
+        options: every argument of its constructor.
+        routing: of each layer whose rule the options do not give: the rule's name in `ROUTINGS` and its options.
+        weights_sha256: checksum of model.safetensors, in hexadecimal.
+        images: how images become the network's input and what its classes are called, as `Classifier` saves them; None
+            where the network was saved without.
+    """
+
+    format: int
+    model: str
+    options: Mapping[str, Any]
+    routing: Mapping[str, Any]
+    weights_sha256: str
+    images: Mapping[str, Any] | None
+
+
+class Pretrained:
+    """Adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
+
+    Every argument of the constructor is remembered in ``options``; each must be plain data: numbers, words, lists.
+    """
+
+    options: dict[str, Any]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        build = cls.__init__
+        signature = inspect.signature(build)
+
+        @functools.wraps(build)
+        def remembering(self: Pretrained, *positional: Any, **named: Any) -> None:
+            build(self, *positional, **named)
+            given = signature.bind(self, *positional, **named)
+            given.apply_defaults()
+            self.options = dict(list(given.arguments.items())[1:])
+
+        cls.__init__ = remembering  # type: ignore[method-assign, assignment]
+
+    def save_pretrained(self, folder: str | Path, *, images: Mapping[str, Any] | None = None) -> None:
+        """Write model.safetensors and config.json.
+
+        Arguments:
+            folder: made if absent; other files in it are left alone.
+            images: how images are prepared and what the classes are called; `Classifier.save_pretrained` gives it.
+
+        Raises:
+            BadInput: a routing rule that is not in `ROUTINGS`, an option that JSON cannot hold, or the folder cannot be
+                written to.
+        """
+        assert isinstance(self, nn.Module)
+        folder = Path(folder)
+        routing = _foreign_rules(self)
+        options = _plain(type(self).__name__, self.options)
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
+        content = safetensors.torch.save(weights, {"format": "pt"})
+        checksum = hashlib.sha256(content).hexdigest()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"{folder} cannot be made ({error.strerror}): name another folder") from error
+        with atomically(folder / WEIGHTS) as stream:
+            stream.write(content)
+        config = SavedConfig(FORMAT, model_name(type(self)), options, routing, checksum, images)
+        write_json(folder / CONFIG, config._asdict())
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Network], source: str | Path, *, revision: str | None = None, token: str | None = None, **changes: Any
+    ) -> Network:
+        """Load a network as it was saved: all of its weights and options, or an error.
+
+        Arguments:
+            source: a folder made by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub,
+                as ``"owner/name"``.
+            revision, token: branch, tag or commit, and access token, of the repository.
+            changes: options to use in place of those saved, such as ``backend="reference"``.
+
+        Raises:
+            BadInput: no such folder or repository, a file is absent or damaged, or the weights are another network's.
+        """
+        folder = local_folder(source, revision, token)
+        config = read_config(folder)
+        if config.model != model_name(cls):
+            raise BadInput(f"{folder} holds a network of the kind {config.model!r}, not {model_name(cls)!r}")
+        kinds = kinds_of(cls)
+        missing = [name for name in kinds if name not in config.options]
+        if missing:
+            raise BadInput(f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save it again")
+        check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
+        check_options(cls.__name__, changes, kinds)
+        model = _built(cls, {**config.options, **changes})
+        _restore_rules(model, config.routing, folder / CONFIG)
+        _load_weights(model, folder / WEIGHTS, config.weights_sha256)
+        return model
+
+    def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the network to the Hugging Face Hub; returns the address.
+
+        Arguments:
+            repository: ``"owner/name"``; made if absent.
+            private: of a new repository.
+            token: access token; by default the one of ``hf auth login``.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        address = api.create_repo(repository, private=private, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            api.upload_folder(repo_id=repository, folder_path=folder)
+        return str(address)
+
+
+def model_name(kind: type) -> str:
+    """The name of a network's class in `MODELS`; of another class, its own name."""
+    from torchcaps.models import MODELS
+
+    return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
+
+
+def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
+    """The folder itself, or a local copy of a repository on the Hugging Face Hub.
+
+    Raises:
+        BadInput: neither a folder nor a repository that can be reached.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
+        raise BadInput(f"{source}: no such folder; name one made by `torchcaps train` or save_pretrained")
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = [CONFIG, WEIGHTS]
+        return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
+    except Exception as error:  # the Hub's client raises errors of its own and of three HTTP libraries
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInput(f"{source}: neither a folder nor a repository on the Hub that can be read ({reason})") from error
+
+
+def read_config(folder: Path) -> SavedConfig:
+    """config.json of a folder, with every entry there and of its kind.
+
+    Raises:
+        BadInput: it is absent or damaged.
+    """
+    path = folder / CONFIG
+    for needed in (path, folder / WEIGHTS):
+        if not needed.is_file():
+            raise BadInput(f"{folder} has no {needed.name}: name a folder made by `torchcaps train` or save_pretrained")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise BadInput(f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again")
+    kinds = kinds_of(SavedConfig)
+    for name in kinds:
+        if name not in content:
+            raise BadInput(f"{path} lacks {name!r}: save the network again")
+    check_options(str(path), content, kinds)
+    return SavedConfig(**content)
+
+
+def _built(cls: type, options: Mapping[str, Any]) -> Any:
+    """A network of a class; the random state of the caller stays as it is."""
+    from torchcaps.models import built
+
+    with torch.random.fork_rng(devices=[]):
+        return built(model_name(cls), cls, options)
+
+
+def _rules(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers' routing rules, by the name of the layer."""
+    return {
+        name: layer.routing
+        for name, layer in model.named_modules()
+        if isinstance(getattr(layer, "routing", None), nn.Module)
+    }
+
+
+def _described(rule: nn.Module) -> dict[str, Any] | None:
+    """A rule's name in `ROUTINGS` and its options; None where it is not in the table."""
+    name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
+    return None if name is None else {"rule": name, "options": _plain(name, rule.saved_options)}  # type: ignore[arg-type]
+
+
+def _foreign_rules(model: Any) -> dict[str, Any]:
+    """Of the layers whose rule is not the one that the network's options give: how it can be made again.
+
+    Raises:
+        BadInput: the rule is not in `ROUTINGS`.
+    """
+    ordinary = {name: _described(rule) for name, rule in _rules(_built(type(model), model.options)).items()}
+    found = {name: _described(rule) for name, rule in _rules(model).items()}
+    for name, rule in found.items():
+        if rule is None:
+            raise BadInput(
+                f"layer {name} has the routing rule {type(_rules(model)[name]).__name__}, which from_pretrained could "
+                "not make again: add it to torchcaps.ROUTINGS, or save model.state_dict() instead"
+            )
+    return {name: rule for name, rule in found.items() if rule != ordinary.get(name)}
+
+
+def _restore_rules(model: nn.Module, routing: Mapping[str, Any], path: Path) -> None:
+    rules = _rules(model)
+    for layer, saved in routing.items():
+        entry = f"{path}: routing of {layer!r}"
+        if layer not in rules:
+            raise BadInput(f"{entry}: the network has no such layer; save it again")
+        check_kind(entry, saved, Mapping[str, Any])
+        if set(saved) != {"rule", "options"} or saved["rule"] not in ROUTINGS:
+            raise BadInput(f"{entry}: give a rule, one of {', '.join(ROUTINGS)}, and its options")
+        kind = ROUTINGS[saved["rule"]]
+        check_kind(f"{entry}: options", saved["options"], Mapping[str, Any])
+        check_options(entry, saved["options"], kinds_of(kind))
+        try:
+            model.get_submodule(layer).routing = kind(**saved["options"])
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"{entry}: {error}") from error
+
+
+def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
+    """Fill a network from a file of weights.
+
+    Raises:
+        BadInput: the file is damaged or holds other weights.
+    """
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise BadInput(f"{path} is damaged, or is not the file that {CONFIG} was written with: save both again")
+        weights = safetensors.torch.load(content)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path} is damaged ({error}): save it again") from error
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in weights.items()}
+    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different:
+        sizes = [list(shapes[different[0]]) if different[0] in shapes else "absent" for shapes in (found, expected)]
+        raise BadInput(
+            f"the weights in {path} are not those of this {type(model).__name__}: {different[0]} is {sizes[0]} there, "
+            f"but must be {sizes[1]}"
+        )
+    model.load_state_dict(weights)
+
+
+def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON gives them back.
+
+    Raises:
+        BadInput: one cannot be written as JSON.
+    """
+    try:
+        return json.loads(json.dumps(dict(options), default=_number))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"{owner} has an option that cannot be saved ({error}): use numbers, words and lists") from error
+
+
+def _number(value: Any) -> Any:
+    """NumPy's numbers and one-number tensors as Python's."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not plain data")

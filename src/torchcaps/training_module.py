@@ -1,0 +1,152 @@
+"""One step of a training, of a validation and of a test, as Lightning calls them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from torchcaps.data import Images
+from torchcaps.errors import Diverged
+from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
+from torchcaps.pictures import save_reconstructions
+from torchcaps.recipe import OPTIMIZERS, Recipe
+
+
+class TrainingModule(lightning.LightningModule):
+    """A model, its loss and its optimiser, as the recipe says.
+
+    Arguments:
+        model: returns a `Prediction` of images and labels.
+        recipe: its loss, optimiser and schedule are used.
+        classes: number of classes.
+        steps: of the whole training, where the loss has a schedule.
+    """
+
+    tested: Int64[Tensor, "K K"]
+    """Confusion matrix of the last test: true classes in rows, predicted in columns."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, classes: int, steps: int = 1) -> None:
+        super().__init__()
+        self.model = model
+        self.steps = steps
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        self.recipe = recipe
+        self.confusion = MulticlassConfusionMatrix(classes)
+
+    def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+        loss, scores = self.loss_and_scores(images, labels, train)
+        if not torch.isfinite(loss):
+            phase = "training" if train else "validation"
+            raise Diverged(
+                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
+                f"first not finite: {self._first_not_finite(images, labels)}; "
+                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
+            )
+        return loss, scores
+
+    def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
+        """What is minimised, and the scores."""
+        recipe = self.recipe
+        prediction = self.model(images, labels)
+        options = dict(recipe.loss_options)
+        if recipe.margin_schedule != "none":
+            step = self.global_step if train else self.steps
+            options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
+        loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
+        if prediction.reconstruction is not None and recipe.reconstruction_weight:
+            loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
+        return loss, prediction.scores
+
+    def scores(self, images: Tensor) -> Tensor:
+        """The model's scores of prepared images."""
+        return self.model(images).scores
+
+    def count(self, scores: Tensor, labels: Tensor) -> None:
+        """Add a batch to the confusion matrix."""
+        self.confusion.update(scores.argmax(dim=1) if scores.ndim == 2 else scores, labels)
+
+    def _first_not_finite(self, images: Tensor, labels: Tensor) -> str:
+        if not torch.isfinite(images).all():
+            return "the input images"
+        for name, parameter in self.model.named_parameters():
+            if not torch.isfinite(parameter).all():
+                return f"weights {name}"
+        found: list[str] = []
+
+        def look(name: str) -> Any:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                tensors = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+                if not all(bool(torch.isfinite(x).all()) for x in tensors):
+                    found.append(name)
+
+            return hook
+
+        handles = [m.register_forward_hook(look(name)) for name, m in self.model.named_modules() if name]
+        with torch.no_grad():
+            self.loss_and_scores(images, labels, train=False)
+        for handle in handles:
+            handle.remove()
+        return f"output of module {found[0]}" if found else "the loss itself"
+
+    def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
+        loss, _ = self._loss(batch[0], batch[1], train=True)
+        self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
+        loss, scores = self._loss(batch[0][0], batch[1], train=False)
+        self.count(scores, batch[1])
+        self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        accuracy = accuracy_percent(self.confusion.compute())
+        loss = self.trainer.callback_metrics["validation_loss"]
+        self.log("validation_accuracy_percent", accuracy, prog_bar=True)
+        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))  # near 0, where floats are close
+        self.confusion.reset()
+
+    def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
+        views = torch.stack([self.scores(view) for view in batch[0]])
+        self.count(views.mean(dim=0), batch[1])
+
+    def on_test_epoch_end(self) -> None:
+        self.tested = self.confusion.compute()
+        self.log("accuracy_percent", accuracy_percent(self.tested))
+        self.confusion.reset()
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        """Dropout is a function of (seed, epoch, rank); hooks before this one come too early in a resumed epoch."""
+        if batch_index == 0:
+            key = [self.recipe.seed, self.current_epoch, self.global_rank]
+            torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
+            if self.current_epoch:
+                torch.empty((), dtype=torch.int64).random_()  # what the loader of a later epoch takes
+
+    def save_picture(self, images: Images, path: Path) -> None:
+        """Images beside their reconstructions, where the model reconstructs."""
+        save_reconstructions(self.model, self.recipe.preparation(), images, path)
+
+    def configure_optimizers(self) -> Any:
+        recipe = self.recipe
+        optimizer = OPTIMIZERS[recipe.optimizer](
+            self.parameters(),
+            lr=recipe.learning_rate,  # type: ignore[call-arg]
+            weight_decay=recipe.weight_decay,
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: recipe.decay_rate ** (step / recipe.decay_steps)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
+    """The share of images on the diagonal, in per cent."""
+    return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())
