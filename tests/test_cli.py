@@ -2,13 +2,14 @@
 
 import gzip
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from conftest import SMALL_CAPSNET
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps import MODELS, BadInput, create_model
 from torchcaps.recipes import RECIPES, create_recipe
 
@@ -196,3 +197,72 @@ def test_devices_must_divide_the_batch(refused, tmp_path, images):
     )
     assert "divides the batch size" in line
     assert not torch.distributed.is_initialized()
+
+
+def test_settings_beyond_the_machine_are_refused(refused, images, tmp_path):
+    for setting in (
+        *("model.convolution_channels=0", "model.convolution_channels=-4", "model.convolution_channels=1000000000"),
+        *("model.class_pose_size=1000000000", "shift=100000000000000000000000", "weight_decay=1e300"),
+        *("data.image_size=10000000000", "data.test_fraction=0.999", "model.iterations=1000000000"),
+        *("batch_size=0", "crop=100000", "loss.positive_margin=true"),
+    ):
+        line = refused(
+            *("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--epochs", 1), "--set", setting
+        )
+        assert setting.partition("=")[0].rpartition(".")[2] in line or "capsnet" in line or "images" in line
+    assert "seed" in refused("train", "capsnet-mnist", "--data", images, "--seed", "9" * 25)
+    channels = ("--set", "model.channels=[]")
+    assert "channels" in refused("train", "cnn-baseline-mnist", "--data", images, "--out", tmp_path / "run", *channels)
+    wide = ("--set", "model.backend=fused", "--set", "model.class_pose_size=65")
+    line = refused("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET, *wide)
+    assert "fused" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_list_is_written_in_brackets(refused, images):
+    line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.image_size=48,24")
+    assert "write data.image_size=[48,24]" in line
+
+
+STRANGE = ("$a_$", r"$\frac$", "[copy]", "[b]x", "\x1b[31mred", "été→×")
+
+
+def test_strange_names_of_classes_and_folders_survive_a_whole_training(command, call, tmp_path):
+    for k, name in enumerate(STRANGE):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for index in range(10):
+            pixels = np.full((20, 20), 40 * k + index, np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{index}.png")
+    out = tmp_path / "o[/b]"
+    words = ("--data", tmp_path / "photos", "--out", out, "--epochs", 1, *SMALL_CAPSNET)
+    done = command("train", "capsnet-mnist", *words)
+    assert done.returncode == 0, done.stderr
+    for shown in ("[copy]", "[b]x", r"\x1b[31mred", r"$\frac$"):
+        assert shown in done.stdout
+    assert "\x1b" not in done.stdout
+    code, said, error = call("predict", out, tmp_path / "photos" / "[copy]" / "0.png")
+    assert code == 0, error
+    assert "[copy]/0.png" in said.replace("\n", "")
+    assert call("data", "show", tmp_path / "photos", "--out", tmp_path / "sheet.png")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
+def test_an_output_that_cannot_hold_every_letter(variables, images, tmp_path):
+    words = [
+        *COMMAND,
+        "train",
+        "capsnet-mnist",
+        "--data",
+        images,
+        "--out",
+        tmp_path / "run",
+        "--epochs",
+        1,
+        *SMALL_CAPSNET,
+    ]
+    environment = {**ENVIRONMENT, **variables}
+    done = subprocess.run([str(word) for word in words], capture_output=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"test_accuracy_percent" in done.stdout

@@ -105,12 +105,12 @@ class Classifier:
             if missing := kinds.keys() - said["preparation"].keys():
                 raise BadInput(f"preparation lacks {min(missing)!r}")
             preparation = Preparation(**said["preparation"])
-            expected = list(preparation.image_shape(tuple(said["shape"])))
-            if expected != list(config.options["image_shape"]) or len(said["class_names"]) != config.options["classes"]:
-                raise BadInput("its images and classes are not those of its network")
-        except (BadInput, KeyError, TypeError) as error:
+            shape = preparation.image_shape(tuple(said["shape"]))
+        except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
+        if shape != tuple(model.options["image_shape"]) or len(said["class_names"]) != model.options["classes"]:
+            raise BadInput(f"{path}: its images and classes are not those of its network; save the classifier again")
         return cls(model.eval(), tuple(said["class_names"]), tuple(said["shape"]), preparation)
 
     def predict(

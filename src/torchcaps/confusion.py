@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchcaps.data.files import atomically
-from torchcaps.errors import DataWarning
+from torchcaps.errors import DataWarning, printable
 
 MOST_NUMBERED = 20
 """Classes up to which the picture shows every count as a number."""
@@ -50,7 +50,8 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     """Draw a confusion matrix as a PNG, each row as shares of its true class; numbers are counts of images."""
     from matplotlib.figure import Figure
 
-    count = len(class_names)
+    names = [printable(name) for name in class_names]
+    count = len(names)
     side = min(14.0, 2.4 + 0.45 * count)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axis = figure.subplots()
@@ -60,8 +61,8 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     axis.set_xlabel("predicted class")
     axis.set_ylabel("true class")
     if count <= 3 * MOST_NUMBERED:
-        axis.set_xticks(range(count), class_names, rotation=90, parse_math=False, fontsize=8)
-        axis.set_yticks(range(count), class_names, parse_math=False, fontsize=8)
+        axis.set_xticks(range(count), names, rotation=90, parse_math=False, fontsize=8)
+        axis.set_yticks(range(count), names, parse_math=False, fontsize=8)
     if count <= MOST_NUMBERED:
         for row in range(count):
             for column in range(count):

@@ -44,3 +44,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(names)}"
+
+
+def printable(text: str) -> str:
+    """A text for one line of a terminal or picture: control characters and broken Unicode are escaped.
+
+    Example:
+        >>> printable("a\\nb")
+        'a\\\\nb'
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -7,6 +7,7 @@ from torch import nn
 
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
+from torchcaps.errors import printable
 
 
 def save_reconstructions(
@@ -29,14 +30,15 @@ def save_reconstructions(
     axes = figure.subplots(2, len(chosen), squeeze=False)
     drawn = prediction.reconstruction.clamp(0, 1)
     winners = prediction.scores.argmax(dim=1)
+    names = [printable(name) for name in chosen.class_names]
     for column in range(len(chosen)):
         for row, image in enumerate((inputs[column], drawn[column])):
             axis = axes[row, column]
             axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set_xticks([])
             axis.set_yticks([])
-        axes[0, column].set_title(chosen.class_names[int(chosen.labels[column])], fontsize=9, parse_math=False)
-        axes[1, column].set_xlabel(chosen.class_names[int(winners[column])], fontsize=9, parse_math=False)
+        axes[0, column].set_title(names[int(chosen.labels[column])], fontsize=9, parse_math=False)
+        axes[1, column].set_xlabel(names[int(winners[column])], fontsize=9, parse_math=False)
     axes[0, 0].set_ylabel("image")
     axes[1, 0].set_ylabel("reconstruction")
     with atomically(path) as stream:

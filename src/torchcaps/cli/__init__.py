@@ -11,29 +11,37 @@ from typing import Any
 from torchcaps.errors import BadInput, DataWarning
 
 
+class Interrupted(Exception):
+    """Ctrl-C, with a line that says how to go on."""
+
+
 def main() -> None:
     """Entry point: bad input is one line on standard error and exit code 2, an interruption one line and 130."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
     warnings.filterwarnings("always", category=DataWarning)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     show_warning, show_thread = warnings.showwarning, threading.excepthook
     warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heeded:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted_once)
     try:
         code = _run()
+        said = "interrupted" if code == 130 else ""  # typer's own answer to Ctrl-C
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        code = 130
+        code, said = 130, "interrupted"
+    except Interrupted as interrupted:
+        code, said = 130, f"interrupted: {interrupted}"
     finally:
         warnings.showwarning, threading.excepthook = show_warning, show_thread
-        if heeded:
+        if signal.getsignal(signal.SIGINT) is _interrupted_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+    if said:
+        print(said, file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -46,6 +54,8 @@ def _run() -> int:
         if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
             raise
         return _refuse(f"the command line needs {error.name}: pip install 'torchcaps[train]'")
+    except Interrupted:
+        raise
     except (BadInput, OSError) as error:
         return _refuse(str(error))
     except Exception as error:

@@ -1,13 +1,13 @@
 """The commands: recipes, train, evaluate, predict, data, experiment, bench, info."""
 
 import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, run_folder, setting, writable
 from torchcaps.cli.experiment import experiment
@@ -90,8 +90,7 @@ def train(
             )
         metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
     except KeyboardInterrupt:
-        print(f"interrupted: the same command with --resume goes on from {folder}", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise Interrupted(f"the same command with --resume goes on from {folder}") from None
     if _first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, printable
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
 
@@ -25,16 +25,6 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: st
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     console = Console()
     Console(width=console.width if console.is_terminal else 140).print(table)
-
-
-def printable(text: str) -> str:
-    """A text for one line of a terminal: control characters and broken Unicode are escaped.
-
-    Example:
-        >>> printable("a\\nb")
-        'a\\\\nb'
-    """
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def run_folder(text: str) -> Path:

@@ -1,11 +1,11 @@
 """The command `torchcaps experiment`."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from torchcaps.cli import Interrupted
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, writable
 from torchcaps.errors import BadInput, nearest
 
@@ -44,8 +44,7 @@ def experiment(
             name, budget=budget, data=data, seeds=seeds, data_dir=data_dir, out=out, results=results
         )
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on where it was", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise Interrupted("the same command goes on where it was") from None
     lines = [(row.what, row.paper or "", row.measured()) for row in outcome.rows]
     print_table(("what", "paper", "ours"), lines, f"{EXPERIMENTS[name].title}; {budget}")
     for note in outcome.notes:

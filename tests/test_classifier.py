@@ -1,0 +1,218 @@
+"""A saved network answers as it did when it was saved: weights, options, routing rule, classes and preparation."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchcaps import ROUTINGS, BadInput, CapsNet, Classifier, DynamicRouting, EMRouting, MatrixCapsNet, Preparation
+from torchcaps.data import load_splits, read_image
+from torchcaps.recipe import Recipe
+
+TINY = {"image_shape": (1, 20, 20), "classes": 3, "convolution_channels": 8, "primary_types": 2}
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return shutil.copytree(finished[0], tmp_path / "run")
+
+
+def scores_printed(text):
+    return [float(number) for number in re.findall(r"\d\.\d{3}", text)]
+
+
+def test_a_run_predicts_in_python_what_the_command_prints(call, finished, images):
+    classifier = Classifier.from_pretrained(finished[0])
+    paths = [images / "left" / "000.png", images / "right" / "001.png", images / "left" / "002.png"]
+    answer = classifier.predict(paths)
+    assert answer.class_names == ["left", "right", "left"]
+    code, out, error = call("predict", finished[0], *paths)
+    assert code == 0, error
+    assert scores_printed(out) == [float(f"{x:.3f}") for row in answer.scores.sort(descending=True).values for x in row]
+    for path, scores in zip(paths, answer.scores, strict=True):
+        assert torch.equal(classifier.predict(str(path)).scores[0], scores)
+        assert torch.equal(classifier.predict(read_image(path)[None]).scores[0], scores)
+        assert torch.equal(classifier.predict(read_image(path)[None].numpy()).scores[0], scores)
+
+
+def test_the_accuracy_of_a_run_is_that_of_its_classifier(finished, images):
+    metrics = json.loads((finished[0] / "metrics.json").read_text())
+    test = load_splits(str(images), images).test
+    named = Classifier.from_pretrained(finished[0]).predict(test.pixels).class_names
+    right = [name == test.class_names[label] for name, label in zip(named, test.labels, strict=True)]
+    assert 100 * sum(right) / len(right) == pytest.approx(metrics["test_accuracy_percent"])
+
+
+def test_preparation_and_classes_come_back(tmp_path):
+    preparation = Preparation(standardise=True, crop=20, test_crops=2)
+    network = CapsNet(**TINY).eval()
+    Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preparation).save_pretrained(tmp_path)
+    again = Classifier.from_pretrained(tmp_path)
+    assert again.preparation == preparation
+    assert (again.class_names, again.image_shape) == (("cat", "dog", "été"), (1, 24, 22))
+    pixels = torch.randint(0, 256, (2, 1, 24, 22), dtype=torch.uint8)
+    right = torch.stack([network(view).scores for view in preparation.views(pixels[:1])]).mean(dim=0)
+    torch.testing.assert_close(again.predict(pixels).scores[:1], right)
+    assert torch.equal(CapsNet.from_pretrained(tmp_path).eval()(pixels[:, :, :20, :20] / 255).scores,
+                       network(pixels[:, :, :20, :20] / 255).scores)  # fmt: skip
+
+
+@pytest.mark.usefixtures("untyped")
+def test_images_that_do_not_fit_are_refused(finished):
+    classifier = Classifier.from_pretrained(finished[0])
+    for wrong in (
+        torch.rand(1, 3, 20, 24),
+        torch.zeros(1, 1, 20, 24, dtype=torch.uint8),
+        np.zeros((3, 20, 24), np.uint8),
+    ):
+        with pytest.raises(BadInput, match=r"give uint8 of shape \[N, 3, 20, 24\]"):
+            classifier.predict(wrong)
+    with pytest.raises(BadInput, match="no images"):
+        classifier.predict([])
+    with pytest.raises(BadInput, match=r"nowhere\.png: no such file"):
+        classifier.predict("nowhere.png")
+
+
+def test_a_network_saved_without_classes_is_no_classifier(tmp_path):
+    CapsNet(**TINY).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="without class names and preparation"):
+        Classifier.from_pretrained(tmp_path)
+
+
+def test_the_routing_rule_is_saved_with_the_weights(tmp_path):
+    images = torch.rand(2, 1, 20, 20)
+    for rule in (DynamicRouting(5, logits="latest", squash_form="su"), EMRouting(3, 2, variance_floor=0.1)):
+        network = CapsNet(**TINY).eval()
+        network.class_capsules.routing = rule
+        network.save_pretrained(tmp_path)
+        again = CapsNet.from_pretrained(tmp_path).eval()
+        assert type(again.class_capsules.routing) is type(rule)
+        assert torch.equal(again(images).scores, network(images).scores)
+    network.class_capsules.routing = ROUTINGS["dynamic"](3)
+    network.class_capsules.routing.iterations = 1
+    network.save_pretrained(tmp_path)
+    assert CapsNet.from_pretrained(tmp_path).class_capsules.routing.iterations == 1
+
+
+def test_a_rule_that_could_not_be_made_again_is_refused(tmp_path):
+    class OwnRule(DynamicRouting):
+        pass
+
+    network = CapsNet(**TINY)
+    network.class_capsules.routing = OwnRule()
+    with pytest.raises(BadInput, match=r"class_capsules has the routing rule OwnRule.*add it to torchcaps\.ROUTINGS"):
+        network.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("untyped")
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    CapsNet(**{**TINY, "classes": np.int64(3), "image_shape": torch.Size((1, 20, 20))}).save_pretrained(tmp_path)
+    assert CapsNet.from_pretrained(tmp_path).options["classes"] == 3
+
+
+def test_options_can_be_changed_when_loading(tmp_path):
+    MatrixCapsNet((1, 20, 20), 3, widths=(4, 2, 3, 3)).save_pretrained(tmp_path)
+    assert MatrixCapsNet.from_pretrained(tmp_path, iterations=1).class_capsules.routing.options["iterations"] == 1
+    with pytest.raises(BadInput, match="did you mean 'iterations'"):
+        MatrixCapsNet.from_pretrained(tmp_path, iteration=1)
+
+
+def test_loading_leaves_the_random_state_alone(tmp_path):
+    CapsNet(**TINY).save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    CapsNet.from_pretrained(tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def edited(run, change):
+    path = run / "config.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+WRONG = {
+    "iterations": [0, -1, "3", 2.5, None, [3], 10**9, 2**63, True],
+    "classes": [0, "3", 2.0, None, 3, 10**12],
+    "image_shape": ["abc", None, 20, [1.0, 20, 20], [3, 20], []],
+    "logits": ["x", 1, None],
+    "backend": ["gpu", 0],
+    "leaky": [0, "no"],
+    "convolution_channels": [0, -4, 10**9, "8"],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in WRONG.items() for value in values])
+def test_options_of_a_wrong_kind_or_value_are_refused_in_one_line(option, value, refused, run, images):
+    edited(run, lambda content: content["options"].update({option: value}))
+    assert re.search(rf"{option}|capsnet", refused("predict", run, images / "left" / "000.png"))
+
+
+def test_missing_and_unknown_entries_are_refused(refused, run, images):
+    whole = (run / "config.json").read_text()
+    again = ("predict", run, images / "left" / "000.png")
+    for change, message in (
+        (lambda content: content["options"].pop("iterations"), "lacks the option 'iterations'"),
+        (lambda content: content["options"].update(surprise=1), "no option 'surprise'"),
+        (lambda content: content["options"].update(iteration=1), "did you mean 'iterations'"),
+        (lambda content: content.pop("images"), "lacks 'images'"),
+        (lambda content: content.update(more=1), "no option 'more'"),
+        (lambda content: content.update(format=2), "not a torchcaps configuration"),
+        (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
+        (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
+        (lambda content: content["images"].pop("preparation"), "damaged"),
+        (lambda content: content["images"].update(class_names=["left"]), "not those of its network"),
+        (lambda content: content["images"].update(class_names=[1, 2]), "class_names takes a list"),
+        (lambda content: content["images"].update(shape=[3, 20]), "shape takes a list"),
+        (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes a whole number"),
+        (lambda content: content["images"]["preparation"].update(crop=18, test_crops=10**6), "use 1 to 32"),
+        (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
+        (lambda content: content.update(routing={"nowhere": {}}), "no such layer"),
+        (lambda content: content.update(routing={"class_capsules": 3}), "takes a table"),
+        (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "dynamic, em"),
+        (
+            lambda content: content.update(routing={"class_capsules": {"rule": "dynamic", "options": {"leaky": 3}}}),
+            "leaky takes true or false",
+        ),
+    ):
+        edited(run, change)
+        assert message in refused(*again)
+        (run / "config.json").write_text(whole)
+    for content in (b"", b"[]", b"null", whole[:100].encode(), b"\xff\xfe", b"[" * 100_000):
+        (run / "config.json").write_bytes(content)
+        assert "config.json" in refused(*again)
+
+
+def test_every_flipped_bit_of_the_weights_is_noticed(run):
+    content = (run / "model.safetensors").read_bytes()
+    for place in np.random.default_rng(0).integers(0, 8 * len(content), 50):
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << (place % 8)
+        (run / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(BadInput, match=r"model\.safetensors is damaged"):
+            Classifier.from_pretrained(run)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = [name for name in vars(Recipe("", "", "")) if name not in ("name", "data", "model")]
+
+
+@pytest.mark.usefixtures("untyped")
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(NAMES), values)
+def test_a_recipe_takes_any_value_or_refuses_it_as_bad_input(name, value):
+    try:
+        recipe = Recipe("a", "capsnet", "mnist", **{name: value})
+    except BadInput:
+        return
+    assert repr(recipe.plain()[name]) == repr(value)

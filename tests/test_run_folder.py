@@ -1,0 +1,347 @@
+"""A run folder belongs to its run: whose files it holds, on which data it was trained, and what it takes to go on."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from safetensors.numpy import load_file
+
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images, train
+from torchcaps import BadInput, DataWarning, Diverged
+from torchcaps.checkpoints import SEAL, AtomicCheckpoints, read_checkpoint
+from torchcaps.data import Images, Splits, fingerprint, image_digests
+from torchcaps.data.files import write_json
+from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_rows, read_run, seen_in_training
+from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
+
+THREE = ("--epochs", 3, "--batch-size", 2)
+
+
+def digits(count=60, seed=0):
+    """Grey squares whose brightness is their class."""
+    labels = torch.arange(count) % 10
+    noise = torch.randint(0, 10, (count, 1, 28, 28), generator=torch.Generator().manual_seed(seed))
+    pixels = (20 * labels[:, None, None, None] + noise).to(torch.uint8)
+    return Images(pixels, labels, tuple("0123456789"))
+
+
+def tiny(epochs, **settings):
+    recipe = create_recipe("pooled-cnn-mnist", {"batch_size": "20", "precision": "float32", **settings})
+    return replace(recipe, epochs=epochs)
+
+
+SPLITS = Splits(digits(60, 0), digits(20, 1), digits(20, 2))
+
+
+class FirstIsBest(TrainingModule):
+    """Its validation falls from epoch to epoch."""
+
+    def log(self, name, value, **options):
+        super().log(name, -float(self.current_epoch) if name == "validation_rank" else value, **options)
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of a finished run of three epochs."""
+    return shutil.copytree(finished[0], tmp_path / "run")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_best_epoch_belongs_to_the_run_and_not_to_its_path(moved, tmp_path):
+    folder = tmp_path / "run"
+    assert fit(tiny(2), SPLITS, folder, module_class=FirstIsBest)["best_epoch"] == 1
+    first = (folder / "model.safetensors").read_bytes()
+    if moved:
+        shutil.copytree(folder, tmp_path / "copy")
+        shutil.rmtree(folder)
+        folder = tmp_path / "copy"
+    metrics = fit(tiny(3), SPLITS, folder, resume=True, module_class=FirstIsBest)
+    assert (metrics["best_epoch"], metrics["epochs"]) == (1, 3)
+    assert (folder / "model.safetensors").read_bytes() == first
+    assert moved or folder.exists()
+
+
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, images, tmp_path, monkeypatch):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "README.md").write_text("mine")
+    (folder / "config.json").write_text("{}")
+    assert "files that are not of a run (README.md and 1 more)" in train(refused, images, folder)
+    assert "files that are not of a run" in train(refused, images, folder, "--resume")
+    (folder / "recipe.json").write_text('{"flour": 500}')
+    assert "recipe.json is damaged" in train(refused, images, folder, "--resume")
+    monkeypatch.chdir(folder)
+    assert "name is empty" in train(refused, images, "")
+    assert (folder / "README.md").read_text() == "mine"
+    assert (folder / "config.json").read_text() == "{}"
+    assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
+
+
+def test_files_of_others_in_a_run_folder_are_left_alone(call, images, run):
+    (run / "README.md").write_text("mine")
+    (run / "metrics.json").unlink()
+    code, _, error = train(call, images, run, *THREE, "--resume")
+    assert code == 0, error
+    assert (run / "README.md").read_text() == "mine"
+
+
+def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(call, images, run):
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    code, out, error = train(call, images, run, *THREE, "--resume")
+    assert code == 0, error
+    assert "is finished" in out
+    after = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    assert {name for name in before if before[name] != after[name]} <= {"recipe.json", "image-digests.safetensors"}
+
+
+def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
+    code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
+    assert code == 0, error
+    assert "epochs changed from 3 to 4" in out
+    assert "epoch 3/" not in out
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert (metrics["epochs"], metrics["test_evaluations"]) == (4, 2)
+    assert read_run(run).recipe.epochs == 4
+    code, _, error = train(call, images, tmp_path / "whole", "--epochs", 4, "--batch-size", 2)
+    assert code == 0, error
+    for name in ("last.ckpt", "best.ckpt"):
+        one, other = (read_checkpoint(folder / name)["state_dict"] for folder in (run, tmp_path / "whole"))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+    assert "has trained 4 epochs already" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
+    assert read_run(run).recipe.epochs == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_whose_margin_depends_on_the_epochs_says_why_it_cannot_go_on(tmp_path):
+    recipe = replace(tiny(1), loss="spread", margin_schedule="linear", loss_options={})
+    fit(recipe, SPLITS, tmp_path / "run")
+    with pytest.raises(BadInput, match="margin rises linearly over all epochs"):
+        fit(replace(recipe, epochs=2), SPLITS, tmp_path / "run", resume=True)
+
+
+def test_other_data_are_refused(call, refused, tmp_path):
+    root, out = make_images(tmp_path / "images"), tmp_path / "run"
+    code, _, error = train(call, root, out, "--epochs", 1)
+    assert code == 0, error
+    again = (root, out, "--epochs", 2, "--resume")
+    (root / "left" / "000.png").rename(tmp_path / "000.png")
+    assert "it had 58 train images and now has 57" in train(refused, *again)
+    shutil.copy(root / "left" / "001.png", root / "left" / "000.png")
+    assert "have changed" in train(refused, *again)
+    shutil.copy(tmp_path / "000.png", root / "left" / "000.png")
+    (root / "left").rename(root / "west")
+    assert "its classes were left, right and are now right, west" in train(refused, *again)
+    (root / "west").rename(root / "left")
+    assert train(call, *again)[0] == 0
+
+
+def test_the_fingerprint_sees_labels_order_and_split():
+    one, other = digits(40, 0), digits(40, 1)
+    same = fingerprint(Splits(one, one, other))[0]
+    assert same == fingerprint(Splits(digits(40, 0), one, other))[0]
+    turned = Images(one.pixels, one.labels.flip(0), one.class_names)
+    backwards = one.subset(torch.arange(39, -1, -1))
+    for changed in (Splits(turned, one, other), Splits(backwards, one, other), Splits(other, one, one)):
+        assert fingerprint(changed)[0] != same
+    assert len(set(image_digests(one).tolist())) == 40
+    wide = Images(one.pixels.reshape(40, 1, 14, 56), one.labels, one.class_names)
+    assert not set(image_digests(one).tolist()) & set(image_digests(wide).tolist())
+
+
+def test_evaluating_on_images_of_the_training_is_said(call, images, finished, tmp_path):
+    code, _, error = call("evaluate", finished[0])
+    assert (code, error) == (0, "")
+    shutil.copytree(images, tmp_path / "photos" / "test")
+    shutil.copytree(images, tmp_path / "photos" / "train")
+    code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
+    assert code == 0, error
+    assert re.search(r"warning: of these 80 images, .* has seen 58 train and 6 validation images", error)
+    everything = load_file(finished[0] / "image-digests.safetensors")
+    assert {name: len(digests) for name, digests in everything.items()} == {"train": 58, "validation": 6, "test": 16}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_splits_without_images_are_refused_before_training(tmp_path):
+    nothing = digits(0)
+    for name, splits in (
+        ("train", Splits(nothing, digits(20), digits(20))),
+        ("validation", Splits(digits(20), nothing, digits(20))),
+        ("test", Splits(digits(20), digits(20), nothing)),
+    ):
+        with pytest.raises(BadInput, match=f"no {name} images"):
+            fit(tiny(1), splits, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
+    """Anywhere: in weights, in the optimiser's state, in the archive's own entries, in the checksum."""
+    content = (finished[0] / "last.ckpt").read_bytes()
+    random = np.random.default_rng(0)
+    places = [
+        *random.integers(0, 8 * len(content), 150),
+        *random.integers(8 * (len(content) - 100), 8 * len(content), 50),
+    ]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place // 8] ^= 1 << (place % 8)
+        (tmp_path / "last.ckpt").write_bytes(damaged)
+        with pytest.raises(BadInput, match="checksum does not hold"):
+            read_checkpoint(tmp_path / "last.ckpt")
+    for length in (0, 1, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "last.ckpt").write_bytes(content[:length])
+        with pytest.raises(BadInput, match="checksum does not hold"):
+            read_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_a_checkpoint_can_be_read_by_torch_and_holds_no_pickle(finished, tmp_path):
+    read = torch.load(finished[0] / "last.ckpt", weights_only=True)
+    assert read["epoch"] == read_checkpoint(finished[0] / "last.ckpt")["epoch"] == 2
+    AtomicCheckpoints().save_checkpoint({"trap": Trainer}, tmp_path / "trap.ckpt")
+    with pytest.raises(BadInput, match="more than tensors and plain data") as refused:
+        read_checkpoint(tmp_path / "trap.ckpt")
+    assert "weights_only" not in str(refused.value)
+    assert SEAL in (tmp_path / "trap.ckpt").read_bytes()
+
+
+def test_a_best_checkpoint_that_is_gone_or_damaged_is_found_before_training(refused, images, run):
+    again = (images, run, "--epochs", 4, "--batch-size", 2, "--resume")
+    best = (run / "best.ckpt").read_bytes()
+    (run / "best.ckpt").write_bytes(best[:-1])
+    assert "best.ckpt is damaged" in train(refused, *again)
+    (run / "best.ckpt").unlink()
+    assert "best.ckpt is absent: copy it back" in train(refused, *again)
+    assert len(read_rows(run / "metrics.csv")) == 3
+
+
+def test_damaged_records_are_refused_by_name(refused, images, run):
+    again = (images, run, "--epochs", 4, "--batch-size", 2, "--resume")
+    for name, damages in {
+        "recipe.json": ["{", "[]", "null", '{"recipe": {}}', "\x00"],
+        "metrics.csv": ["epoch\n1\n", "epoch,seconds\n1,2,3\n", "nonsense", 'a,b\n"'],
+        "image-digests.safetensors": [],
+    }.items():
+        whole = (run / name).read_bytes()
+        for damage in damages:
+            (run / name).write_text(damage)
+            assert f"{name} is damaged" in train(refused, *again)
+        (run / name).write_bytes(whole)
+    said = json.loads((run / "recipe.json").read_text())
+    for change in (
+        {"class_names": [1, 2]},
+        {"image_shape": [20, 24]},
+        {"data": 5},
+        {"recipe": {**said["recipe"], "shift": "a"}},
+        {"recipe": {**said["recipe"], "model": ["capsnet"]}},
+        {"recipe": {key: value for key, value in said["recipe"].items() if key != "seed"}},
+        {"recipe": {**said["recipe"], "surprise": 1}},
+    ):
+        (run / "recipe.json").write_text(json.dumps({**said, **change}))
+        assert "recipe.json is damaged" in train(refused, *again)
+        assert "recipe.json is damaged" in refused("evaluate", run)
+    (run / "recipe.json").write_text(json.dumps(said))
+    (run / "image-digests.safetensors").write_bytes(b"")
+    with pytest.raises(BadInput, match=r"image-digests\.safetensors is absent or damaged"):
+        seen_in_training(run, digits())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(call, images, run):
+    (run / "metrics.json").unlink()
+    for name in ("last.ckpt.123.part", "metrics.csv.45.part", ".writable-6"):
+        (run / name).write_text("half")
+    (run / "mine.part").write_text("mine")
+    code, _, error = train(call, images, run, *THREE, "--resume")
+    assert code == 0, error
+    assert {path.name for path in run.glob("*.part")} == {"mine.part"}
+    assert not (run / ".writable-6").exists()
+
+
+def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
+    out = tmp_path / "run"
+    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
+    with subprocess.Popen([*words, "--epochs", "200"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith("epoch 1/200"):
+                break
+        assert "another process is training in" in train(refused, images, out, "--epochs", 200, "--resume")
+        process.send_signal(signal.SIGKILL)
+    assert read_run(out).recipe.epochs == 200
+    assert "holds a run already" in train(refused, images, out)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loss_that_is_not_finite_is_an_error_of_its_own(tmp_path):
+    with pytest.raises(Diverged, match="not finite"):
+        fit(replace(tiny(1), learning_rate=1e30), SPLITS, tmp_path / "run")
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(BadInput, match=r"table\.csv could not be written \(File too large\)"):
+            write_json(path, ["0"] * 10_000)
+        tensors = {"x": torch.zeros(10_000)}
+        with pytest.raises(BadInput, match=r"last\.ckpt could not be written"):
+            AtomicCheckpoints().save_checkpoint(tensors, tmp_path / "last.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_an_interruption_before_training_is_one_line(images, tmp_path):
+    """Also while torch is still being imported, and by more than one Ctrl-C."""
+    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(tmp_path / "run")]
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy, sys; "
+    start += (
+        "sys.argv[:] = ['torchcaps', *sys.argv[1:]]; from torchcaps import cli; print('ready', flush=True); cli.main()"
+    )
+    words = [words[0], "-c", start, *words[3:]]
+    for delay in (0.0, 0.2, 1.0):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(delay)
+            for _ in range(5):
+                os.kill(process.pid, signal.SIGINT)
+                time.sleep(0.02)
+            _, error = process.communicate()
+        assert process.returncode == 130
+        assert len(error.splitlines()) == 1
+        assert error.startswith("interrupted")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_tell_the_classes_apart(tmp_path):
+    metrics = fit(tiny(1), SPLITS, tmp_path / "run")
+    assert [*metrics["classes"]] == list("0123456789")
+    assert all(one["images"] == 2 for one in metrics["classes"].values())
+    recall = [one["recall_percent"] for one in metrics["classes"].values()]
+    assert sum(recall) / 10 == pytest.approx(metrics["test_accuracy_percent"])
+
+
+def test_one_class_for_all_images_is_said(tmp_path):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit(replace(tiny(1), learning_rate=1e-9), SPLITS, tmp_path / "run")
+    said = [str(one.message) for one in found if one.category is DataWarning]
+    assert len(said) == 1
+    assert said[0].startswith("the network gives every test image the class")
