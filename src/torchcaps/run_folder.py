@@ -142,9 +142,9 @@ def begin_run(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> Non
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
+    write_json(folder / "recipe.json", {**vars(run), "recipe": recipe.plain()})  # first: it makes the folder a run's
     with atomically(folder / DIGESTS) as stream:
         stream.write(safetensors.numpy.save(digests))
-    write_json(folder / "recipe.json", {**vars(run), "recipe": recipe.plain()})
 
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
