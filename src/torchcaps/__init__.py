@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, DataWarning
 from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
 from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
@@ -34,6 +34,7 @@ __all__ = [
     "Capsules",
     "ClassCaps",
     "ConvCaps",
+    "DataWarning",
     "Decoder",
     "DenseCaps",
     "DynamicRouting",

@@ -1,4 +1,4 @@
-"""The one error that a person, not a programmer, is meant to read."""
+"""The one error and the one warning that a person, not a programmer, is meant to read."""
 
 import difflib
 from collections.abc import Iterable
@@ -12,6 +12,18 @@ class BadInput(ValueError):
         Traceback (most recent call last):
         ...
         torchcaps.errors.BadInput: photos: no class folders; give a folder that holds one folder per class
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.splitlines()))
+
+
+class DataWarning(UserWarning):
+    """Something about the data that a person should know: the result may not be what they expect. One line.
+
+    Example:
+        >>> import warnings
+        >>> warnings.warn("photos: skipped 2 files", DataWarning, stacklevel=2)  # doctest: +SKIP
     """
 
     def __init__(self, message: str) -> None:
