@@ -15,7 +15,7 @@ LONGEST_NAME = 60
 """Letters of a class name that are drawn."""
 TILE = 128
 """Pixels a side to which larger images are reduced."""
-LONGEST_PICTURE = 10_000
+LONGEST_PICTURE = 6_000
 """Pixels of the picture's longer side, without the names."""
 
 
