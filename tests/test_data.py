@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from torchcaps.data import (
     DATASETS,
+    Dataset,
     Images,
     cut,
     load_idx_pair,
@@ -27,13 +29,14 @@ from torchcaps.data import (
     parse_idx,
     read_cifar10,
     read_idx,
+    save_contact_sheet,
     shift,
     shift_offsets,
     uncompressed_md5,
     verify_mnist,
 )
 from torchcaps.data.mnist import FILES
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, DataWarning
 
 
 @contextmanager
@@ -86,6 +89,48 @@ def test_images_that_do_not_fit_together_are_refused(monkeypatch):
         Images(pixels[:, 0], labels, ("a", "b"))
     with refused("int64"):
         Images(pixels, labels.int(), ("a", "b"))
+
+
+@pytest.mark.parametrize("name", ["$a_$", r"$\frac$", "two\nlines", "n" * 300])
+def test_a_contact_sheet_draws_any_name_and_each_class_in_its_row(name, tmp_path):
+    pixels = torch.tensor([10, 10, 90, 90, 200]).to(torch.uint8).reshape(5, 1, 1, 1).expand(5, 2, 30, 150).contiguous()
+    images = Images(pixels, torch.tensor([0, 0, 1, 1, 2]), ("a", name, "c"))
+    assert save_contact_sheet(images, tmp_path / "sheet.png", columns=50) == "3 classes"
+    with Image.open(tmp_path / "sheet.png") as drawn:
+        grey = np.asarray(drawn.convert("L")).astype(int)
+    assert grey.shape[1] < 1_000
+    right = [np.median(row) for row in np.array_split(grey[10:-10, -160:-10], 3)]
+    assert right == pytest.approx([10, 90, (200 + 255) / 2], abs=30)
+
+
+def test_a_contact_sheet_shows_a_hundred_classes_at_most(tmp_path):
+    images = Images(torch.zeros(700, 3, 8, 8, dtype=torch.uint8), torch.arange(700), tuple(map(str, range(700))))
+    assert save_contact_sheet(images, tmp_path / "sheet.png") == "the first 100 of 700 classes"
+    with Image.open(tmp_path / "sheet.png") as drawn:
+        assert 5_900 < drawn.height < 6_200
+
+
+@pytest.mark.parametrize(
+    ("counts", "parts"), [((30, 3, 0), ["no training image of class c"]), ((31, 3, 3), ["a has 31"])]
+)
+def test_classes_without_images_and_an_imbalance_are_told(counts, parts, tmp_path, monkeypatch):
+    labels = torch.arange(3).repeat_interleave(torch.tensor(counts) + 1)
+    images = Images(torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8), labels, ("a", "b", "c"))
+    images = images.subset([i for i in range(len(labels)) if counts[labels[i]]])
+    toy = Dataset(lambda _: (images, images), "", "", "")
+    monkeypatch.setitem(DATASETS, "own", toy)
+    with pytest.warns(DataWarning) as caught:
+        load_splits("own", tmp_path, validation_fraction=0.01)
+    assert [part in str(warning.message) for part, warning in zip(parts, caught, strict=True)] == [True]
+
+
+@pytest.mark.parametrize(("train", "test", "empty"), [(0, 9, "train"), (1, 9, "validation"), (9, 0, "test")])
+def test_a_dataset_with_an_empty_split_is_refused(train, test, empty, tmp_path, monkeypatch):
+    nine = numbered([0] * 9, 1)
+    toy = Dataset(lambda _: (nine.subset(range(train)), nine.subset(range(test))), "", "", "")
+    monkeypatch.setitem(DATASETS, "own", toy)
+    with refused(f"own: the {empty} split has no images", "give every class more images"):
+        load_splits("own", tmp_path)
 
 
 def test_cut_is_stratified_complete_disjoint_and_sorted():

@@ -11,7 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from scipy.io import savemat
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.io import loadmat, savemat
 
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, squash
@@ -23,6 +25,7 @@ from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, rea
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
+from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import by_viewpoint
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
@@ -152,6 +155,59 @@ def test_files_of_affnist_are_read_and_damaged_ones_refused(tmp_path):
             path.write_bytes(content)
         else:
             savemat(path, {"affNISTdata": content})
+        with pytest.raises(BadInput, match=path.name):
+            read_affnist(path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float64])
+def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
+    values = np.random.default_rng(0).integers(0, 100, (7, 5)).astype(kind)
+    struct = {"first": values, "text": "words", "cells": np.array([[1, "a"]], dtype=object), "last": values[:1]}
+    savemat(tmp_path / "one.mat", {"before": values, "it": struct, "after": 1}, do_compression=compressed)
+    last, first = read_struct(tmp_path / "one.mat", "it", ["last", "first"])
+    expected = loadmat(tmp_path / "one.mat", simplify_cells=True)["it"]
+    assert first.dtype == expected["first"].dtype
+    assert (first == expected["first"]).all()
+    assert (last[0] == expected["last"]).all()
+    with pytest.raises(BadInput, match="it has no middle"):
+        read_struct(tmp_path / "one.mat", "it", ["middle"])
+    with pytest.raises(BadInput, match="holds no other"):
+        read_struct(tmp_path / "one.mat", "other", ["first"])
+
+
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 5_300), st.integers(0, 255)), min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None, database=None)
+def test_damaged_files_of_affnist_give_bad_input_or_digits(tmp_path_factory, compressed, changes):
+    path = tmp_path_factory.getbasetemp() / "damaged.mat"
+    images = np.arange(4_800).reshape(1_600, 3).astype(np.uint8)
+    savemat(path, {"affNISTdata": {"image": images, "label_int": np.arange(3.0)}}, do_compression=compressed)
+    content = bytearray(path.read_bytes())
+    for place, value in changes:
+        if place < 280 or len(changes) < 3:
+            content[place % len(content)] = value
+        else:
+            del content[place % len(content) :]
+        content += bytes(1)
+    path.write_bytes(content)
+    try:
+        found, said = read_affnist(path).image_shape, ""
+    except BadInput as error:
+        found, said = (1, SIZE, SIZE), str(error)
+    assert found == (1, SIZE, SIZE)
+    assert not said or (str(path) in said and "\n" not in said)
+
+
+def test_a_damaged_file_that_crashed_scipy_or_promises_gigabytes_is_refused(tmp_path):
+    images = np.ones((1_600, 3), np.uint8)
+    savemat(tmp_path / "whole.mat", {"affNISTdata": {"image": images, "label_int": np.arange(3)}})
+    whole = (tmp_path / "whole.mat").read_bytes()
+    pixels = whole.index(b"\x02\0\0\0\xc0\x12\0\0")  # type and length of the images' numbers
+    sides = whole.index(b"\x40\x06\0\0\x03\0\0\0")
+    huge = b"\xff\xff\xff\x7f" * 2
+    for number, (place, changed) in enumerate({pixels: b"\x5f", pixels + 4: huge[:4], sides: huge}.items()):
+        path = tmp_path / f"{number}.mat"
+        path.write_bytes(whole[:place] + changed + whole[place + len(changed) :])
         with pytest.raises(BadInput, match=path.name):
             read_affnist(path)
 

@@ -1,12 +1,18 @@
 """Folders of real image files, made by Pillow."""
 
+import os
+import tracemalloc
+import warnings
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from torchcaps.data import load_image_folder, load_splits, read_image
-from torchcaps.errors import BadInput
+from torchcaps.data import cut, load_image_folder, load_splits, read_image
+from torchcaps.data.image_file import FORMATS
+from torchcaps.errors import BadInput, DataWarning
 
 
 def save(path, mode="L", size=(8, 6), colour=None, **options):
@@ -27,6 +33,19 @@ def refused(call, *parts):
     with pytest.raises(BadInput) as caught:
         call()
     message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+@contextmanager
+def warned(*parts):
+    """One DataWarning, in one line that holds every part."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [warning.category for warning in caught] == [DataWarning], [str(warning.message) for warning in caught]
+    message = str(caught[0].message)
     assert "\n" not in message
     for part in parts:
         assert str(part) in message
@@ -63,16 +82,18 @@ def test_train_may_be_the_name_of_a_class(tmp_path):
     assert load_image_folder(tmp_path)[0].class_names == ("bus", "train")
 
 
-def test_every_format_is_read_and_other_files_are_passed_over(tmp_path):
-    for name in ("a.PNG", "b.jpg", "c.JpEg", "d.bmp", "e.webp"):
+def test_every_format_is_read_and_clutter_is_passed_over(tmp_path):
+    names = ("a.PNG", "b.jpg", "c.JpEg", "d.bmp", "e.webp", "f.gif", "g.tif", "h.TIFF")
+    assert {name[1:].lower() for name in names} == set(FORMATS)
+    for name in names:
         save(tmp_path / "one" / name, mode="RGB", colour=(100, 100, 100))
-    for name in ("notes.txt", ".hidden.png", "picture.gif"):
+    for name in (".hidden.png", "Thumbs.db", "desktop.ini", ".DS_Store"):
         (tmp_path / "one" / name).write_text("not an image")
     (tmp_path / "one" / "folder.png").mkdir()
     (tmp_path / ".git").mkdir()
     tree(tmp_path, classes=("two",), count=2)
     train, test = load_image_folder(tmp_path)
-    assert (train.labels == 0).sum() + (test.labels == 0).sum() == 5
+    assert (train.labels == 0).sum() + (test.labels == 0).sum() == len(names)
     of_one = torch.cat([train.pixels[train.labels == 0], test.pixels[test.labels == 0]]).int()
     assert of_one.shape[1:] == (3, 6, 8)
     assert ((of_one - 100).abs() <= 2).all()
@@ -91,10 +112,23 @@ def test_channels_are_one_where_all_is_grey_and_three_where_anything_is_not(tmp_
 
 def test_image_size_resizes_exactly(tmp_path):
     tree(tmp_path)
-    save(tmp_path / "dog" / "large.jpg", size=(50, 40))
-    assert load_image_folder(tmp_path, image_size=7)[0].image_shape == (1, 7, 7)
-    assert load_image_folder(tmp_path, image_size=(5, 9))[0].image_shape == (1, 5, 9)
-    assert load_image_folder(tmp_path, image_size=[5, 9])[0].image_shape == (1, 5, 9)
+    save(tmp_path / "dog" / "large.jpg", size=(52, 39))
+    assert load_image_folder(tmp_path, image_size=(9, 12))[0].image_shape == (1, 9, 12)
+    assert load_image_folder(tmp_path, image_size=[12, 16])[0].image_shape == (1, 12, 16)
+    for name in ("cat", "dog"):
+        save(tmp_path / "even" / name / "0.png", size=(7, 7))
+        save(tmp_path / "even" / name / "1.png", size=(41, 42))
+    assert load_image_folder(tmp_path / "even", image_size=5)[0].image_shape == (1, 5, 5)
+
+
+def test_a_changed_aspect_ratio_is_told(tmp_path):
+    tree(tmp_path, count=2)
+    save(tmp_path / "dog" / "tall.jpg", size=(30, 40))
+    cure = "crop them, or give data.image_size=[height,width]"
+    with warned(tmp_path, "height 6 and width 8", "1 of 5 images", "width / height is 0.75 to 1.33", cure):
+        load_image_folder(tmp_path, image_size=[6, 8])
+    with warned(tmp_path, "5 of 5 images"):
+        assert load_splits(str(tmp_path), tmp_path, image_size=7).train.image_shape == (1, 7, 7)
 
 
 def test_shrinking_is_antialiased(tmp_path):
@@ -194,8 +228,8 @@ def test_damaged_images_are_refused_by_name(tmp_path):
     png = (tmp_path / "dog" / "0.png").read_bytes()
     bad.write_bytes(png[: len(png) // 2])
     refused(lambda: read_image(bad), bad)
-    save(tmp_path / "moving.gif")
-    bad.write_bytes((tmp_path / "moving.gif").read_bytes())
+    save(tmp_path / "other.tga")
+    bad.write_bytes((tmp_path / "other.tga").read_bytes())
     refused(lambda: read_image(bad), bad)
     refused(lambda: read_image(tmp_path / "absent.png"), "absent.png")
 
@@ -217,6 +251,29 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
         refused(lambda fraction=fraction: load_image_folder(tmp_path, test_fraction=fraction), "fraction")
 
 
+@pytest.mark.usefixtures("untyped")
+def test_options_of_another_kind_are_refused(tmp_path):
+    tree(tmp_path)
+    for size in (10_001, 10**10, (5, 10**10), 8.0, True, "8", "many", "8,", (8, "6")):
+        refused(lambda size=size: load_image_folder(tmp_path, image_size=size), "image_size", "from 1 to 10,000")
+    refused(lambda: load_image_folder(tmp_path, image_size="48,24"), "'48,24'", "in brackets: image_size=[48,24]")
+    refused(lambda: read_image(tmp_path / "cat" / "0.png", image_size="7,9"), "image_size=[7,9]")
+    for fraction in ("0.2", None, [0.2], True):
+        refused(
+            lambda fraction=fraction: load_image_folder(tmp_path, test_fraction=fraction), "test_fraction", "number"
+        )
+
+
+def test_images_beyond_the_memory_are_refused(tmp_path, monkeypatch):
+    tree(tmp_path)
+
+    def full(*shape, **_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    refused(lambda: load_image_folder(tmp_path), "10 images of 8 x 6", "more memory than there is", "data.image_size")
+
+
 def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
     first = save(tmp_path / "cat" / "0.png", size=(2, 2)).read_bytes()
     (tmp_path / "dog").mkdir()
@@ -233,11 +290,198 @@ def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
 
 def test_load_splits_takes_a_folder_and_its_options(tmp_path):
     tree(tmp_path, count=20)
-    options = {"image_size": 5, "channels": 3, "test_fraction": 0.5}
+    options = {"image_size": (3, 4), "channels": 3, "test_fraction": 0.5}
     one, other = (
         load_splits(str(tmp_path), tmp_path, validation_fraction=0.2, seed=seed, **options) for seed in (0, 1)
     )
     assert [len(part) for part in (one.train, one.validation, one.test)] == [16, 4, 20]
-    assert one.test.image_shape == (3, 5, 5)
+    assert one.test.image_shape == (3, 3, 4)
     assert torch.equal(one.test.pixels, other.test.pixels)
     assert not torch.equal(one.validation.pixels, other.validation.pixels)
+    train, test = load_image_folder(tmp_path, **options)
+    rest, held_out = cut(train, 0.2, seed=0)
+    for found, expected in zip((one.train, one.validation, one.test), (rest, held_out, test), strict=True):
+        assert torch.equal(found.pixels, expected.pixels)
+        assert torch.equal(found.labels, expected.labels)
+
+
+# What a person should know
+
+
+def test_skipped_files_and_folders_are_named(tmp_path):
+    tree(tmp_path)
+    for i in range(38):
+        (tmp_path / "cat" / f"{i}.HEIC").write_text("")
+    for name in ("a.txt", "b.txt", "README"):
+        (tmp_path / "dog" / name).write_text("")
+    formats = "formats read: .bmp, .gif, .jpeg, .jpg, .png, .tif, .tiff, .webp"
+    with warned(f"{tmp_path}: skipped 41 files that", "(.heic 38, .txt 2, no ending 1)", formats):
+        load_image_folder(tmp_path)
+    save(tmp_path / "dog" / "puppies" / "1.png")
+    save(tmp_path / "loose.png")
+    with warned("41 files", f"folders of images within a class ({tmp_path / 'dog' / 'puppies'})", "loose.png", formats):
+        load_splits(str(tmp_path), tmp_path)
+
+
+def test_many_endings_are_cut_short(tmp_path):
+    tree(tmp_path)
+    for i in range(100):
+        (tmp_path / "cat" / f"scan.{i:03}").write_text("")
+    with warned("100 files", "and 94 other endings"):
+        load_image_folder(tmp_path)
+
+
+def test_files_of_several_frames_are_counted(tmp_path):
+    tree(tmp_path)
+    frames = [Image.new("L", (8, 6), colour) for colour in (10, 200)]
+    for ending in ("gif", "png", "tif", "webp"):
+        frames[0].save(tmp_path / "cat" / f"moving.{ending}", save_all=True, append_images=frames[1:])
+    with warned(f"{tmp_path}: 4 files hold several frames; only the first", tmp_path / "cat" / "moving.gif"):
+        load_image_folder(tmp_path)
+    for ending in ("gif", "png", "tif", "webp"):
+        assert read_image(tmp_path / "cat" / f"moving.{ending}", channels=1).unique().tolist() == [10]
+
+
+def test_the_preview_in_a_photo_is_no_frame(tmp_path):
+    tree(tmp_path)
+    photo = Image.new("L", (8, 6), 100)
+    photo.save(tmp_path / "cat" / "photo.jpg", "MPO", save_all=True, append_images=[Image.new("L", (4, 3), 0)])
+    assert load_image_folder(tmp_path)[0].image_shape == (1, 6, 8)
+
+
+@pytest.mark.parametrize(("largest", "bits", "factor"), [(4095, 12, 16), (1000, 10, 65)])
+def test_twelve_bits_in_sixteen_are_told(largest, bits, factor, tmp_path):
+    tree(tmp_path, count=2)
+    for i in (2, 3):
+        values = np.full((6, 8), largest - i + 2, dtype=np.uint16)
+        Image.fromarray(values).save(tmp_path / "dog" / f"{i}.png")
+    with warned(tmp_path, f"is {largest:,} of 65,535", f"{bits} bits", "nearly black", f"multiply by {factor}"):
+        load_image_folder(tmp_path)
+    Image.fromarray(np.full((6, 8), 4096, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
+    load_image_folder(tmp_path)
+
+
+def test_pixels_of_unknown_scale_are_refused(tmp_path):
+    Image.fromarray(np.full((6, 8), 0.5, dtype=np.float32)).save(tmp_path / "float.tif")
+    Image.fromarray(np.full((6, 8), 70_000, dtype=np.int32)).save(tmp_path / "deep.tif")
+    refused(lambda: read_image(tmp_path / "float.tif"), "float.tif", "floating-point", "8 or 16 bits")
+    refused(lambda: read_image(tmp_path / "deep.tif"), "deep.tif", "70000", "not the 0 to 65535 of 16 bits")
+
+
+def test_pages_of_a_tiff_keep_their_depth_and_orientation(tmp_path):
+    Image.fromarray(np.array([[0, 257, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "deep.tiff")
+    assert read_image(tmp_path / "deep.tiff").flatten().tolist() == [0, 1, 128, 255]
+    turned = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(2, 16))
+    for compression in ("raw", "tiff_lzw"):
+        turned.save(tmp_path / "turned.tif", tiffinfo={0x0112: 6}, compression=compression)
+        assert read_image(tmp_path / "turned.tif")[0, :3].tolist() == [[16, 0], [17, 1], [18, 2]]
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation"])
+def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
+    tree(tmp_path / "train", count=3)
+    tree(tmp_path / name, count=2, size=(8, 6))
+    save(tmp_path / name / "dog" / "1.png", colour=77)
+    refused(lambda: load_splits(str(tmp_path), tmp_path), "test/ does not", "add a folder per class to test/")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), f"rename {name}/ to test/: validation images are then cut")
+    tree(tmp_path / "test", count=1)
+    splits = load_splits(str(tmp_path), tmp_path, seed=3)
+    assert [part.labels.tolist() for part in (splits.train, splits.validation, splits.test)] == [
+        [0, 0, 0, 1, 1, 1],
+        [0, 0, 1, 1],
+        [0, 1],
+    ]
+    assert splits.validation.pixels[:, 0, 0, 0].tolist() == [0, 10, 0, 77]
+    assert [len(part) for part in load_image_folder(tmp_path)] == [6, 2]
+    save(tmp_path / name / "eel" / "0.png")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path / name / "eel", f"not in {tmp_path / 'train'}")
+    tree(tmp_path / ("valid" if name == "val" else "val"), count=1)
+    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both hold images; keep one")
+
+
+def test_other_folders_beside_train_and_test_are_named(tmp_path):
+    for half in ("train", "test"):
+        tree(tmp_path / half, count=2)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "validation" / "cat").mkdir(parents=True)
+    load_image_folder(tmp_path)
+    save(tmp_path / "extra" / "cat" / "more" / "0.png")
+    with warned(f"beside train/ and test/ ({tmp_path / 'extra'})", "train/, val/, valid/, validation/, test/ are read"):
+        load_image_folder(tmp_path)
+
+
+def test_a_class_whose_name_is_not_utf8_is_refused(tmp_path):
+    tree(tmp_path)
+    (tmp_path / "dog").rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    refused(lambda: load_image_folder(tmp_path), r"/\xff\xfe: the name of this class is not UTF-8; rename the folder")
+
+
+@pytest.mark.parametrize(("one", "other"), [("caf\u00e9", "cafe\u0301"), ("cat", "cat ")])
+def test_class_names_that_look_the_same_are_told(one, other, tmp_path):
+    tree(tmp_path, classes=("ant", one, other))
+    with warned(tmp_path, ascii(one), ascii(other), "one folder if they are one class"):
+        load_image_folder(tmp_path)
+
+
+def test_an_imbalance_of_the_classes_is_told(tmp_path):
+    tree(tmp_path, classes=("cat", "eel"), count=58)
+    tree(tmp_path, classes=("dog",), count=5)
+    load_image_folder(tmp_path)
+    said = (tmp_path, "cat has 41 training images", "dog only 3", "accuracy can mislead", "recall of each class")
+    with warned(*said):
+        load_splits(str(tmp_path), tmp_path)
+    tree(tmp_path, classes=("dog",), count=8)
+    load_splits(str(tmp_path), tmp_path)
+
+
+def test_a_split_without_images_is_refused(tmp_path):
+    tree(tmp_path, count=2)
+    refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path, "the validation split has no images", "more images")
+    tree(tmp_path, count=9)
+    refused(lambda: load_splits(str(tmp_path), tmp_path, test_fraction=0.999), "validation split", "data.test_fraction")
+
+
+# Damage and size
+
+
+def damaged(content, random):
+    kind, place = random.integers(3), int(random.integers(len(content)))
+    if kind == 0:
+        return content[:place]
+    flipped = bytearray(content)
+    for at in random.integers(0, len(content), 1 + 2 * kind):
+        flipped[at] = random.integers(256)
+    return bytes(flipped)
+
+
+@pytest.mark.parametrize("ending", sorted(set(FORMATS) - {".jpeg", ".tiff"}))
+def test_damaged_files_give_bad_input_or_an_image(ending, tmp_path):
+    random = np.random.default_rng(0)
+    picture = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
+    path = tmp_path / f"damaged{ending}"
+    picture.save(path, **({"compression": "tiff_lzw"} if ending == ".tif" else {}))
+    whole = path.read_bytes()
+    for _ in range(150):
+        path.write_bytes(damaged(whole, random))
+        try:
+            said, size = "", read_image(path, image_size=5).shape[1:]
+        except BadInput as error:
+            said, size = str(error), (5, 5)
+        assert not said or (str(path) in said and "\n" not in said)
+        assert size == (5, 5)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_peaks_at_about_the_images_themselves(late, tmp_path, monkeypatch):
+    tree(tmp_path, classes=("cat", "dog"), count=100, size=(192, 128))
+    if late:
+        save(tmp_path / "dog" / "z.png", mode="RGB", size=(192, 128), colour=(1, 2, 3))
+    held = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: held.append(shape) or empty(*shape, **options))
+    tracemalloc.start()
+    train, test = load_image_folder(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1_500_000  # Python's and NumPy's share; the images are 4.9 MB and more
+    assert [shape[0] for shape in held] == [len(train), 0, len(test)]

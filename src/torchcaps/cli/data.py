@@ -65,8 +65,7 @@ def data_show(
     options = create_recipe("capsnet-images", changes).data_options
     images = load_splits(name, data_dir, **options).train
     path = out or Path(f"{Path(name).name}.png")
-    save_contact_sheet(images, path, columns)
-    print(f"{len(images.class_names)} classes in {path}")
+    print(f"{save_contact_sheet(images, path, columns)} in {path}")
 
 
 @app.command("verify")

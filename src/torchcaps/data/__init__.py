@@ -1,6 +1,7 @@
 """Data: a visible table of datasets, your own folders of images, and the cut into train, validation and test."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,15 @@ from torchcaps.data.download import download
 from torchcaps.data.files import uncompressed_md5
 from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
-from torchcaps.data.image_folder import load_image_folder, read_image
+from torchcaps.data.image_file import read_image
+from torchcaps.data.image_folder import load_image_folder, read_folder
 from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
 from torchcaps.data.preparation import Preparation, Variation
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, DataWarning, nearest
 
 __all__ = [
     "DATASETS",
@@ -132,6 +134,8 @@ DATASETS: dict[str, Dataset] = {
 }
 """Name → dataset."""
 
+IMBALANCE = 10
+"""Images of the most frequent class for each of the rarest from which on a person is told."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """What `load_splits` passes on to `load_image_folder`."""
 
@@ -142,7 +146,8 @@ def load_splits(
     """Load a dataset of the table, or a folder of images, as train, validation and test.
 
     The validation images are cut from the training images (see `cut`). The seed moves that cut only: the test images
-    are the same for every seed.
+    are the same for every seed. A folder with `val/` (or `valid/`, `validation/`) beside `train/` and `test/` brings
+    its own validation images, and nothing is cut.
 
     Arguments:
         name_or_folder: a name in `DATASETS`, which wins, or the path of a folder (see `load_image_folder`).
@@ -151,8 +156,11 @@ def load_splits(
         seed: 0 or greater.
         options: for a folder: image_size, channels, test_fraction; for a name: what its `Dataset` says.
     Raises:
-        BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, or
-            whatever the loader refuses.
+        BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, a
+            split without images, or whatever the loader refuses.
+    Warns:
+        DataWarning: a class has no training image, or one has more than ten times the training images of another; or
+            what `load_image_folder` warns of.
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -173,6 +181,35 @@ def load_splits(
     for option in sorted(options.keys() - set(allowed)):
         takes = ", ".join(allowed) or "no options"
         raise BadInput(f"{option}: {name_or_folder} does not take this option, but {takes}; leave it out")
-    train, test = DATASETS[name_or_folder].load(data_dir, **options) if known else load_image_folder(folder, **options)
-    train, validation = cut(train, validation_fraction, seed)
-    return Splits(train, validation, test)
+    found: list[str] = []
+    if known:
+        train, test = DATASETS[name_or_folder].load(data_dir, **options)
+        splits = Splits(*cut(train, validation_fraction, seed), test)
+    else:
+        splits, found = read_folder(folder, **options, validation=(validation_fraction, seed))
+    for split in ("train", "validation", "test"):
+        if not len(getattr(splits, split)):
+            cure = "give every class more images" + ("" if known else ", or make data.test_fraction smaller")
+            raise BadInput(f"{name_or_folder}: the {split} split has no images; {cure}")
+    for remark in [*found, *_found_in_counts(name_or_folder, splits.train)]:
+        warnings.warn(remark, DataWarning, stacklevel=2)
+    return splits
+
+
+def _found_in_counts(name: str, train: Images) -> Iterator[str]:
+    """What a person should know of the number of training images of each class."""
+    counts = train.labels.flatten().bincount(minlength=len(train.class_names))
+    absent = [train.class_names[label] for label in (counts == 0).nonzero().flatten().tolist()]
+    if absent:
+        more = f" and {len(absent) - 3:,} more" if len(absent) > 3 else ""
+        yield (
+            f"{name}: no training image of class {', '.join(absent[:3])}{more}, which cannot be learnt; add images or"
+            " leave the class out"
+        )
+    most, least = int(counts.argmax()), int(counts.where(counts > 0, counts.max()).argmin())
+    if counts[most] > IMBALANCE * counts[least]:
+        yield (
+            f"{name}: class {train.class_names[most]} has {counts[most]:,} training images, but"
+            f" {train.class_names[least]} only {counts[least]:,}; accuracy can mislead here: the recall of each class"
+            " tells more"
+        )

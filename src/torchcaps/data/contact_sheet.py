@@ -3,12 +3,24 @@
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch.nn import functional
 
 from torchcaps.data.files import atomically
 from torchcaps.data.images import Images
+from torchcaps.errors import printable
+
+MOST_CLASSES = 100
+"""Classes in one picture."""
+LONGEST_NAME = 60
+"""Letters of a class name that are drawn."""
+TILE = 128
+"""Pixels a side to which larger images are reduced."""
+LONGEST_PICTURE = 6_000
+"""Pixels of the picture's longer side, without the names."""
 
 
-def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int = 0) -> None:
+def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int = 0) -> str:
     """Draw `columns` images of each class, a row a class, as a PNG; of stereo pairs the first camera.
 
     Arguments:
@@ -16,27 +28,48 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
         path: of the picture.
         columns: images of each class, 1 or more; a class with fewer shows them all.
         seed: of which are shown.
+    Returns:
+        The classes that are drawn, the first hundred at most: "10 classes" or "the first 100 of 700 classes".
     Example:
         >>> import tempfile
         >>> from torchcaps.data import load_mnist_5k
         >>> save_contact_sheet(load_mnist_5k()[0], Path(tempfile.mkdtemp()) / "digits.png", columns=3)
+        '10 classes'
     """
     from matplotlib.figure import Figure
 
-    rows = len(images.class_names)
-    figure = Figure(figsize=(columns, 1.05 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False)
-    random = np.random.default_rng(seed)
-    for label, name in enumerate(images.class_names):
-        members = (images.labels == label).nonzero().flatten().numpy()
-        chosen = random.permutation(members)[:columns]
-        for column, axis in enumerate(axes[label]):
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if column < len(chosen):
-                pixels = images.pixels[int(chosen[column])]
-                shown = pixels.permute(1, 2, 0) if len(pixels) == 3 else pixels[0]
-                axis.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=255)
-        axes[label, 0].set_ylabel(name, fontsize=9)
+    names = [printable(name) for name in images.class_names[:MOST_CLASSES]]
+    rows, columns = len(names), min(columns, int(images.labels.bincount(minlength=1).max()))
+    sheet, height, width = _mosaic(images, rows, columns, seed)
+    inches = min(1.0, LONGEST_PICTURE / 100 / max(rows, columns)) / max(height, width)
+    figure = Figure(figsize=(columns * width * inches, rows * height * inches))
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.imshow(sheet, cmap="gray", vmin=0, vmax=255, aspect="auto")
+    axis.set_xticks([])
+    short = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in names]
+    axis.set_yticks(height * (np.arange(rows) + 0.5) - 0.5, short, fontsize=9, parse_math=False)
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
     with atomically(path) as stream:
-        figure.savefig(stream, format="png", dpi=100)
+        figure.savefig(stream, format="png", dpi=100, bbox_inches="tight", pad_inches=0.1)
+    every = len(images.class_names)
+    return f"the first {rows} of {every} classes" if rows < every else f"{rows} classes"
+
+
+def _mosaic(images: Images, rows: int, columns: int, seed: int) -> tuple[np.ndarray, int, int]:
+    """All images in one, on white, a row a class; and the height and width that each takes, its margin included."""
+    channels, height, width = images.image_shape
+    scale = min(1.0, TILE / max(height, width))
+    height, width = max(round(height * scale), 1), max(round(width * scale), 1)
+    margin = max(max(height, width) // 14, 1)
+    shape = (rows, height + margin, columns, width + margin, 3 if channels == 3 else 1)
+    sheet = np.full(shape, 255, np.uint8)
+    random = np.random.default_rng(seed)
+    for label in range(rows):
+        members = (images.labels == label).nonzero().flatten().numpy()
+        chosen = images.pixels[torch.from_numpy(random.permutation(members)[:columns])][:, : shape[-1]]
+        if scale < 1:
+            chosen = functional.interpolate(chosen, (height, width), mode="bilinear", antialias=True)
+        inner = sheet[label, margin // 2 : margin // 2 + height, : len(chosen), margin // 2 : margin // 2 + width]
+        inner[:] = chosen.permute(2, 0, 3, 1).numpy()
+    return sheet.reshape(rows * shape[1], columns * shape[3], -1), shape[1], shape[3]

@@ -1,7 +1,6 @@
 """Trained on moved digits, tested on turned, sheared and stretched ones: Sabour, Frosst & Hinton 2017, section 5.1."""
 
 import math
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
 from torchcaps.errors import BadInput
+from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 
 SIZE = 40
@@ -58,24 +58,15 @@ def read_affnist(path: Path) -> Images:
     """Digits of one of affNIST's own files (Tieleman 2013; MATLAB's format, 40×40): ``test.mat``, ``1.mat`` ….
 
     Raises:
-        BadInput: it is no such file, or is damaged; or SciPy is not installed.
+        BadInput: it is no such file, or is damaged.
     """
-    try:
-        from scipy.io.matlab import MatReadError, loadmat
-    except ModuleNotFoundError as error:
-        raise BadInput(f"{path}: SciPy reads affNIST's files; install torchcaps[demo]") from error
-    try:
-        content = loadmat(path, simplify_cells=True)["affNISTdata"]
-        pixels, labels = np.asarray(content["image"]), np.asarray(content["label_int"])
-    except (OSError, ValueError, LookupError, TypeError, NotImplementedError, zlib.error, MatReadError) as error:
-        raise BadInput(f"{path}: not a file of affNIST ({error!r}); get it again") from error
-    if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.shape != pixels.shape[1:]:
+    pixels, labels = read_struct(path, "affNISTdata", ["image", "label_int"])
+    if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.size != pixels.shape[1]:
         raise BadInput(f"{path}: its images are {pixels.dtype} {pixels.shape}, not uint8 ({SIZE**2}, N): get it again")
-    try:
-        rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
-        return Images(rows, torch.from_numpy(labels.astype(np.int64)), tuple("0123456789"))
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}") from error
+    if not np.isin(labels, range(10)).all():
+        raise BadInput(f"{path}: a label is none of the digits 0 to 9: get it again")
+    rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
+    return Images(rows, torch.from_numpy(labels.flatten().astype(np.int64)), tuple("0123456789"))
 
 
 def affnist_test(data_dir: Path) -> Images | None:
