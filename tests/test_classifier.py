@@ -151,7 +151,7 @@ WRONG = {
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in WRONG.items() for value in values])
 def test_options_of_a_wrong_kind_or_value_are_refused_in_one_line(option, value, refused, run, images):
     edited(run, lambda content: content["options"].update({option: value}))
-    assert re.search(rf"{option}|capsnet", refused("predict", run, images / "left" / "000.png"))
+    assert re.search(rf"{option}|capsnet|CapsNet", refused("predict", run, images / "left" / "000.png"))
 
 
 def test_missing_and_unknown_entries_are_refused(refused, run, images):
