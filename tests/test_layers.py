@@ -188,7 +188,9 @@ def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():
 def test_layers_move_with_to_and_save_no_maps():
     layer = DenseCaps(4, 2, 8, 10, 16).to(torch.float64)
     assert set(layer.state_dict()) == {"transform"}
-    assert layer.to("meta").routing_map.edges.device.type == "meta"
+    there = layer.to("meta")
+    assert there.routing_map.edges_on(there.transform.device).is_meta
+    assert layer.routing_map is layer.routing_map
 
 
 def test_margin_loss_is_its_formula_for_one_class_and_for_several():

@@ -24,9 +24,11 @@ import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+from torchcaps.checks import INTEGERS, described, has_values
 
 SquashForm = Literal["sabour", "su", "unit", "none"]
 
@@ -83,6 +85,30 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
 
 
+def one_hot(labels: Int[Tensor, "B"], classes: int) -> Int[Tensor, "B classes"]:
+    """1 at each label's class and 0 elsewhere; `torch.func` goes through it, as it does not through PyTorch's own.
+
+    Arguments:
+        labels: ``[B]``, integers in [0, classes).
+        classes: how many there are.
+
+    Raises:
+        ValueError: labels are not integers ``[B]``, or out of range (not checked while a graph is traced).
+
+    Example:
+        >>> one_hot(torch.tensor([1, 0]), 3)
+        tensor([[0, 1, 0],
+                [1, 0, 0]])
+    """
+    if labels.ndim != 1 or labels.dtype not in INTEGERS:
+        raise ValueError(f"labels must be integers [B], the class of each sample; got {described(labels)}")
+    if has_values(labels) and len(labels):
+        low, high = (bound.item() for bound in labels.aminmax())
+        if low < 0 or high >= classes:
+            raise ValueError(f"labels must lie in [0, {classes}), as there are {classes} classes; got {low} to {high}")
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).long()
+
+
 def coordinate_addition(
     pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"], coordinates: Float[Tensor, "S 2"]
 ) -> tuple[Float[Tensor, "B S C R Q2"], Float[Tensor, "K C J Q2 N"]]:
@@ -125,7 +151,7 @@ def coordinate_addition(
     else:
         place = [columns - 1]
         placed = functional.pad(coordinates, (0, rows - 2))[:, :, None]
-    fixed = functional.one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
+    fixed = one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
     return (
         torch.cat([pose, placed.to(pose)[None, :, None].expand(batch, -1, types, -1, -1)], dim=-1),
         torch.cat([transform, fixed.expand(transforms, types, parents, -1, -1)], dim=-2),

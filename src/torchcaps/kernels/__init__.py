@@ -22,6 +22,7 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
+    "expect_one_device",
     "obstacle",
     "once",
     "padded",
@@ -82,6 +83,16 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     ):
         return "the fused kernels know nothing of torch.func and of forward-mode differentiation"
     return None
+
+
+def expect_one_device(pose: Tensor, edges: Tensor) -> None:
+    """With edges on the meta device the dispatcher would take the operator's shapes for its results.
+
+    Raises:
+        ValueError: pose and edges are on different devices.
+    """
+    if pose.device != edges.device:
+        raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
 
 
 def padded(count: IntLikeType, like: Tensor) -> IntLikeType:

@@ -163,7 +163,7 @@ def _receptive_field_centres(sites: int, pixels: int, kernels: Iterable[tuple[in
     for kernel_size, stride in kernels:
         first += step * (kernel_size - 1) / 2
         step *= stride
-    return (first + 0.5 + step * torch.arange(sites)) / pixels
+    return (first + 0.5 + step * torch.arange(sites, device="cpu")) / pixels
 
 
 class MatrixBaselineCNN(nn.Module, Pretrained):
