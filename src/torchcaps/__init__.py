@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
+from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash
 from torchcaps.errors import BadInput
 from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         MatrixCapsNet,
         PooledCapsNet,
         PooledCNN,
-        Prediction,
         create_model,
     )
 

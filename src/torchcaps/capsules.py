@@ -1,4 +1,4 @@
-"""Capsules, and what is done to a pose on its own: squashing, measuring its length, adding its coordinates.
+"""Capsules, predictions, and what is done to a pose on its own: squashing, measuring its length, adding coordinates.
 
 Shape legend, used in every docstring, annotation and einsum of this library:
 
@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import _register_namedtuple
 
 from torchcaps.checks import INTEGERS, described, has_values
 
@@ -43,6 +44,24 @@ class Capsules(NamedTuple):
 
     pose: Float[Tensor, "B S C R Q"]
     activation: Float[Tensor, "B S C"]
+
+
+class Prediction(NamedTuple):
+    """A model's answer to a batch of images.
+
+    Arguments:
+        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
+        capsules: the class capsules, or None for a network without any.
+        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
+    """
+
+    scores: Float[Tensor, "B classes"]
+    capsules: Capsules | None = None
+    reconstruction: Float[Tensor, "B channels height width"] | None = None
+
+
+for _kind in (Capsules, Prediction):  # torch.export.save writes them into a program, torch.export.load finds them there
+    _register_namedtuple(_kind, serialized_type_name=f"torchcaps.{_kind.__name__}")
 
 
 def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:

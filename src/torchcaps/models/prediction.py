@@ -1,33 +1,17 @@
-"""What every model returns, and how every model is saved and loaded."""
+"""How every model is saved and loaded."""
 
 import os
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import ModelCard, PyTorchModelHubMixin
-from jaxtyping import Float
 from safetensors import SafetensorError
-from torch import Tensor
 
-from torchcaps.capsules import Capsules
+from torchcaps.capsules import Prediction as Prediction
 from torchcaps.errors import BadInput
-
-
-class Prediction(NamedTuple):
-    """A model's answer to a batch of images.
-
-    Arguments:
-        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
-        capsules: the class capsules, or None for a network without any.
-        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
-    """
-
-    scores: Float[Tensor, "B classes"]
-    capsules: Capsules | None = None
-    reconstruction: Float[Tensor, "B channels height width"] | None = None
 
 
 class Pretrained(PyTorchModelHubMixin):
