@@ -19,6 +19,7 @@ FLOORS = {
     "kernels": 0,
     "routing": 1,
     "convolution": 2,
+    "decoder": 2,
     "layers": 2,
     "losses": 2,
     "models": 3,

@@ -209,6 +209,15 @@ def test_reconstruction_loss_is_a_sum_over_pixels_and_a_mean_over_the_batch():
     torch.testing.assert_close(summed, 0.392 * mean_of_squares)
 
 
+def test_reconstruction_loss_is_never_narrower_than_its_inputs():
+    drawn, images = torch.rand(2, 2, 1, 3, 3, dtype=torch.float64).unbind()
+    exact = (drawn - images).square().sum() / 2
+    assert reconstruction_loss(drawn, images).dtype == torch.float64
+    torch.testing.assert_close(reconstruction_loss(drawn, images), exact, rtol=1e-14, atol=0)
+    assert reconstruction_loss(drawn.half(), images.half()).dtype == torch.float32
+    torch.testing.assert_close(reconstruction_loss(drawn.float(), images), exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stack_trains_under_autocast(dtype):
     stack = nn.ModuleList([PrimaryCaps(1, 2, 4, 3), DenseCaps(16, 2, 4, 3, 5)])

@@ -64,6 +64,16 @@ for _kind in (Capsules, Prediction):  # torch.export.save writes them into a pro
     _register_namedtuple(_kind, serialized_type_name=f"torchcaps.{_kind.__name__}")
 
 
+def check_capsules(children: Capsules) -> None:
+    """That children are `Capsules`, not a tensor.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if not isinstance(children, Capsules):
+        raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
+
+
 def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
     """Euclidean length of each pose; its gradient at a zero pose is zero.
 

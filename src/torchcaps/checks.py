@@ -62,6 +62,17 @@ def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
         )
 
 
+def check_sizes(**sizes: Any) -> None:
+    """That sizes are integers of at least 1.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
+
+
 def check_iterations(iterations: Any) -> None:
     """That a number of routing iterations is an integer from 1 to 1,000.
 

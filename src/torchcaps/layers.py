@@ -2,16 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, coordinate_addition, lengths, one_hot, squash
-from torchcaps.checks import described, has_values
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
+from torchcaps.checks import check_sizes, described, has_values
 from torchcaps.convolution import UnfoldedConv2d
+from torchcaps.decoder import Decoder as Decoder
 from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.routing_map import Constant, RoutingMap
 
@@ -144,6 +144,13 @@ class DenseCaps(CapsuleLayer):
         parent_pose_size: int,
         routing: nn.Module | None = None,
     ) -> None:
+        check_sizes(
+            child_sites=child_sites,
+            child_types=child_types,
+            child_pose_size=child_pose_size,
+            parent_types=parent_types,
+            parent_pose_size=parent_pose_size,
+        )
         spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
         transform = truncated_normal_(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread
@@ -191,8 +198,9 @@ class ConvCaps(CapsuleLayer):
         around_identity: bool = True,
         routing: nn.Module | None = None,
     ) -> None:
+        check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         shape = (kernel_size**2, child_types, parent_types)
-        transform = initial_transform(*shape, pose_size[1], deviation, around_identity)
+        transform = initial_transform(*shape, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
 
@@ -238,7 +246,8 @@ class ClassCaps(CapsuleLayer):
             raise ValueError(
                 f"coordinates must be [S, 2], row and column of each child site; got {described(coordinates)}{device}"
             )
-        transform = initial_transform(1, child_types, classes, pose_size[1], deviation, around_identity)
+        check_sizes(child_types=child_types, classes=classes)
+        transform = initial_transform(1, child_types, classes, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
         super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
         self._coordinates = Constant(coordinates)
@@ -254,8 +263,10 @@ class ClassCaps(CapsuleLayer):
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S, C]`` where asked for."""
+        check_capsules(children)
         pose: Tensor = children.pose
         transform: Tensor = self.transform
+        self.routing_map.check(pose, transform)
         if self.add_coordinates:
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
         children = Capsules(pose, children.activation)
@@ -279,6 +290,18 @@ def checked_rule(routing: nn.Module, parent_types: int) -> nn.Module:
             f"use {type(routing).__name__}({parent_types})"
         )
     return routing
+
+
+def columns_of(pose_size: tuple[int, int]) -> int:
+    """The second of (rows, columns).
+
+    Raises:
+        ValueError: they are not two sizes.
+    """
+    if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
+        raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
+    check_sizes(rows=pose_size[0], columns=pose_size[1])
+    return pose_size[1]
 
 
 def truncated_normal_(weights: Tensor, deviation: float) -> Tensor:
@@ -316,6 +339,7 @@ class SharedCaps(nn.Module):
         self, child_pose_size: int, parent_types: int, parent_pose_size: int, routing: nn.Module | None = None
     ) -> None:
         super().__init__()
+        check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)
         self.transform = nn.Parameter(torch.empty(1, 1, parent_types, child_pose_size, parent_pose_size))
         bound = (6 / (child_pose_size + parent_types * parent_pose_size)) ** 0.5
         nn.init.uniform_(self.transform, -bound, bound)
@@ -335,51 +359,7 @@ class SharedCaps(nn.Module):
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S·C, 1]`` where asked for."""
+        check_capsules(children)
         pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
         routing_map = self._map_of(pose.shape[1], pose.device)
         return self.routing(Capsules(pose, activation), self.transform, routing_map, return_couplings=return_couplings)
-
-
-class Decoder(nn.Module):
-    """Draws an image from the pose of one class capsule; all others are masked to zero.
-
-    Sabour, Frosst & Hinton 2017, section 4.1: linear layers of 512 and 1024 with ReLU, then a sigmoid per pixel.
-
-    Arguments:
-        classes: J.
-        pose_size: N.
-        image_shape: (channels, height, width) of the image.
-        hidden_sizes: widths of the hidden layers.
-
-    Example:
-        >>> decoder = Decoder(10, 16, (3, 32, 20))
-        >>> decoder(torch.randn(2, 1, 10, 1, 16), torch.tensor([3, 5])).shape
-        torch.Size([2, 3, 32, 20])
-    """
-
-    def __init__(
-        self,
-        classes: int,
-        pose_size: int,
-        image_shape: tuple[int, int, int],
-        hidden_sizes: Sequence[int] = (512, 1024),
-    ) -> None:
-        super().__init__()
-        self.classes = classes
-        self.image_shape = tuple(image_shape)
-        pixels = image_shape[0] * image_shape[1] * image_shape[2]
-        sizes = [classes * pose_size, *hidden_sizes]
-        hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
-
-    def forward(
-        self, pose: Float[Tensor, "B 1 J R N"], of_class: Int64[Tensor, "B"]
-    ) -> Float[Tensor, "B channels height width"]:
-        """Images ``[B, channels, height, width]`` in [0, 1], each drawn from the capsule of its class.
-
-        Raises:
-            ValueError: a class below 0, or of ``classes`` and above.
-        """
-        visible = pose * one_hot(of_class, self.classes).to(pose)[:, None, :, None, None]
-        weights = next(self.layers.parameters())
-        return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)

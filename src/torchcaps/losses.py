@@ -81,8 +81,8 @@ def spread_loss(
         >>> spread_loss(torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([0]), margin=0.5)
         tensor(0.0100)
     """
-    of_target = scores.gather(1, target[:, None])
     others = 1 - one_hot(target, scores.shape[1]).to(scores)
+    of_target = scores.gather(1, target[:, None])
     return (others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1).mean()
 
 

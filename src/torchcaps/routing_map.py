@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from torchcaps.checks import INTEGERS, check_device, check_floating, described, has_values
+from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
 
 
 class Constant:
@@ -100,13 +100,7 @@ class RoutingMap:
         object.__setattr__(self, "constant", Constant(edges))
 
     def _check_values(self, edges: Tensor) -> None:
-        for name, size in (
-            ("child_sites", self.child_sites),
-            ("parent_sites", self.parent_sites),
-            ("transforms", self.transforms),
-        ):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {size!r}")
+        check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)
         if len(self.parent_grid) != 2 or self.parent_grid[0] * self.parent_grid[1] != self.parent_sites:
             raise ValueError(
                 f"parent_grid must be (height, width) with height × width = parent_sites = {self.parent_sites}; "

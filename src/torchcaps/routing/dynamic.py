@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, squash
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import dynamic as fused
@@ -170,6 +170,7 @@ class DynamicRouting(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
+        check_choice("backend", backend, get_args(Backend))
         self.iterations = iterations
         self.logits: Logits = logits
         self.squash_form: SquashForm = squash_form
@@ -188,6 +189,7 @@ class DynamicRouting(nn.Module):
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
         """Parents' capsules, and the couplings where asked for; see `dynamic_routing`."""
+        check_capsules(children)
         return dynamic_routing(
             children.pose,
             transform,

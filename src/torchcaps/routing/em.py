@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.capsules import Capsules
-from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, described
+from torchcaps.capsules import Capsules, check_capsules
+from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import em as fused
 from torchcaps.routing_map import RoutingMap
@@ -206,8 +206,10 @@ def em_routing(
                 cost = described.sum(dim=3) * data / mean_data
                 log_activation = functional.logsigmoid(heats[iteration] * (beta_a.to(dtype)[:, None] - cost))
             else:
-                total = data.sum(dim=(1, 2), keepdim=True)
-                log_activation = (data * _inverse(total)).clamp_min(torch.finfo(dtype).tiny).log()
+                tiny, total = torch.finfo(dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
+                some = total >= tiny
+                share = torch.where(some, data / torch.where(some, total, 1), 0)
+                log_activation = share.clamp_min(tiny).log()
             passes.append(
                 EMPass(
                     couplings,
@@ -225,10 +227,13 @@ def em_routing(
 
 
 def _shares(log_r: Tensor, activation: Tensor, routing_map: RoutingMap) -> Tensor:
-    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij of a parent are; 0 where all its children are off."""
-    alive = log_r.detach().masked_fill(activation.detach() <= 0, -torch.inf)
-    largest = routing_map.largest_at_parents(alive).nan_to_num(neginf=0.0)
-    routed = (log_r - routing_map.at_edges(largest).unsqueeze(3)).clamp_max(60).exp() * activation
+    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij a_i of a parent are; 0 where all its children are off."""
+    on = activation >= torch.finfo(activation.dtype).tiny
+    log_a = torch.where(on, activation, 1).log()
+    largest = routing_map.largest_at_parents((log_r + log_a).detach().masked_fill(~on, -torch.inf))
+    relative = log_r - routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
+    # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
+    routed = torch.where(on, relative + log_a, relative.clamp_max(60)).exp() * torch.where(on, 1, activation)
     total = routing_map.sum_at_parents(routed.sum(dim=3))
     return routed * routing_map.at_edges(_inverse(total)).unsqueeze(3)
 
@@ -242,8 +247,7 @@ def _inverse(total: Tensor) -> Tensor:
 def _check_tensors(
     children: Capsules, transform: Tensor, routing_map: RoutingMap, beta_u: Tensor, beta_a: Tensor
 ) -> None:
-    if not isinstance(children, Capsules):
-        raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
+    check_capsules(children)
     pose, activation = children
     routing_map.check(pose, transform)
     if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
@@ -328,6 +332,8 @@ class EMRouting(nn.Module):
             parent_activation,
             mean_damping,
         )
+        check_sizes(parent_types=parent_types)
+        check_choice("backend", backend, get_args(Backend))
         self.parent_types = parent_types
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
