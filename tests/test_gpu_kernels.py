@@ -150,6 +150,19 @@ def test_narrow_children_have_float32_statistics(device, dtype):
         assert all(far(x, y) < (1e-4 if dtype == torch.float32 else 1e-2) for x, y in zip(narrow, exact, strict=True))
 
 
+@pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
+def test_faint_children_have_their_mean(device, faint):
+    pose, activation, *others = problem(MAPS["conv"], 5, "vector")
+    activation[0, :, :], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
+    case = (pose, activation.float().double(), *others)
+    for parent_activation in ("logistic", "mixing"):
+        options = {"iterations": 2, "parent_activation": parent_activation}
+        exact = everything(em, case, MAPS["conv"], device, **options, backend="reference")
+        found = everything(em, case, MAPS["conv"], device, torch.float32, **options)
+        kept = (0, 1, 2, *((3,) if faint > 1e-37 else ()), 4, 5, 6)
+        assert all(far(found[part], exact[part]) < 1e-3 for part in kept)
+
+
 def test_an_empty_batch_has_no_gradients(device):
     case = problem(MAPS["conv"], 5, "matrix")
     found = everything(em, (case[0][:0], case[1][:0], *case[2:]), MAPS["conv"], device, iterations=2)
