@@ -21,6 +21,7 @@ class Decoder(nn.Module):
         hidden_sizes: widths of the hidden layers.
 
     Example:
+        >>> import torch
         >>> decoder = Decoder(10, 16, (3, 32, 20))
         >>> decoder(torch.randn(2, 1, 10, 1, 16), torch.tensor([3, 5])).shape
         torch.Size([2, 3, 32, 20])
