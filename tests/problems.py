@@ -14,7 +14,14 @@ MAPS = {
     "shared": RoutingMap.shared(4),
     "conv": RoutingMap.conv((3, 4), kernel_size=2),
     "conv-stride-padding": RoutingMap.conv((4, 3), kernel_size=3, stride=2, padding=1),
+    "one-parent": RoutingMap(torch.tensor([[2, 0, 2], [0, 0, 0], [0, 0, 1], [2, 0, 2]]), 3, 1, 3, (1, 1)),
+    "irregular": RoutingMap(
+        torch.tensor([[2, 1, 0], [0, 3, 1], [2, 1, 0], [0, 0, 1], [3, 1, 0], [2, 3, 1]]), 4, 4, 3, (2, 2)
+    ),
+    "no-edges": RoutingMap(torch.zeros(0, 3, dtype=torch.int64), 2, 2, 1, (1, 2)),
 }
+"""Irregular: unsorted and repeated edges, a child site without a parent, a parent site without a child, an unused
+transform. One-parent: several edges from a child site to the one parent site."""
 
 
 def random_case(
@@ -52,7 +59,11 @@ def far(found: Tensor, exact: Tensor) -> float:
 
 @st.composite
 def maps(draw: st.DrawFn) -> RoutingMap:
-    kind = draw(st.sampled_from(["dense", "shared", "conv"]))
+    kind = draw(st.sampled_from(["dense", "shared", "conv", "any"]))
+    if kind == "any":
+        sizes = [draw(st.integers(1, 4)) for _ in range(3)]
+        edges = draw(st.lists(st.tuples(*(st.integers(0, size - 1) for size in sizes)), max_size=8))
+        return RoutingMap(torch.tensor(edges, dtype=torch.int64).reshape(-1, 3), *sizes, (1, sizes[1]))
     if kind != "conv":
         sites = draw(st.integers(1, 6))
         return RoutingMap.dense(sites) if kind == "dense" else RoutingMap.shared(sites)

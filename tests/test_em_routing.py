@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import laws
 from problems import MAPS, cases, em_routing_in_loops, random_case
 from torchcaps import Capsules, EMRouting, RoutingMap, em_routing
+from torchcaps.kernels import _cpu
 
 OPTIONS = {
     "corrected": {},
@@ -112,7 +113,7 @@ def test_gradcheck(options, routing_map):
     cases(),
     st.sampled_from(sorted(OPTIONS)),
     st.sampled_from([1e-15, 1e-6, 1.0, 1e3, 1e6]),
-    st.sampled_from(["off", "on", "some off", "half on", "faint", "fainter"]),
+    st.sampled_from(["off", "on", "some off", "half on", "faint", "fainter", "fading"]),
     st.booleans(),
 )
 @example(random_case(MAPS["conv"], 0, torch.float32), "corrected", 1e6, "faint", True)
@@ -130,6 +131,7 @@ def test_extreme_children_give_finite_values_and_gradients(case, options, scale,
         "half on": torch.full(pose.shape[:3], 0.5),
         "faint": torch.full(pose.shape[:3], 1e-18),
         "fainter": torch.full(pose.shape[:3], 1e-30),
+        "fading": torch.logspace(-35, 0, pose.shape[:3].numel()).reshape(pose.shape[:3]),
     }[active]
     activation = activation.to(pose.dtype).clone().requires_grad_()
     beta = [torch.zeros(transform.shape[2], dtype=pose.dtype, requires_grad=True) for _ in range(2)]
@@ -241,6 +243,61 @@ def test_a_starved_parent_is_the_same_in_float32_as_in_float64():
     assert exact.couplings[0, 1].max() < 1e-30
     assert exact.mean[0, 0, 1].abs().max() > 0.1
     torch.testing.assert_close(found.mean, exact.mean.float(), rtol=1e-3, atol=1e-3)
+
+
+BACKENDS = ["reference", *(["fused"] if _cpu is not None else [])]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("routing_map", [name for name in MAPS if name != "no-edges"])
+@pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
+def test_the_mean_of_faint_children_is_that_of_children_as_unequally_on(faint, routing_map, backend):
+    """In float32, down to its smallest normal number; each parent has children of its own brightness."""
+    case = random_case(MAPS[routing_map], 5, torch.float64, rows=2)
+    activation = torch.rand(case.pose.shape[:3], dtype=torch.float64).clamp_min(0.2)
+    activation[0] = activation[0] * faint
+    activation[1, ::2] = activation[1, ::2] * faint
+    betas = torch.randn(2, 4, dtype=torch.float64)
+    for options in ({"iterations": 1}, {"iterations": 3}, {"iterations": 2, "parent_activation": "mixing"}):
+        exact = em_routing(Capsules(case.pose, activation), *case[1:], *betas, **options, backend="reference")
+        single = (x.float() for x in (case.pose, activation, case.transform, *betas))
+        pose, active, transform, *both = single
+        found = em_routing(Capsules(pose, active), transform, case.routing_map, *both, **options, backend=backend)
+        assert exact.pose.abs().max() > 0.1
+        torch.testing.assert_close(found.pose.double(), exact.pose, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found.activation.double(), exact.activation, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("faint", [1e-20, 1e-30])
+def test_the_gradients_of_faint_children(faint, backend):
+    case = random_case(MAPS["conv"], 6, torch.float64, rows=2)
+    activation = faint * torch.rand(case.pose.shape[:3], dtype=torch.float64).clamp_min(0.2)
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (case.pose, activation, case.transform)]
+        betas = torch.zeros(2, 4, dtype=dtype)
+        chosen = "reference" if dtype == torch.float64 else backend
+        children = Capsules(leaves[0], leaves[1])
+        parents = em_routing(children, leaves[2], case.routing_map, *betas, iterations=2, backend=chosen)
+        gradients.append(torch.autograd.grad(parents.pose.square().sum(), leaves))
+    for exact, found in zip(*gradients, strict=True):
+        assert (found.double() - exact).norm() < 1e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parent_whose_children_are_all_off_has_mean_zero(backend):
+    case = random_case(MAPS["conv"], 7, torch.float32)
+    activation = torch.rand(case.pose.shape[:3])
+    child, parent, _ = case.routing_map.edges.unbind(1)
+    activation[:, child[parent == 1]] = 0
+    leaves = [x.requires_grad_() for x in (case.pose, activation, case.transform)]
+    children = Capsules(leaves[0], leaves[1])
+    parents = em_routing(children, leaves[2], case.routing_map, *torch.zeros(2, 4), backend=backend)
+    assert not parents.pose[:, 1].any()
+    assert parents.pose[:, 0].all()
+    (parents.pose.sum() + parents.activation.sum()).backward()
+    assert all(torch.isfinite(leaf.grad).all() for leaf in leaves)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from problems import MAPS as ALL_MAPS
 from problems import far, full_problem
 from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 
@@ -19,6 +20,7 @@ MAPS = {
     "dense": RoutingMap.dense(3),
     "shared": RoutingMap.shared(5),
     "conv": RoutingMap.conv((3, 2), 3, padding=1, stride=2),
+    **{name: ALL_MAPS[name] for name in ("one-parent", "irregular", "no-edges")},
 }
 POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5)}
 DYNAMIC = {
@@ -114,7 +116,10 @@ def problem(routing_map, parent_types, pose):
 
 @pytest.mark.parametrize(
     ("routing_map", "pose", "parent_types", "iterations"),
-    [("dense", "matrix", 1, 3), ("shared", "vector", 17, 2), ("conv", "matrix", 5, 3), ("conv", "vector", 3, 1)],
+    [
+        *(("dense", "matrix", 1, 3), ("shared", "vector", 17, 2), ("conv", "matrix", 5, 3), ("conv", "vector", 3, 1)),
+        *(("one-parent", "vector", 3, 3), ("irregular", "vector", 3, 3), ("no-edges", "vector", 3, 2)),
+    ],
 )
 def test_em_equals_the_reference(device, routing_map, pose, parent_types, iterations):
     case, routing_map = problem(MAPS[routing_map], parent_types, pose), MAPS[routing_map]
@@ -126,7 +131,7 @@ def test_em_equals_the_reference(device, routing_map, pose, parent_types, iterat
 
 
 @pytest.mark.parametrize(
-    ("routing_map", "options"), [("dense", "sabour"), ("shared", "sabour"), *(("conv", options) for options in DYNAMIC)]
+    ("routing_map", "options"), [*((name, "sabour") for name in MAPS), *(("conv", options) for options in DYNAMIC)]
 )
 def test_dynamic_equals_the_reference(device, routing_map, options):
     case, routing_map = problem(MAPS[routing_map], 3, "vector")[::2][:2], MAPS[routing_map]
@@ -143,6 +148,19 @@ def test_narrow_children_have_float32_statistics(device, dtype):
         exact = everything(rule, tensors, MAPS["conv"], device, **options, backend="reference")
         narrow = everything(rule, tensors, MAPS["conv"], device, dtype, **options)
         assert all(far(x, y) < (1e-4 if dtype == torch.float32 else 1e-2) for x, y in zip(narrow, exact, strict=True))
+
+
+@pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
+def test_faint_children_have_their_mean(device, faint):
+    pose, activation, *others = problem(MAPS["conv"], 5, "vector")
+    activation[0, :, :], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
+    case = (pose, activation.float().double(), *others)
+    for parent_activation in ("logistic", "mixing"):
+        options = {"iterations": 2, "parent_activation": parent_activation}
+        exact = everything(em, case, MAPS["conv"], device, **options, backend="reference")
+        found = everything(em, case, MAPS["conv"], device, torch.float32, **options)
+        kept = (0, 1, 2, *((3,) if faint > 1e-37 else ()), 4, 5, 6)
+        assert all(far(found[part], exact[part]) < 1e-3 for part in kept)
 
 
 def test_an_empty_batch_has_no_gradients(device):

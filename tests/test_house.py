@@ -14,10 +14,13 @@ ROOT = Path(torchcaps.__file__).parent
 FLOORS = {
     "errors": 0,
     "options": 0,
+    "checks": 0,
     "capsules": 0,
     "routing_map": 0,
     "kernels": 0,
     "routing": 1,
+    "convolution": 2,
+    "decoder": 2,
     "layers": 2,
     "losses": 2,
     "models": 3,

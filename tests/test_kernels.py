@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +10,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from problems import MAPS, cases, far, full_problem, random_case
+from problems import (
+    MAPS,
+    cases,
+    dynamic_routing_in_loops,
+    em_routing_in_loops,
+    far,
+    full_problem,
+    random_case,
+)
 from torchcaps import Capsules, MatrixCapsNet, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
@@ -259,11 +266,27 @@ def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
     assert em_routing(children, case.transform, case.routing_map, *betas, mean_damping=0.1).pose.isfinite().all()
     with pytest.raises(ValueError, match="unknown backend"):
         em_routing(children, case.transform, case.routing_map, *betas, backend="fast")
-    with pytest.raises(ValueError, match="beta_u has the wrong shape"):
-        em_routing(children, case.transform, case.routing_map, torch.zeros(1), betas[1], backend="fused")
-    wrong = replace(case.routing_map, edges=case.routing_map.edges + 1)
+    wrong = (case.pose, children.activation, case.transform, *betas, case.routing_map.edges + 1)
     with pytest.raises(ValueError, match="an edge names"):
-        em_routing(children, case.transform, wrong, *betas, backend="fused")
+        torch.ops.torchcaps.em_routing(*wrong, 1, [1.0], 1e-4, 1.0, False)
+    with pytest.raises(ValueError, match="pose is on cpu and edges on meta"):
+        torch.ops.torchcaps.em_routing(*wrong[:5], wrong[5].to("meta"), 1, [1.0], 1e-4, 1.0, False)
+    with pytest.raises(ValueError, match="pose is on cpu and edges on meta"):
+        torch.ops.torchcaps.dynamic_routing(*wrong[:3:2], wrong[5].to("meta"), 1, 3, True, "su", "su", True, False)
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+def test_both_rules_equal_the_papers_loops(routing_map):
+    case = random_case(MAPS[routing_map], seed=2, dtype=torch.float64)
+    activation = (3 * torch.rand(case.pose.shape[:3], dtype=torch.float64) - 1).clamp(0, 1)
+    betas = torch.randn(2, 4, dtype=torch.float64)
+    for options in ({}, {"parent_activation": "mixing"}):
+        mean, _, active, _ = em_routing_in_loops(case, activation, *betas.tolist(), **options)
+        children = Capsules(case.pose, activation)
+        found = em_routing(children, *case[1:], *betas, backend="fused", **options)
+        torch.testing.assert_close(found, Capsules(mean, active), rtol=1e-10, atol=1e-10)
+    parents, _ = dynamic_routing_in_loops(case, 3, "cumulative", "sabour", None, leaky=False)
+    torch.testing.assert_close(dynamic_routing(*case, backend="fused").pose, parents, rtol=1e-10, atol=1e-12)
 
 
 def test_a_model_has_the_gradients_of_the_reference():

@@ -188,7 +188,9 @@ def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():
 def test_layers_move_with_to_and_save_no_maps():
     layer = DenseCaps(4, 2, 8, 10, 16).to(torch.float64)
     assert set(layer.state_dict()) == {"transform"}
-    assert layer.to("meta").routing_map.edges.device.type == "meta"
+    there = layer.to("meta")
+    assert there.routing_map.edges_on(there.transform.device).is_meta
+    assert layer.routing_map is layer.routing_map
 
 
 def test_margin_loss_is_its_formula_for_one_class_and_for_several():
@@ -205,6 +207,15 @@ def test_reconstruction_loss_is_a_sum_over_pixels_and_a_mean_over_the_batch():
     mean_of_squares = nn.functional.mse_loss(torch.full((2, 1, 28, 28), 0.5), torch.zeros(2, 1, 28, 28))
     summed = 0.0005 * reconstruction_loss(torch.full((2, 1, 28, 28), 0.5), torch.zeros(2, 1, 28, 28))
     torch.testing.assert_close(summed, 0.392 * mean_of_squares)
+
+
+def test_reconstruction_loss_is_never_narrower_than_its_inputs():
+    drawn, images = torch.rand(2, 2, 1, 3, 3, dtype=torch.float64).unbind()
+    exact = (drawn - images).square().sum() / 2
+    assert reconstruction_loss(drawn, images).dtype == torch.float64
+    torch.testing.assert_close(reconstruction_loss(drawn, images), exact, rtol=1e-14, atol=0)
+    assert reconstruction_loss(drawn.half(), images.half()).dtype == torch.float32
+    torch.testing.assert_close(reconstruction_loss(drawn.float(), images), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,13 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from problems import MAPS
 from torchcaps import RoutingMap
 
 
@@ -58,3 +62,66 @@ def test_huge_logits_do_not_overflow():
 def test_impossible_conv_maps_raise(sizes):
     with pytest.raises(ValueError, match="must be at least 1"):
         RoutingMap.conv((4, 4), **sizes)
+
+
+def test_couplings_of_a_child_with_several_edges_to_one_parent():
+    routing_map = RoutingMap(torch.tensor([[0, 0, 0], [1, 0, 1], [0, 0, 1]]), 2, 1, 2, (1, 1))
+    logits = torch.randn(1, 3, 3, 1, dtype=torch.float64)
+    couplings = routing_map.log_couplings(logits).exp()
+    both = logits[0, :, [0, 2], 0].flatten().softmax(0).reshape(3, 2)
+    torch.testing.assert_close(couplings[0, :, [0, 2], 0], both)
+    torch.testing.assert_close(couplings[0, :, 1, 0], logits[0, :, 1, 0].softmax(0))
+
+
+EDGES = torch.tensor([[0, 0, 0], [1, 1, 2]])
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"edges": EDGES.float()}, r"edges must be an integer tensor .*got a float32 tensor \[2, 3\]"),
+        ({"edges": EDGES.bool()}, r"edges must be an integer tensor .*got a bool tensor"),
+        ({"edges": EDGES[:, :2]}, r"edges must be an integer tensor \[E, 3\].*\[2, 2\]"),
+        ({"edges": [[0, 0, 0]]}, r"edges must be an integer tensor .*got list"),
+        ({"edges": EDGES - 1}, r"edges name child sites from -1 to 0, but the map has 2, numbered 0 to 1"),
+        ({"child_sites": 1}, r"edges name child sites from 0 to 1, but the map has 1.*set child_sites to 2"),
+        ({"parent_sites": 1, "parent_grid": (1, 1)}, r"edges name parent sites .*set parent_sites to 2"),
+        ({"transforms": 2}, r"edges name transforms from 0 to 2.*set transforms to 3"),
+        ({"transforms": 0}, r"transforms must be an integer of at least 1; got int 0"),
+        ({"child_sites": 2.0}, r"child_sites must be an integer of at least 1; got float 2.0"),
+        ({"parent_grid": (2, 2)}, r"parent_grid must be .*parent_sites = 2; got \(2, 2\)"),
+        ({"edges": EDGES.to("meta")}, r'edges are on the meta device.*device="cpu"'),
+    ],
+)
+def test_maps_that_are_none_are_refused(arguments, message):
+    right = {"edges": EDGES, "child_sites": 2, "parent_sites": 2, "transforms": 3, "parent_grid": (1, 2)}
+    RoutingMap(**right)
+    with pytest.raises(ValueError, match=message):
+        RoutingMap(**{**right, **arguments})
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_edges_of_any_integer_dtype_are_kept_as_int64(dtype):
+    routing_map = RoutingMap(EDGES.to(dtype), 2, 2, 3, (1, 2))
+    assert torch.equal(routing_map.edges, EDGES)
+    assert routing_map.edges.dtype == torch.int64
+
+
+def test_maps_are_copied_pickled_and_made_under_any_default_device():
+    for again in (copy.deepcopy(MAPS["conv"]), pickle.loads(pickle.dumps(MAPS["conv"]))):
+        assert torch.equal(again.edges, MAPS["conv"].edges)
+        assert torch.equal(again.edges_on("cpu"), MAPS["conv"].edges)
+    with torch.device("meta"):
+        for routing_map in (RoutingMap.dense(2), RoutingMap.shared(2), RoutingMap.conv((2, 2), 1)):
+            assert routing_map.edges.device.type == "cpu"
+    assert MAPS["conv"].edges_on("meta").is_meta
+    assert torch.equal(MAPS["conv"].edges_on("cpu"), MAPS["conv"].edges)
+
+
+def test_a_map_made_in_inference_mode_can_be_trained_with():
+    with torch.inference_mode():
+        routing_map = RoutingMap.conv((2, 2), 1)
+    votes = routing_map.votes(torch.randn(1, 4, 1, 1, 2, requires_grad=True), torch.randn(1, 1, 3, 2, 2))
+    votes.sum().backward()

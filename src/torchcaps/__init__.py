@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchcaps.capsules import Capsules, coordinate_addition, lengths, squash
+    from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash
     from torchcaps.classifier import Answer, Classifier
     from torchcaps.data import Preparation
     from torchcaps.errors import BadInput, DataWarning, Diverged
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         MatrixCapsNet,
         PooledCapsNet,
         PooledCNN,
-        Prediction,
         create_model,
     )
     from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "capsules": ("Capsules", "coordinate_addition", "lengths", "squash"),
+    "capsules": ("Capsules", "Prediction", "coordinate_addition", "lengths", "squash"),
     "classifier": ("Answer", "Classifier"),
     "data": ("Preparation",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
@@ -35,7 +34,7 @@ _MODULES = {
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
         *("MODELS", "BaselineCNN", "CapsNet", "MatrixBaselineCNN", "MatrixCapsNet", "PooledCNN", "PooledCapsNet"),
-        *("Prediction", "create_model"),
+        "create_model",
     ),
     "routing": ("ROUTINGS", "DynamicRouting", "EMPass", "EMRouting", "dynamic_routing", "em_routing"),
     "routing_map": ("RoutingMap",),

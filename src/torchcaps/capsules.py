@@ -1,4 +1,4 @@
-"""Capsules, and what is done to a pose on its own: squashing, measuring its length, adding its coordinates.
+"""Capsules, predictions, and what is done to a pose on its own: squashing, measuring its length, adding coordinates.
 
 Shape legend, used in every docstring, annotation and einsum of this library:
 
@@ -24,9 +24,12 @@ import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import _register_namedtuple
+
+from torchcaps.checks import INTEGERS, described, has_values
 
 SquashForm = Literal["sabour", "su", "unit", "none"]
 
@@ -41,6 +44,34 @@ class Capsules(NamedTuple):
 
     pose: Float[Tensor, "B S C R Q"]
     activation: Float[Tensor, "B S C"]
+
+
+class Prediction(NamedTuple):
+    """A model's answer to a batch of images.
+
+    Arguments:
+        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
+        capsules: the class capsules, or None for a network without any.
+        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
+    """
+
+    scores: Float[Tensor, "B classes"]
+    capsules: Capsules | None = None
+    reconstruction: Float[Tensor, "B channels height width"] | None = None
+
+
+for _kind in (Capsules, Prediction):  # torch.export.save writes them into a program, torch.export.load finds them there
+    _register_namedtuple(_kind, serialized_type_name=f"torchcaps.{_kind.__name__}")
+
+
+def check_capsules(children: Capsules) -> None:
+    """That children are `Capsules`, not a tensor.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if not isinstance(children, Capsules):
+        raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
 
 
 def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
@@ -81,6 +112,30 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         raise ValueError(f"unknown squash form {form!r}: use one of {', '.join(get_args(SquashForm))}")
     length = lengths(pose)[..., None, None]
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
+
+
+def one_hot(labels: Int[Tensor, "B"], classes: int) -> Int[Tensor, "B classes"]:
+    """1 at each label's class and 0 elsewhere; `torch.func` goes through it, as it does not through PyTorch's own.
+
+    Arguments:
+        labels: ``[B]``, integers in [0, classes).
+        classes: how many there are.
+
+    Raises:
+        ValueError: labels are not integers ``[B]``, or out of range (not checked while a graph is traced).
+
+    Example:
+        >>> one_hot(torch.tensor([1, 0]), 3)
+        tensor([[0, 1, 0],
+                [1, 0, 0]])
+    """
+    if labels.ndim != 1 or labels.dtype not in INTEGERS:
+        raise ValueError(f"labels must be integers [B], the class of each sample; got {described(labels)}")
+    if has_values(labels) and len(labels):
+        low, high = (bound.item() for bound in labels.aminmax())
+        if low < 0 or high >= classes:
+            raise ValueError(f"labels must lie in [0, {classes}), as there are {classes} classes; got {low} to {high}")
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).long()
 
 
 def coordinate_addition(
@@ -125,7 +180,7 @@ def coordinate_addition(
     else:
         place = [columns - 1]
         placed = functional.pad(coordinates, (0, rows - 2))[:, :, None]
-    fixed = functional.one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
+    fixed = one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
     return (
         torch.cat([pose, placed.to(pose)[None, :, None].expand(batch, -1, types, -1, -1)], dim=-1),
         torch.cat([transform, fixed.expand(transforms, types, parents, -1, -1)], dim=-2),

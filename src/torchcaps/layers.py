@@ -2,77 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
-from torchcaps.capsules import Capsules, SquashForm, coordinate_addition, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
+from torchcaps.checks import check_sizes, described, has_values
+from torchcaps.convolution import UnfoldedConv2d
+from torchcaps.decoder import Decoder as Decoder
 from torchcaps.routing import DynamicRouting, EMRouting
-from torchcaps.routing_map import RoutingMap
-
-
-class UnfoldedConv2d(nn.Conv2d):
-    """A convolution as one product of all patches with the weights: the same values, more memory, on some CPUs faster.
-
-    Chellapilla, Puri & Simard 2006, section 3. Weights and their names are those of `torch.nn.Conv2d`. The patches are
-    kept for the backward pass: B · height · width · in_channels · kernel_size² numbers.
-
-    Arguments:
-        in_channels, out_channels, kernel_size, stride, padding, bias: see `torch.nn.Conv2d`.
-
-    Example:
-        >>> UnfoldedConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
-        torch.Size([1, 256, 6, 6])
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
-
-    def forward(
-        self, input: Float[Tensor, "B in_channels height width"]
-    ) -> Float[Tensor, "B out_channels new_height new_width"]:
-        """The convolved map, in channels_last."""
-        around = [int(p) for p in self.padding for _ in range(2)]
-        patches = _Patches.apply(functional.pad(input, around), self.kernel_size[0], self.stride[0])
-        return functional.linear(patches.flatten(3), self.weight.permute(0, 2, 3, 1).flatten(1), self.bias).permute(
-            0, 3, 1, 2
-        )
-
-
-class _Patches(torch.autograd.Function):
-    """``[B, channels, height, width]`` → ``[B, new height, new width, kernel, kernel, channels]``."""
-
-    @staticmethod
-    def forward(images: Tensor, size: int, stride: int) -> Tensor:
-        patches = images.permute(0, 2, 3, 1).unfold(1, size, stride).unfold(2, size, stride)
-        return patches.permute(0, 1, 2, 4, 5, 3).contiguous()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
-        ctx.image_shape, ctx.stride = inputs[0].shape, inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, patches: Tensor) -> tuple[Tensor, None, None]:
-        batch, channels, *grid = ctx.image_shape
-        images = patches.new_zeros(batch, *grid, channels)
-        reach = [ctx.stride * (count - 1) + 1 for count in patches.shape[1:3]]
-        for y in range(patches.shape[3]):
-            for x in range(patches.shape[4]):
-                images[:, y : y + reach[0] : ctx.stride, x : x + reach[1] : ctx.stride] += patches[:, :, :, y, x]
-        return images.permute(0, 3, 1, 2), None, None
+from torchcaps.routing_map import Constant, RoutingMap
 
 
 class PrimaryCaps(nn.Module):
@@ -142,21 +83,31 @@ class CapsuleLayer(nn.Module):
         routing_map: which child site feeds which parent site through which transform.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: the rule.
-    """
 
-    edges: Tensor
+    Raises:
+        ValueError: the rule is no module, or is made for another number of parent types.
+
+    Example:
+        >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), DynamicRouting())
+        >>> layer(Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
 
     def __init__(self, routing_map: RoutingMap, transform: Tensor, routing: nn.Module) -> None:
         super().__init__()
-        self._map = routing_map
-        self.register_buffer("edges", routing_map.edges, persistent=False)
+        self.routing_map = routing_map
         self.transform = nn.Parameter(transform)
-        self.routing = routing
+        self.routing = checked_rule(routing, transform.shape[2])
 
-    @property
-    def routing_map(self) -> RoutingMap:
-        """The layer's map, on the layer's device."""
-        return replace(self._map, edges=self.edges)
+    def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
+        """Moves the layer, and copies its constants ahead of a compiled call, which would do so every time."""
+        super()._apply(*arguments, **options)
+        for constant in self._constants():
+            constant.on(self.transform.device)
+        return self
+
+    def _constants(self) -> list[Constant]:
+        return [self.routing_map.constant]
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, P, J, R, N]``, and the couplings ``[B, J, E, C]`` where asked for."""
@@ -193,6 +144,13 @@ class DenseCaps(CapsuleLayer):
         parent_pose_size: int,
         routing: nn.Module | None = None,
     ) -> None:
+        check_sizes(
+            child_sites=child_sites,
+            child_types=child_types,
+            child_pose_size=child_pose_size,
+            parent_types=parent_types,
+            parent_pose_size=parent_pose_size,
+        )
         spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
         transform = truncated_normal_(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread
@@ -240,15 +198,16 @@ class ConvCaps(CapsuleLayer):
         around_identity: bool = True,
         routing: nn.Module | None = None,
     ) -> None:
+        check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         shape = (kernel_size**2, child_types, parent_types)
-        transform = initial_transform(*shape, pose_size[1], deviation, around_identity)
+        transform = initial_transform(*shape, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
 
     @property
     def parent_grid(self) -> tuple[int, int]:
         """(height, width) of the parent sites."""
-        return self._map.parent_grid
+        return self.routing_map.parent_grid
 
 
 class ClassCaps(CapsuleLayer):
@@ -271,8 +230,6 @@ class ClassCaps(CapsuleLayer):
         torch.Size([2, 1, 5])
     """
 
-    coordinates: Tensor
-
     def __init__(
         self,
         coordinates: Float[Tensor, "S 2"],
@@ -284,20 +241,67 @@ class ClassCaps(CapsuleLayer):
         around_identity: bool = True,
         routing: nn.Module | None = None,
     ) -> None:
-        transform = initial_transform(1, child_types, classes, pose_size[1], deviation, around_identity)
+        if coordinates.ndim != 2 or coordinates.shape[1] != 2 or coordinates.is_meta:
+            device = ' on the meta device, without values: make them with device="cpu"' if coordinates.is_meta else ""
+            raise ValueError(
+                f"coordinates must be [S, 2], row and column of each child site; got {described(coordinates)}{device}"
+            )
+        check_sizes(child_types=child_types, classes=classes)
+        transform = initial_transform(1, child_types, classes, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
         super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
-        self.register_buffer("coordinates", coordinates, persistent=False)
+        self._coordinates = Constant(coordinates)
         self.add_coordinates = add_coordinates
+
+    def _constants(self) -> list[Constant]:
+        return [*super()._constants(), self._coordinates]
+
+    @property
+    def coordinates(self) -> Float[Tensor, "S 2"]:
+        """``[S, 2]``, on the layer's device."""
+        return self._coordinates.on(self.transform.device)
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S, C]`` where asked for."""
+        check_capsules(children)
         pose: Tensor = children.pose
         transform: Tensor = self.transform
+        self.routing_map.check(pose, transform)
         if self.add_coordinates:
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
         children = Capsules(pose, children.activation)
         return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
+
+
+def checked_rule(routing: nn.Module, parent_types: int) -> nn.Module:
+    """The rule, if it can route to so many parent types.
+
+    Raises:
+        ValueError: it is no module, or is made for another number.
+    """
+    if not isinstance(routing, nn.Module):
+        raise ValueError(
+            f"routing must be a module such as DynamicRouting() or EMRouting({parent_types}); got {described(routing)}"
+        )
+    made_for = getattr(routing, "parent_types", parent_types)
+    if made_for != parent_types:
+        raise ValueError(
+            f"routing is made for {made_for} parent types, but the layer has {parent_types}: "
+            f"use {type(routing).__name__}({parent_types})"
+        )
+    return routing
+
+
+def columns_of(pose_size: tuple[int, int]) -> int:
+    """The second of (rows, columns).
+
+    Raises:
+        ValueError: they are not two sizes.
+    """
+    if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
+        raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
+    check_sizes(rows=pose_size[0], columns=pose_size[1])
+    return pose_size[1]
 
 
 def truncated_normal_(weights: Tensor, deviation: float) -> Tensor:
@@ -335,54 +339,27 @@ class SharedCaps(nn.Module):
         self, child_pose_size: int, parent_types: int, parent_pose_size: int, routing: nn.Module | None = None
     ) -> None:
         super().__init__()
+        check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)
         self.transform = nn.Parameter(torch.empty(1, 1, parent_types, child_pose_size, parent_pose_size))
         bound = (6 / (child_pose_size + parent_types * parent_pose_size)) ** 0.5
         nn.init.uniform_(self.transform, -bound, bound)
-        self.routing = routing if routing is not None else DynamicRouting()
+        self.routing = checked_rule(DynamicRouting() if routing is None else routing, parent_types)
+        self._map: RoutingMap | None = None
+
+    def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
+        """The last map, if it has as many sites."""
+        if torch.compiler.is_compiling():
+            return RoutingMap.shared(sites, device)
+        if self._map is not None and self._map.child_sites == sites:
+            return self._map
+        routing_map = RoutingMap.shared(sites)
+        if has_values(routing_map.edges):
+            self._map = routing_map
+        return routing_map
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S·C, 1]`` where asked for."""
+        check_capsules(children)
         pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
-        routing_map = RoutingMap.shared(pose.shape[1], pose.device)
+        routing_map = self._map_of(pose.shape[1], pose.device)
         return self.routing(Capsules(pose, activation), self.transform, routing_map, return_couplings=return_couplings)
-
-
-class Decoder(nn.Module):
-    """Draws an image from the pose of one class capsule; all others are masked to zero.
-
-    Sabour, Frosst & Hinton 2017, section 4.1: linear layers of 512 and 1024 with ReLU, then a sigmoid per pixel.
-
-    Arguments:
-        classes: J.
-        pose_size: N.
-        image_shape: (channels, height, width) of the image.
-        hidden_sizes: widths of the hidden layers.
-
-    Example:
-        >>> decoder = Decoder(10, 16, (3, 32, 20))
-        >>> decoder(torch.randn(2, 1, 10, 1, 16), torch.tensor([3, 5])).shape
-        torch.Size([2, 3, 32, 20])
-    """
-
-    def __init__(
-        self,
-        classes: int,
-        pose_size: int,
-        image_shape: tuple[int, int, int],
-        hidden_sizes: Sequence[int] = (512, 1024),
-    ) -> None:
-        super().__init__()
-        self.classes = classes
-        self.image_shape = tuple(image_shape)
-        pixels = image_shape[0] * image_shape[1] * image_shape[2]
-        sizes = [classes * pose_size, *hidden_sizes]
-        hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
-
-    def forward(
-        self, pose: Float[Tensor, "B 1 J R N"], of_class: Int64[Tensor, "B"]
-    ) -> Float[Tensor, "B channels height width"]:
-        """Images ``[B, channels, height, width]`` in [0, 1], each drawn from the capsule of its class."""
-        mask = functional.one_hot(of_class, self.classes).to(pose)
-        visible = pose * mask[:, None, :, None, None]
-        return self.layers(visible.flatten(1)).unflatten(1, self.image_shape)

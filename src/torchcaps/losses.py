@@ -4,9 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
+
+from torchcaps.capsules import one_hot
 
 
 def margin_loss(
@@ -34,7 +37,7 @@ def margin_loss(
         >>> margin_loss(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
         tensor(0.)
     """
-    present = functional.one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
+    present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
     return (present * missing + negative_weight * (1 - present) * false).sum(dim=1).mean()
@@ -45,14 +48,16 @@ def reconstruction_loss(
 ) -> Float[Tensor, ""]:
     """Sum of squared errors over the pixels, mean over the batch: Sabour, Frosst & Hinton 2017, section 4.1.
 
-    The paper adds 0.0005 of this *sum* to the margin loss; on a mean over 784 pixels that would be 0.392.
+    The paper adds 0.0005 of this *sum* to the margin loss; on a mean over 784 pixels that would be 0.392. Computed in
+    the wider of the two dtypes, at least in float32.
 
     Example:
         >>> import torch
         >>> reconstruction_loss(torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
         tensor(4.)
     """
-    return (reconstruction.float() - images.float()).square().flatten(1).sum(dim=1).mean()
+    dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
+    return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()
 
 
 def spread_loss(
@@ -76,8 +81,8 @@ def spread_loss(
         >>> spread_loss(torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([0]), margin=0.5)
         tensor(0.0100)
     """
+    others = 1 - one_hot(target, scores.shape[1]).to(scores)
     of_target = scores.gather(1, target[:, None])
-    others = 1 - functional.one_hot(target, scores.shape[1]).to(scores)
     return (others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1).mean()
 
 

@@ -1,10 +1,47 @@
 """The routing map: which child site feeds which parent site through which transform."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
+
+
+class Constant:
+    """A tensor that no training changes and no state dict holds, at hand on every device.
+
+    Not a buffer: what moves, casts or empties a module leaves it alone. It is copied to a device once and kept there;
+    copies made while a graph is traced are not kept.
+
+    Example:
+        >>> Constant(torch.arange(3)).on("cpu")
+        tensor([0, 1, 2])
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device | str) -> Tensor:
+        """The tensor on a device."""
+        device = torch.device(device)
+        if device == self.values.device:
+            return self.values
+        if device in self._copies:
+            return self._copies[device]
+        if torch.compiler.is_compiling():
+            return self.values.to(device)
+        with torch.inference_mode(False):
+            copy = self.values.to(device)
+        if has_values(copy):
+            self._copies[device] = copy
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": self.values, "_copies": {}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,15 +52,19 @@ class RoutingMap:
     their map alone: edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
     parent site ``p`` with transform ``k``. Make one with `dense`, `shared` or `conv`.
 
+    Any graph will do: edges in any order, several between the same two sites, a child without a parent (it has no
+    effect), a parent without a child (its pose is 0).
+
     Arguments:
-        edges: ``[E, 3]``, rows of (child site, parent site, transform), in any order.
-        child_sites: S.
-        parent_sites: P.
-        transforms: K.
-        parent_grid: (height, width) of the parent sites, row by row.
+        edges: integers ``[E, 3]``, rows of (child site, parent site, transform), in any order; kept as int64.
+        child_sites: S, at least 1; the child sites in the edges lie in [0, S).
+        parent_sites: P, at least 1; the parent sites in the edges lie in [0, P).
+        transforms: K, at least 1; the transforms in the edges lie in [0, K).
+        parent_grid: (height, width) of the parent sites, row by row; height × width is P.
 
     Raises:
-        ValueError: edges are not ``[E, 3]``.
+        ValueError: edges are not integers ``[E, 3]`` or name a site or transform that does not exist, a size is below
+            1, or the grid does not hold P sites.
 
     Example:
         >>> RoutingMap.conv((3, 3), kernel_size=2).edges[:4].tolist()
@@ -35,24 +76,67 @@ class RoutingMap:
     parent_sites: int
     transforms: int
     parent_grid: tuple[int, int]
+    constant: Constant = field(init=False, repr=False)
+    _one_edge_a_child: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
-        if self.edges.ndim != 2 or self.edges.shape[1] != 3:
+        edges: Any = self.edges
+        if not isinstance(edges, Tensor) or edges.dtype not in INTEGERS or edges.ndim != 2 or edges.shape[1] != 3:
             raise ValueError(
-                f"edges must be [E, 3]: (child site, parent site, transform); got {list(self.edges.shape)}"
+                "edges must be an integer tensor [E, 3] of (child site, parent site, transform); "
+                f"got {described(edges)}"
             )
+        edges = edges.to(torch.int64)
+        if has_values(edges):
+            self._check_values(edges)
+            if edges.is_inference():
+                with torch.inference_mode(False):
+                    edges = edges.clone()
+            children = edges[:, 0].unique()
+            object.__setattr__(self, "_one_edge_a_child", len(children) == len(edges))
+        elif edges.is_meta and not torch.compiler.is_compiling():
+            raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
+        object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "constant", Constant(edges))
+
+    def _check_values(self, edges: Tensor) -> None:
+        check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)
+        if len(self.parent_grid) != 2 or self.parent_grid[0] * self.parent_grid[1] != self.parent_sites:
+            raise ValueError(
+                f"parent_grid must be (height, width) with height × width = parent_sites = {self.parent_sites}; "
+                f"got {self.parent_grid}"
+            )
+        if not len(edges):
+            return
+        smallest, largest = (bound.tolist() for bound in (edges.amin(dim=0), edges.amax(dim=0)))
+        sizes = (self.child_sites, self.parent_sites, self.transforms)
+        names = ("child sites", "parent sites", "transforms")
+        for name, low, high, size in zip(names, smallest, largest, sizes, strict=True):
+            if low < 0 or high >= size:
+                raise ValueError(
+                    f"edges name {name} from {low} to {high}, but the map has {size}, numbered 0 to {size - 1}: "
+                    f"correct the edges or set {name.replace(' ', '_')} to {max(high + 1, size)}"
+                )
+
+    def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
+        """The edges on a device; they are copied to it once."""
+        return self.constant.on(device)
 
     @classmethod
     def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
-        sites = torch.arange(child_sites, device=device)
-        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))
+        sites = torch.arange(child_sites, device=device or "cpu")
+        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))._single()
 
     @classmethod
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
-        sites = torch.arange(child_sites, device=device)
-        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))
+        sites = torch.arange(child_sites, device=device or "cpu")
+        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))._single()
+
+    def _single(self) -> "RoutingMap":
+        object.__setattr__(self, "_one_edge_a_child", True)
+        return self
 
     @classmethod
     def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
@@ -78,7 +162,8 @@ class RoutingMap:
         parent_height = (height + 2 * padding - kernel_size) // stride + 1
         parent_width = (width + 2 * padding - kernel_size) // stride + 1
         parent_row, parent_column, kernel_row, kernel_column = torch.meshgrid(
-            *(torch.arange(n) for n in (parent_height, parent_width, kernel_size, kernel_size)), indexing="ij"
+            *(torch.arange(n, device="cpu") for n in (parent_height, parent_width, kernel_size, kernel_size)),
+            indexing="ij",
         )
         row = parent_row * stride - padding + kernel_row
         column = parent_column * stride - padding + kernel_column
@@ -100,7 +185,7 @@ class RoutingMap:
             ValueError: pose, transform and map disagree in shape.
         """
         self.check(pose, transform)
-        child, _, kernel = self.edges.unbind(1)
+        child, _, kernel = self.edges_on(pose.device).unbind(1)
         at_edges = pose.index_select(1, child), transform.index_select(0, kernel)
         return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
 
@@ -108,13 +193,25 @@ class RoutingMap:
         """That pose ``[B, S, C, R, Q]``, transform ``[K, C, J, Q, N]`` and map agree.
 
         Raises:
-            ValueError: they disagree.
+            ValueError: they disagree, are no floating-point tensors, or lie on different devices.
         """
+        if not isinstance(pose, Tensor):
+            cure = ": give children.pose" if hasattr(pose, "pose") else ""
+            raise ValueError(f"pose must be a tensor [B, S, C, R, Q]; got {described(pose)}{cure}")
+        if not isinstance(transform, Tensor):
+            raise ValueError(f"transform must be a tensor [K, C, J, Q, N]; got {described(transform)}")
         if pose.ndim != 5 or transform.ndim != 5:
             raise ValueError(
                 f"pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
                 f"got {list(pose.shape)} and {list(transform.shape)}"
             )
+        for name, tensor in (("pose", pose), ("transform", transform)):
+            check_floating(name, tensor)
+            if 0 in tensor.shape[1:]:
+                raise ValueError(
+                    f"every dimension of {name} but the batch must be at least 1; got {list(tensor.shape)}"
+                )
+        check_device("transform", transform, pose)
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
                 f"the map has {self.child_sites} child sites and {self.transforms} transforms; "
@@ -136,13 +233,13 @@ class RoutingMap:
             none_of_the_above: a further parent with logit 0 takes part and is dropped (leaky routing).
         """
         total = logits.logsumexp(dim=1)
-        if self.parent_sites > 1:
-            child = self.edges[:, 0].expand_as(total.mT).mT
+        if not self._one_edge_a_child:
+            child = self.edges_on(logits.device)[:, 0].expand_as(total.mT).mT
             shape = (total.shape[0], self.child_sites, total.shape[2])
             largest = total.new_full(shape, -torch.inf).scatter_reduce(1, child, total.detach(), "amax")
-            spread = (total - largest.gather(1, child)).exp()
-            per_child = largest + total.new_zeros(shape).scatter_add(1, child, spread).log()
-            total = per_child.gather(1, child)
+            largest = largest.gather(1, child)
+            sums = total.new_zeros(shape).scatter_add(1, child, (total - largest).exp())
+            total = largest + sums.gather(1, child).log()
         if none_of_the_above:
             total = torch.logaddexp(total, torch.zeros_like(total))
         return logits - total.unsqueeze(1)
@@ -152,19 +249,20 @@ class RoutingMap:
         if self.parent_sites == 1:
             return values.sum(dim=2, keepdim=True)
         per_parent = values.new_zeros(*values.shape[:2], self.parent_sites, *values.shape[3:])
-        return per_parent.index_add(2, self.edges[:, 1], values)
+        return per_parent.index_add(2, self.edges_on(values.device)[:, 1], values)
 
     def at_edges(self, values: Float[Tensor, "B J P *rest"]) -> Float[Tensor, "B J E *rest"]:
         """On every edge, the value of the parent site it leads to."""
         if self.parent_sites == 1:
             return values.expand(*values.shape[:2], len(self.edges), *values.shape[3:])
-        return values.index_select(2, self.edges[:, 1])
+        return values.index_select(2, self.edges_on(values.device)[:, 1])
 
     def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:
         """Per parent, the largest value of all the children that feed it."""
         per_edge = values.amax(dim=3)
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
-        return per_parent.scatter_reduce(2, self.edges[:, 1].expand_as(per_edge), per_edge, "amax")
+        parent = self.edges_on(values.device)[:, 1]
+        return per_parent.scatter_reduce(2, parent.expand_as(per_edge), per_edge, "amax")
 
     def sum_over_children(
         self, couplings: Float[Tensor, "B J E C"], votes: Float[Tensor, "B J E C R N"]

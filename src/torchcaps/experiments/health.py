@@ -41,7 +41,7 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
             with torch.no_grad():
                 given = (layer.children, layer.transform, layer.routing_map)
                 couplings: Tensor = layer.rule(*given, return_couplings=True)[1]
-                child, sites = layer.routing_map.edges[:, 0], layer.routing_map.child_sites
+                child, sites = layer.routing_map.edges_on(couplings.device)[:, 0], layer.routing_map.child_sites
                 reached = couplings.shape[1] * child.bincount(minlength=sites).double()
                 each = torch.special.entr(couplings.double()).sum(dim=1)
                 entropy = each.new_zeros(len(each), sites, each.shape[2]).index_add_(1, child, each)

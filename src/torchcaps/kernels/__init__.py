@@ -1,5 +1,6 @@
 """Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.types import IntLikeType
+
+from torchcaps.kernels.flops import let_flops_be_counted
 
 _cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
 _TRITON = find_spec("triton") is not None
@@ -22,6 +25,7 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
+    "expect_one_device",
     "obstacle",
     "once",
     "padded",
@@ -55,7 +59,10 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(get_args(Backend))}")
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" cannot run this: {obstacle}; use "auto" or "reference"')
-    return backend != "reference" and obstacle is None
+    fused = backend != "reference" and obstacle is None
+    if fused and not torch.compiler.is_compiling():
+        let_flops_be_counted()
+    return fused
 
 
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
@@ -77,11 +84,28 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
+    if _in_onnx_export():
+        return "ONNX has no operator for them"
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
         return "the fused kernels know nothing of torch.func and of forward-mode differentiation"
     return None
+
+
+def _in_onnx_export() -> bool:
+    """Asks torch.onnx alone where somebody has imported it: loading it takes longer than most calls."""
+    return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
+
+
+def expect_one_device(pose: Tensor, edges: Tensor) -> None:
+    """With edges on the meta device the dispatcher would take the operator's shapes for its results.
+
+    Raises:
+        ValueError: pose and edges are on different devices.
+    """
+    if pose.device != edges.device:
+        raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
 
 
 def padded(count: IntLikeType, like: Tensor) -> IntLikeType:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::dynamic_routing", mutates_args=(), device_types="cpu")
@@ -35,6 +35,7 @@ def _(*arguments):
 
 @dynamic_routing.register_fake
 def _empty(pose, transform, edges, parent_sites, iterations, *_):
+    expect_one_device(pose, edges)
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns = transform.shape[2], transform.shape[4]
     kept = parent_sites * parent_types * padded(rows * columns, pose) * iterations

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
 
 
 @torch.library.custom_op("torchcaps::em_routing", mutates_args=(), device_types="cpu")
@@ -37,6 +37,7 @@ def _(*arguments):
 
 @em_routing.register_fake
 def _empty(pose, activation, transform, beta_u, beta_a, edges, parent_sites, inverse_temperatures, *_):
+    expect_one_device(pose, edges)
     batch, sites, types, rows, _ = pose.shape
     parent_types, columns, passes = transform.shape[2], transform.shape[4], len(inverse_temperatures)
     kept = parent_sites * padded(parent_types, pose) * (2 * rows * columns + 4) * passes
@@ -93,12 +94,13 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _differentiate(context, mean_grad, activation_grad, *_):
-    pose, _, transform, *_ = context.saved_tensors
+    kept = context.saved_tensors  # read once: torch.utils.checkpoint gives them no second time
+    pose, _, transform, *_ = kept
     if mean_grad is None:
         mean_grad = activation_grad.new_zeros(*activation_grad.shape, pose.shape[3], transform.shape[4])
     if activation_grad is None:
         activation_grad = mean_grad.new_zeros(mean_grad.shape[:3])
-    gradients = _backward(*context.saved_tensors, mean_grad, activation_grad, *context.options)
+    gradients = _backward(*kept, mean_grad, activation_grad, *context.options)
     return (*gradients, *[None] * 6)
 
 

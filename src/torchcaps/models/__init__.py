@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
+from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput, nearest
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
-from torchcaps.models.prediction import Prediction
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.options import check_options, kinds_of
 

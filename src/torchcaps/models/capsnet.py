@@ -6,10 +6,10 @@ from typing import Literal
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import SquashForm
+from torchcaps.capsules import Prediction, SquashForm
 from torchcaps.kernels import Backend
 from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, UnfoldedConv2d
-from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import DynamicRouting
 

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput
 from torchcaps.kernels import Backend
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
-from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import EMRouting
 from torchcaps.routing.em import Competition, ParentActivation, TemperatureSchedule
@@ -164,7 +165,7 @@ def _receptive_field_centres(sites: int, pixels: int, kernels: Iterable[tuple[in
     for kernel_size, stride in kernels:
         first += step * (kernel_size - 1) / 2
         step *= stride
-    return (first + 0.5 + step * torch.arange(sites)) / pixels
+    return (first + 0.5 + step * torch.arange(sites, device="cpu")) / pixels
 
 
 class MatrixBaselineCNN(nn.Module, Pretrained):

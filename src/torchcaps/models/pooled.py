@@ -9,9 +9,9 @@ from typing import cast
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, lengths
+from torchcaps.capsules import Capsules, Prediction, lengths
 from torchcaps.layers import SharedCaps
-from torchcaps.models.prediction import Prediction, check_image_shape
+from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import DynamicRouting
 

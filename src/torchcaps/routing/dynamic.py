@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, squash
+from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import dynamic as fused
 from torchcaps.routing_map import RoutingMap
@@ -77,7 +78,7 @@ def dynamic_routing(
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, the map's transforms.
         routing_map: which child site feeds which parent site.
-        iterations: T, at least 1. With 1 the couplings are uniform.
+        iterations: T, from 1 to 1,000. With 1 the couplings are uniform.
         logits: ``cumulative`` (the paper), or ``latest`` pass only: then more passes are simply better.
         squash_form: applied to the parents in the last pass; see `squash`.
         inner_squash_form: applied in all passes before the last; None means the same. Su's code is
@@ -92,7 +93,8 @@ def dynamic_routing(
         Capsules with pose ``[B, P, J, R, N]`` and activation = length of pose; with the couplings where asked for.
 
     Raises:
-        ValueError: shapes disagree with the map, fewer than one iteration, an unknown option, or the backend cannot.
+        ValueError: pose or transform does not fit the map, iterations are out of range, an option is unknown, or the
+            backend cannot.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -106,9 +108,10 @@ def dynamic_routing(
     not_known = "it does not know the couplings" if return_couplings else None
     if chosen_fused(backend, not_known or obstacle(pose, transform, dtype)):
         options = (iterations, logits == "cumulative", squash_form, inner_form, gradient_passes == "all", leaky)
+        edges = routing_map.edges_on(pose.device)
         with torch.autocast(pose.device.type, enabled=False):
             parents, *_ = fused.dynamic_routing(
-                pose.to(dtype), transform.to(dtype), routing_map.edges, routing_map.parent_sites, *options
+                pose.to(dtype), transform.to(dtype), edges, routing_map.parent_sites, *options
             )
             return Capsules(parents, lengths(parents))
     with torch.autocast(pose.device.type, enabled=False):
@@ -131,16 +134,14 @@ def dynamic_routing(
 def _check_options(
     iterations: int, logits: str, gradient_passes: str, squash_form: str, inner_squash_form: str | None
 ) -> None:
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1; got {iterations}")
+    check_iterations(iterations)
     for name, value, allowed in (
         ("logits", logits, get_args(Logits)),
         ("gradient_passes", gradient_passes, get_args(GradientPasses)),
         ("squash form", squash_form, get_args(SquashForm)),
         ("squash form", inner_squash_form or squash_form, get_args(SquashForm)),
     ):
-        if value not in allowed:
-            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+        check_choice(name, value, allowed)
 
 
 class DynamicRouting(nn.Module):
@@ -170,6 +171,7 @@ class DynamicRouting(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
+        check_choice("backend", backend, get_args(Backend))
         self.iterations = iterations
         self.logits: Logits = logits
         self.squash_form: SquashForm = squash_form
@@ -188,6 +190,7 @@ class DynamicRouting(nn.Module):
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
         """Parents' capsules, and the couplings where asked for; see `dynamic_routing`."""
+        check_capsules(children)
         return dynamic_routing(
             children.pose,
             transform,

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.capsules import Capsules
+from torchcaps.capsules import Capsules, check_capsules
+from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import em as fused
 from torchcaps.routing_map import RoutingMap
@@ -117,7 +118,7 @@ def em_routing(
         routing_map: which child site feeds which parent site.
         beta_u: ``[J]``, the cost of describing a datum with no parent active (with its sign turned).
         beta_a: ``[J]``, the cost of activating a parent (with its sign turned).
-        iterations: T, at least 1.
+        iterations: T, from 1 to 1,000.
         competition: ``parents``, every type at every site that a child reaches; ``types`` at one site alone, as most
             implementations have it (and R_ij = 1 / J at the start).
         variance_floor: added to σ², at least 0; Gritzman has 1e-4, the authors' code 5e-4, the paper none: then a
@@ -137,7 +138,8 @@ def em_routing(
         where asked for.
 
     Raises:
-        ValueError: shapes disagree with the map, an option is out of its range or unknown, or the backend cannot.
+        ValueError: children, transform or β do not fit the map, an option is out of its range or unknown, or the
+            backend cannot.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
@@ -155,8 +157,8 @@ def em_routing(
         parent_activation,
         mean_damping,
     )
+    _check_tensors(children, transform, routing_map, beta_u, beta_a)
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
-    routing_map.check(children.pose, transform)
     mean_data = 1.0
     if normalise_data:
         capsules_below = routing_map.child_sites * transform.shape[1]
@@ -172,8 +174,8 @@ def em_routing(
     not_known = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
     if chosen_fused(backend, not_known or obstacle(children.pose, transform, dtype)):
         with torch.autocast(children.pose.device.type, enabled=False):
-            edges = routing_map.edges
-            if competition == "types":  # a child site an edge: the types at one site are all that it reaches
+            edges = routing_map.edges_on(children.pose.device)
+            if competition == "types" and len(edges):  # a child site an edge: it reaches the types at one site alone
                 children = Capsules(*(part[:, edges[:, 0]] for part in children))
                 edges = torch.cat([torch.arange(len(edges), device=edges.device)[:, None], edges[:, 1:]], dim=1)
             tensors = (x.to(dtype) for x in (*children, transform, beta_u, beta_a))
@@ -186,7 +188,8 @@ def em_routing(
         votes = routing_map.votes(children.pose.to(dtype), transform.to(dtype))
         rows, columns = votes.shape[4:]
         votes = votes.flatten(4)
-        activation = children.activation.to(dtype)[:, routing_map.edges[:, 0]].unsqueeze(1)
+        child = routing_map.edges_on(votes.device)[:, 0]
+        activation = children.activation.to(dtype)[:, child].unsqueeze(1)
         logits, mean, passes = votes.new_zeros(votes.shape[:4]), None, []
         for iteration in range(iterations):
             log_r = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
@@ -203,8 +206,10 @@ def em_routing(
                 cost = described.sum(dim=3) * data / mean_data
                 log_activation = functional.logsigmoid(heats[iteration] * (beta_a.to(dtype)[:, None] - cost))
             else:
-                total = data.sum(dim=(1, 2), keepdim=True)
-                log_activation = (data * _inverse(total)).clamp_min(torch.finfo(dtype).tiny).log()
+                tiny, total = torch.finfo(dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
+                some = total >= tiny
+                share = torch.where(some, data / torch.where(some, total, 1), 0)
+                log_activation = share.clamp_min(tiny).log()
             passes.append(
                 EMPass(
                     couplings,
@@ -222,10 +227,13 @@ def em_routing(
 
 
 def _shares(log_r: Tensor, activation: Tensor, routing_map: RoutingMap) -> Tensor:
-    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij of a parent are; 0 where all its children are off."""
-    alive = log_r.detach().masked_fill(activation.detach() <= 0, -torch.inf)
-    largest = routing_map.largest_at_parents(alive).nan_to_num(neginf=0.0)
-    routed = (log_r - routing_map.at_edges(largest).unsqueeze(3)).clamp_max(60).exp() * activation
+    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij a_i of a parent are; 0 where all its children are off."""
+    on = activation >= torch.finfo(activation.dtype).tiny
+    log_a = torch.where(on, activation, 1).log()
+    largest = routing_map.largest_at_parents((log_r + log_a).detach().masked_fill(~on, -torch.inf))
+    relative = log_r - routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
+    # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
+    routed = torch.where(on, relative + log_a, relative.clamp_max(60)).exp() * torch.where(on, 1, activation)
     total = routing_map.sum_at_parents(routed.sum(dim=3))
     return routed * routing_map.at_edges(_inverse(total)).unsqueeze(3)
 
@@ -234,6 +242,27 @@ def _inverse(total: Tensor) -> Tensor:
     """1 / total, and 0 where the total is too small to divide by; so is the gradient."""
     enough = total > torch.finfo(total.dtype).tiny ** 0.5
     return torch.where(enough, 1 / torch.where(enough, total, 1), 0)
+
+
+def _check_tensors(
+    children: Capsules, transform: Tensor, routing_map: RoutingMap, beta_u: Tensor, beta_a: Tensor
+) -> None:
+    check_capsules(children)
+    pose, activation = children
+    routing_map.check(pose, transform)
+    if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
+        raise ValueError(f"activation must be [B, S, C] = {list(pose.shape[:3])}, as pose; got {described(activation)}")
+    check_floating("activation", activation)
+    check_device("activation", activation, pose)
+    types = transform.shape[2]
+    for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
+        if not isinstance(beta, Tensor) or beta.ndim != 1 or beta.shape[0] != types:
+            raise ValueError(
+                f"{name} must be [{types}], a number for each parent type of the transform; got {described(beta)}: "
+                f"in a layer of {types} parent types, use EMRouting({types})"
+            )
+        check_floating(name, beta)
+        check_device(name, beta, pose)
 
 
 def _check_options(
@@ -245,8 +274,7 @@ def _check_options(
     parent_activation: str,
     mean_damping: float,
 ) -> None:
-    if iterations < 1:
-        raise ValueError(f"iterations must be at least 1; got {iterations}")
+    check_iterations(iterations)
     if not 0 <= variance_floor < math.inf:
         raise ValueError(f"variance_floor must be at least 0; got {variance_floor}")
     if not 0 < inverse_temperature < math.inf:
@@ -258,8 +286,7 @@ def _check_options(
         ("temperature_schedule", temperature_schedule, get_args(TemperatureSchedule)),
         ("parent_activation", parent_activation, get_args(ParentActivation)),
     ):
-        if value not in allowed:
-            raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+        check_choice(name, value, allowed)
 
 
 class EMRouting(nn.Module):
@@ -305,6 +332,9 @@ class EMRouting(nn.Module):
             parent_activation,
             mean_damping,
         )
+        check_sizes(parent_types=parent_types)
+        check_choice("backend", backend, get_args(Backend))
+        self.parent_types = parent_types
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
         self.beta_a = nn.Parameter(torch.full((parent_types,), float(initial_beta_a)), requires_grad=learned)

@@ -17,8 +17,9 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   using Base::inner, Base::rows, Base::height, Base::weights, Base::pose_of, Base::valid, Base::vote;
   static constexpr int BLOCK = ROWS * COLUMNS && ROWS * COLUMNS % 8 == 0 ? 8 : 1;
   static constexpr int CHUNK_BYTES = 32 * 1024, MOST_TOGETHER = 16;
-  static constexpr T NOTHING = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
-  static constexpr T FAINT = 10 * NOTHING, TINY = std::numeric_limits<T>::min();
+  // Children below TINY are off; what lies below FAINT (√TINY) is summed as logarithms.
+  static constexpr T FAINT = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
+  static constexpr T TINY = std::numeric_limits<T>::min();
 
   const EMOptions<T>& o;
 
@@ -100,11 +101,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   void decide(int t, const Fit& now, int jb, T log_total) const {
     const auto [half_logs, described, x] = weigh(t, now, jb);
     const V magnitude = x < 0 ? -x : x;
-    const V log_activation = o.mixing ? larger<T>(logarithm(now.data) - log_total, all(std::log(TINY)))
+    const V log_activation = o.mixing ? larger<T>(log_data_of(now) - log_total, all(std::log(TINY)))
                                       : smaller<T>(x, V{}) - logarithm(T(1) + exponential(-magnitude));
     now.activation = exponential(log_activation);
     now.prior = valid(jb) > 0 ? log_activation - half_logs : all(lowest<T>);
   }
+
+  static V log_data_of(const Fit& now) { return now.log_data == -lowest<T> ? all(lowest<T>) : now.log_data; }
 
   // Mixing proportions are parts of this: every child that reaches a parent gives all that it has.
   T total_of(const T* activation) const {
@@ -115,7 +118,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
   }
   T log_total_of(const T* activation) const {
     const T total = total_of(activation);
-    return total > NOTHING ? std::log(total) : std::numeric_limits<T>::max();
+    return total >= TINY ? std::log(total) : std::numeric_limits<T>::max();
   }
 
   // Σ log σ; Σ (β_u + log σ), the cost of one datum; and what the activation is the logistic function of.
@@ -129,7 +132,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     return {half_logs, described, o.heat[t] * (beta(o.beta_a, jb) - described * now.data / o.mean_data)};
   }
 
-  // The children of a site that are on: how much there is of them, the most active one, or -1, and its activation.
+  // How much there is of the children of a site, the most active one of those that are on, or -1, and its activation.
   struct Site {
     T data;
     int pilot;
@@ -144,8 +147,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       Site& site = sites[s] = {T(0), -1, T(0)};
       for (int c = 0; c < g.C; ++c) {
         const T a = activation[long(s) * g.C + c];
-        if (a <= 0) continue;
         site.data += a;
+        if (a < TINY) continue;
         if (site.pilot < 0 || a > site.most) site.pilot = c, site.most = a;
       }
     }
@@ -160,14 +163,15 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
         if (sites[s].pilot < 0) continue;
         const T share = even_share(s) * sites[s].most;
         if (pilot < 0 || share > best) pilot = e, best = share;
-        data += even_share(s) * sites[s].data;
         most = std::max(most, even_share(s));
       }
-      const bool dead = data <= NOTHING * most;
+      for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e)
+        if (pilot >= 0) data += even_share(g.parent_child[e]) / most * sites[g.parent_child[e]].data;
+      const bool dead = pilot < 0;
       for (int jb = 0; jb < JB; ++jb) {
         const Fit now = fit(sample, 0, p * JB + jb);
-        now.data = data * valid(jb);
-        now.log_data = all(dead ? -lowest<T> : std::log(data));
+        now.data = data * most * valid(jb);
+        now.log_data = all(dead ? -lowest<T> : std::log(data) + std::log(most));
         if (dead) {
           for (int h = 0; h < height(); ++h) now.mean[h] = V{};
         } else {
@@ -175,6 +179,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
           vote(pose_of(pose, s, c), weights(g.parent_kernel[pilot], c, jb), now.mean);
         }
         now.activation = all(dead ? T(0) : T(1) / data);
+        now.prior = all(dead ? T(0) : T(1) / most);
       }
     }
     const long one = long(g.C) * inner() * this->columns() * long(sizeof(V));
@@ -195,12 +200,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     }
   }
 
-  // Adds the shares of a parent's edges from … to - 1 to its sums around now.mean; now.activation holds 1 / data.
+  // Adds the shares of a parent's edges from … to - 1 to its sums around now.mean. The largest even share is 1 / prior,
+  // the data in units of it 1 / activation: of faint children, 1 / data would overflow.
   void add_evenly(const T* pose, const T* activation, int from, int to, int jb, const Fit& now, V* first) const {
     constexpr int ROWS_TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
     constexpr int NUMBERS = ROWS_TOGETHER ? ROWS_TOGETHER * COLUMNS : MOST;
     const int step = ROWS_TOGETHER ? ROWS_TOGETHER : rows(), numbers = step * this->columns();
-    const T inverse = now.activation[0];
+    const T inverse = now.activation[0], unit = now.prior[0];
     for (int r = 0; r < rows(); r += step) {
       const long at = long(r) * this->columns();
       V centre[NUMBERS], one[NUMBERS], two[NUMBERS];
@@ -211,7 +217,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       }
       for (int e = from; e < to; ++e) {
         const int s = g.parent_child[e];
-        const T share = even_share(s) * inverse;
+        const T share = even_share(s) * unit * inverse;
         for (int c = 0; c < g.C; ++c) {
           const T weight = share * activation[long(s) * g.C + c];
           V v[NUMBERS];
@@ -237,7 +243,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
         V v[MOST];
         vote(pose_of(pose, s, c), weights(g.parent_kernel[e], c, jb), v);
         for (int h = 0; h < height(); ++h) {
-          const V d = v[h] - now.mean[h], x = even_share(s) * now.activation * activation[long(s) * g.C + c] * d;
+          const V d = v[h] - now.mean[h], x = even_share(s) * now.prior * now.activation * activation[long(s) * g.C + c] * d;
           beside[h] += x;
           spread[h] += x * d;
         }
@@ -356,7 +362,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       const Fit now = fit(sample, t, at);
       now.data = x[0];
       now.log_data = logarithm(mask > 0 ? x[0] : all(T(1)));
-      bool exact = !any((x[0] < FAINT) & (mask > 0));
+      bool exact = !any((x[0] < T(10) * FAINT) & (mask > 0));
       if (exact) {
         const V inverse = T(1) / (mask > 0 ? x[0] : all(T(1)));
         V first[MOST], second[MOST];
@@ -368,7 +374,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
     }
   }
 
-  // One parent block from its own side, its shares stabilised by the largest coupling of a child that is on.
+  // One parent block from its own side, its shares stabilised by the largest log R a of a child.
   void fit_alone(const T* pose, const T* activation, const V* before, const Fit& now, const T* log_sums, int at) const {
     const int p = at / JB, jb = at % JB;
     const V mask = valid(jb);
@@ -377,28 +383,28 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EMFits : public Votes
       for (int e = g.parent_begin[p]; e < g.parent_begin[p + 1]; ++e)
         for (int c = 0; c < g.C; ++c) {
           const long child = long(g.parent_child[e]) * g.C + c;
-          if (activation[child] <= 0) continue;
+          if (activation[child] < TINY) continue;
           V v[MOST];
           vote(pose_of(pose, g.parent_child[e], c), weights(g.parent_kernel[e], c, jb), v);
-          use(activation[child], log_coupling(logit(v, before, d), log_sums, child));
+          use(std::log(activation[child]) + log_coupling(logit(v, before, d), log_sums, child));
         }
     };
-    each([&](T, V log_r) { top = larger<T>(log_r, top); });
+    each([&](V log_w) { top = larger<T>(log_w, top); });
     top = top == lowest<T> ? V{} : top;
-    each([&](T a, V log_r) {
-      const V w = a * exponential(log_r - top);
+    each([&](V log_w) {
+      const V w = exponential(log_w - top);
       total += w;
       for (int h = 0; h < height(); ++h) moment[h] += w * d[h];
     });
-    const auto alive = ~(total <= NOTHING);
+    const auto alive = ~(total <= T(0));
     const V inverse = alive ? T(1) / (alive ? total : all(T(1))) : V{};
     V beside[MOST]{};
     for (int h = 0; h < height(); ++h) {
       now.mean[h] = alive ? before[h] + moment[h] * inverse : V{};
       moment[h] = V{};
     }
-    each([&](T a, V log_r) {
-      const V w = inverse * a * exponential(log_r - top);
+    each([&](V log_w) {
+      const V w = inverse * exponential(log_w - top);
       for (int h = 0; h < height(); ++h) {
         const V x = d[h] + (before[h] - now.mean[h]), y = w * x;
         beside[h] += y;

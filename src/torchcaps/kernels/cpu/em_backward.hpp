@@ -33,7 +33,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
     V* buffer = sums + long(PB) * sums_size() + gammas_size;
     for (long i = 0; i < child; ++i) child_activation_grad[i] = 0;
     const T total = this->total_of(activation);
-    const T enough = total > Base::NOTHING ? Base::TINY * std::max(total, T(1)) : std::numeric_limits<T>::max();
+    const T enough = total >= Base::TINY ? Base::TINY * std::max(total, T(1)) : std::numeric_limits<T>::max();
     for (int t = last; t >= 0; --t) {
       V to_log_total{};
       for (int at = 0; at < PB; ++at) {
@@ -54,7 +54,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
         undecide(t, now, at % JB, log_activation_grad, enough, grad, beta_u_grad, beta_a_grad);
         to_log_total -= grad.data * now.data;
       }
-      if (o.mixing && t == last && total > Base::NOTHING)  // before the last pass, the total cancels in the couplings
+      if (o.mixing && t == last && total >= Base::TINY)  // before the last pass, the total cancels in the couplings
         for (int s = 0; s < g.S; ++s)
           for (int c = 0; c < g.C && g.child_begin[s] < g.child_begin[s + 1]; ++c)
             child_activation_grad[long(s) * g.C + c] = sum<T>(to_log_total) / total;
@@ -101,7 +101,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
     grad.inverse = exponential(-now.log_data);
   }
 
-  // A vote's share of its parent, R / data, and its part u of the gradient of the child's activation.
+  // The gradient of a faint child's activation is in units of 1 / FAINT: it may be larger than any number.
+  static bool is_faint(T a) { return a >= Base::TINY && a < Base::FAINT; }
+  static T unit(T a) { return is_faint(a) ? Base::FAINT : T(1); }
+
+  // In these units: a vote's share of its parent, R / data, and its part u of the gradient of the child's activation.
   struct Part {
     V share, u;
   };
@@ -109,9 +113,13 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
   static V scaled(T a, V x) { return a == 0 ? V{} : a * x; }
   static bool faint(const Fit& now) { return any(now.log_data < T(-40)); }
   Part part(T a, const Fit& now, bool faint, const Grad& grad, V bracket, V r, V log_r) const {
-    V share = r * grad.inverse;
-    if (faint) share = exponential(a > 0 ? log_r - now.log_data : smaller<T>(log_r - now.log_data, all(T(60))));
-    return {share, share * bracket + r * grad.data};
+    V share = unit(a) * r * grad.inverse;
+    if (faint) {
+      const V log_share = log_r - now.log_data;
+      share = exponential(a < Base::TINY ? smaller<T>(log_share, all(T(60)))
+                                         : log_share + (is_faint(a) ? std::log(Base::FAINT) : T(0)));
+    }
+    return {share, share * bracket + unit(a) * r * grad.data};
   }
 
   // Child side of a pass: the gradients of its logits, summed at the parents of the pass before.
@@ -163,11 +171,11 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
         T gamma[MOST_TOGETHER];
         for (int c = 0; c < children; ++c) {
           gammas[child + c] = gamma[c] = sum<T>(total[c]);
-          activation_grad[child + c] += gamma[c];
+          activation_grad[child + c] += gamma[c] / unit(activation[child + c]);
         }
         for (long i = 0; i < block; i += children)
           for (int c = 0; c < children; ++c)
-            w[i + c] = scaled(activation[child + c], w[i + c] - couplings[i + c] * gamma[c]);
+            w[i + c] = scaled(activation[child + c] / unit(activation[child + c]), w[i + c] - couplings[i + c] * gamma[c]);
         add_up(s, children, buffer, w, sums);
       }
     }
@@ -201,7 +209,7 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
           }
       for (int c = 0; c < g.C; ++c) {
         const long child = long(s) * g.C + c;
-        activation_grad[child] += sum<T>(total[c]);
+        activation_grad[child] += sum<T>(total[c]) / unit(activation[child]);
         for (int i = 0; i < size; ++i) pose_grad[child * size + i] = sum<T>(m_grad[long(c) * size + i]);
       }
     }
@@ -240,8 +248,8 @@ template <class T, int ROWS, int INNER, int COLUMNS> class EM : public EMFits<T,
         }
         const Part one = part(a, now, now_faint, grad, bracket[i], r, log_r);
         if (t == 0) total[i] += one.u;
-        to_fit[t][i] = a * one.share;
-        to_logit[t][i] = t > 0 ? scaled(T(-2) * a, one.u - r * gammas[earlier]) : V{};
+        to_fit[t][i] = a / unit(a) * one.share;
+        to_logit[t][i] = t > 0 ? scaled(T(-2) * a / unit(a), one.u - r * gammas[earlier]) : V{};
         distance[i] = far[i];
       }
     }

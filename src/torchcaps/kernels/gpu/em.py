@@ -31,6 +31,9 @@ from torchcaps.kernels.gpu.votes import (
     store_pose,
     store_transform,
     store_vectors,
+    tiny_of,
+    unit_of,
+    units,
     vectors_of,
     vote,
 )
@@ -60,19 +63,20 @@ def _logit(votes, fit, is_parent, z: tl.constexpr):
 
 @triton.jit
 def _part(a, log_r, bracket, fit, grad, is_parent, z: tl.constexpr):
-    """A vote's share of its parent, R / data, and its part of the gradient of the child's activation."""
-    off = a == 0
+    """In its units, a vote's share of its parent, R / data, and its part of the gradient of the child's activation."""
+    off, unit = a < tiny_of(a.dtype), unit_of(a, a.dtype)
     log_share = log_r - tl.load(fit + 2 * z.numbers, is_parent, 0)
-    share = tl.where(is_parent, tl.exp(tl.where(off, tl.minimum(log_share, 60.0), log_share)), 0.0)
+    log_share = tl.where(off, tl.minimum(log_share, 60.0), log_share + tl.log(unit))
+    share = tl.where(is_parent, tl.exp(log_share), 0.0)
     through_data = tl.load(grad + 2 * z.numbers, is_parent, 0)
     offset = tl.load(grad + (2 * z.numbers + 1), is_parent, 0)
-    return share, tl.where(is_parent, share * (bracket - offset) + tl.exp(log_r) * through_data, 0.0)
+    return share, tl.where(is_parent, share * (bracket - offset) + unit * tl.exp(log_r) * through_data, 0.0)
 
 
 @triton.jit
 def _logit_grad(a, part, log_r, gamma, is_parent):
     """The gradient of a logit; of a child that is off, nothing, however large its part would be."""
-    return tl.where((a == 0) | (is_parent == 0), 0.0, a * (part - tl.exp(log_r) * gamma))
+    return tl.where((a == 0) | (is_parent == 0), 0.0, a / unit_of(a, a.dtype) * (part - tl.exp(log_r) * gamma))
 
 
 @triton.jit
@@ -109,7 +113,7 @@ def _gather_fits(
     pose, activation, transform, begin, child_site_of, kernel_of, log_even, fits, log_sums, tops, sums,
     pass_index, is_first: tl.constexpr, samples, group_count, z: tl.constexpr,
 ):  # fmt: skip
-    """Of a group of every parent's children: the largest log R; then, of shares w = R a over it, Σ w, the mean of the
+    """Of a group of every parent's children: the largest log R a; then, of shares w = R a over it, Σ w, the mean of the
     votes and Σ w (V - mean)², each carried along so that nothing cancels."""
     dtype: tl.constexpr = fits.dtype.element_ty
     parent_site, sample, is_sample, parent_type, parent, is_parent = own_parents(samples, z)
@@ -128,11 +132,12 @@ def _gather_fits(
         else:
             logit, _ = _logit(votes, before, is_parent, z)
             log_r = log_coupling(logit, log_sums_of(log_sums, child, pass_index, z), is_sample, z)
-        log_r = tl.where((a <= 0) | (is_parent == 0), -float("inf"), log_r)
-        higher = tl.maximum(top, log_r)
+        on = (a < tiny_of(dtype)) == 0
+        log_w = tl.where(on & is_parent, log_r + tl.log(tl.where(on, a, 1.0)), -float("inf"))
+        higher = tl.maximum(top, log_w)
         base = tl.where(higher == -float("inf"), 0.0, higher)
         scale = tl.exp(top - base)
-        w = tl.exp(log_r - base) * a
+        w = tl.exp(log_w - base)
         top = higher
         weight = weight * scale + w
         portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, weight))
@@ -226,7 +231,9 @@ def _votes_grad(
         else:
             log_r = log_coupling(logit, log_sums_of(log_sums, child, t, z), is_sample, z)
         share, part = _part(a[:, None], log_r, bracket, fit, grad, is_parent, z)
-        votes_grad += (a[:, None] * share)[:, :, None] * (mean_grad + 2 * variance_grad * distance)
+        votes_grad += (a[:, None] / unit_of(a, a.dtype)[:, None] * share)[:, :, None] * (
+            mean_grad + 2 * variance_grad * distance
+        )
         if t > 0:
             gamma_now = tl.load(gammas_of(gammas, child, t, z), is_sample, 0)
             slope = _logit_grad(a[:, None], part, log_r, gamma_now[:, None], is_parent)
@@ -316,7 +323,7 @@ def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mi
     scale = (tops - top.masked_fill(top == -torch.inf, 0)).exp()
     weights = sums[..., 0] * scale
     weight = weights.sum(dim=0)
-    dead = weight <= torch.finfo(weight.dtype).tiny ** 0.5
+    dead = weight == 0
     inverse = 1 / weight.masked_fill(dead, 1)
     means, moments = sums[..., 1:].split(numbers, dim=-1)
     mean = ((weights * inverse).unsqueeze(-1) * means).sum(dim=0)
@@ -325,8 +332,8 @@ def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mi
     variance = (moment * inverse.unsqueeze(-1)).masked_fill(gone, 0) + variance_floor
     data = weight * top.exp()
     half_logs, _, x = _weigh(variance, data, beta_u, beta_a, heat, mean_data)
-    log_activation = _proportions(data)[0].log() if mixing else functional.logsigmoid(x)
     log_data = (weight.log() + top).masked_fill(dead, torch.inf)
+    log_activation = _proportions(data)[0].log() if mixing else functional.logsigmoid(x)
     extras = torch.stack([log_data, log_activation - half_logs, data, log_activation.exp()], dim=-1)
     fit.copy_(torch.cat([mean.masked_fill(gone, 0), 0.5 / variance, extras], dim=-1))
 
@@ -334,7 +341,7 @@ def _settle(fit, tops, sums, beta_u, beta_a, heat, variance_floor, mean_data, mi
 def _proportions(data):
     """Parts of all data of a sample, and whether they are more than nothing."""
     tiny, total = torch.finfo(data.dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
-    proportions = (data / total).masked_fill(total <= tiny**0.5, 0).clamp_min(tiny)
+    proportions = (data / total).masked_fill(total < tiny, 0).clamp_min(tiny)
     return proportions, proportions > tiny
 
 
@@ -388,5 +395,5 @@ def backward(
     pose_grad = torch.empty_like(pose)
     problem.per_child(_undo_poses, *inputs, *problem.by_child, *known, pose_grad)
     transform_grad = problem.transforms_grad(_undo_transforms, *inputs, *problem.by_kernel, *known)
-    every = (pose_grad, gammas.sum(dim=1), transform_grad, beta_u_grad, beta_a_grad)
+    every = (pose_grad, gammas.sum(dim=1) / units(activation, dtype), transform_grad, beta_u_grad, beta_a_grad)
     return tuple(grad.to(x.dtype) for grad, x in zip(every, (*inputs, beta_u, beta_a), strict=True))

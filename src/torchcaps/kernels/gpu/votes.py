@@ -1,5 +1,6 @@
 """What the Triton kernels of every rule share: tiles of votes, records of parents, and the gradients of votes."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -196,3 +197,22 @@ def store_log_sums(log_sums, child, pass_index, top, total, is_sample, z: tl.con
     to = log_sums_of(log_sums, child, pass_index, z)
     tl.store(to, tl.where(childless, 0.0, top), is_sample)
     tl.store(to + z.sites * z.types, tl.log(tl.where(childless, 1.0, total)), is_sample)
+
+
+@triton.jit
+def tiny_of(dtype: tl.constexpr):
+    """The smallest normal number; a child below it is off."""
+    return 1.1754943508222875e-38 if dtype == tl.float32 else 2.2250738585072014e-308
+
+
+@triton.jit
+def unit_of(a, dtype: tl.constexpr):
+    """The gradient of a faint child's activation is in units of 1 / √tiny: it may be larger than any number."""
+    root = 1.0842021724855044e-19 if dtype == tl.float32 else 1.4916681462400413e-154
+    return tl.where((a >= tiny_of(dtype)) & (a < root), root, 1.0).to(dtype)
+
+
+def units(activation, dtype):
+    """As `unit_of`."""
+    a, tiny = activation.to(dtype), torch.finfo(dtype).tiny
+    return torch.where((a >= tiny) & (a < tiny**0.5), tiny**0.5, 1.0)

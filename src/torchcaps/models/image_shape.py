@@ -1,27 +1,8 @@
-"""What every model returns, and which images it takes."""
+"""Which images a network takes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from jaxtyping import Float
-from torch import Tensor
-
-from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
-
-
-class Prediction(NamedTuple):
-    """A model's answer to a batch of images.
-
-    Arguments:
-        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
-        capsules: the class capsules, or None for a network without any.
-        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
-    """
-
-    scores: Float[Tensor, "B classes"]
-    capsules: Capsules | None = None
-    reconstruction: Float[Tensor, "B channels height width"] | None = None
 
 
 def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:

@@ -1,0 +1,95 @@
+"""Checks of arguments: every message names the argument, what it got and the cure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+MOST_ITERATIONS = 1000
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether the numbers in a tensor can be read now: not on the meta device, nor while a graph is traced, under
+    `torch.func` or while a CUDA graph is captured.
+
+    Example:
+        >>> has_values(torch.zeros(2)), has_values(torch.zeros(2, device="meta"))
+        (True, False)
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(tensor) is Tensor
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def described(value: Any) -> str:
+    """What a message says that it got.
+
+    Example:
+        >>> described(torch.zeros(2, 3)), described("em")
+        ('a float32 tensor [2, 3]', "str 'em'")
+    """
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= 40 else f"an object of type {type(value).__name__}"
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """That a tensor holds floating-point numbers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not tensor.is_floating_point():
+        raise ValueError(f"{name} must hold floating-point numbers; got {described(tensor)}: use {name}.float()")
+
+
+def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
+    """That a tensor lies on the device of the pose.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if tensor.device != pose.device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and pose on {pose.device}: move both to one device with .to(device)"
+        )
+
+
+def check_sizes(**sizes: Any) -> None:
+    """That sizes are integers of at least 1.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
+
+
+def check_iterations(iterations: Any) -> None:
+    """That a number of routing iterations is an integer from 1 to 1,000.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(iterations, int) or isinstance(iterations, bool) or not 1 <= iterations <= MOST_ITERATIONS:
+        raise ValueError(
+            f"iterations must be at least 1 and at most {MOST_ITERATIONS}, an integer; got {described(iterations)}"
+        )
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """That an option has one of its values.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if value not in allowed:
+        raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")

@@ -1,0 +1,67 @@
+"""A convolution in another form, for processors on which PyTorch's own is slow."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class UnfoldedConv2d(nn.Conv2d):
+    """A convolution as one product of all patches with the weights: the same values, more memory, on some CPUs faster.
+
+    Chellapilla, Puri & Simard 2006, section 3. Weights and their names are those of `torch.nn.Conv2d`. The patches are
+    kept for the backward pass: B · height · width · in_channels · kernel_size² numbers.
+
+    Arguments:
+        in_channels, out_channels, kernel_size, stride, padding, bias: see `torch.nn.Conv2d`.
+
+    Example:
+        >>> UnfoldedConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
+        torch.Size([1, 256, 6, 6])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
+
+    def forward(
+        self, input: Float[Tensor, "B in_channels height width"]
+    ) -> Float[Tensor, "B out_channels new_height new_width"]:
+        """The convolved map, in channels_last."""
+        around = [int(p) for p in self.padding for _ in range(2)]
+        patches = _Patches.apply(functional.pad(input, around), self.kernel_size[0], self.stride[0])
+        return functional.linear(patches.flatten(3), self.weight.permute(0, 2, 3, 1).flatten(1), self.bias).permute(
+            0, 3, 1, 2
+        )
+
+
+class _Patches(torch.autograd.Function):
+    """``[B, channels, height, width]`` → ``[B, new height, new width, kernel, kernel, channels]``."""
+
+    @staticmethod
+    def forward(images: Tensor, size: int, stride: int) -> Tensor:
+        patches = images.permute(0, 2, 3, 1).unfold(1, size, stride).unfold(2, size, stride)
+        return patches.permute(0, 1, 2, 4, 5, 3).contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        ctx.image_shape, ctx.stride = inputs[0].shape, inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, patches: Tensor) -> tuple[Tensor, None, None]:
+        batch, channels, *grid = ctx.image_shape
+        images = patches.new_zeros(batch, *grid, channels)
+        reach = [ctx.stride * (count - 1) + 1 for count in patches.shape[1:3]]
+        for y in range(patches.shape[3]):
+            for x in range(patches.shape[4]):
+                images[:, y : y + reach[0] : ctx.stride, x : x + reach[1] : ctx.stride] += patches[:, :, :, y, x]
+        return images.permute(0, 3, 1, 2), None, None

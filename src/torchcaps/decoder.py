@@ -1,0 +1,55 @@
+"""The decoder: from class capsules back to images."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import one_hot
+
+
+class Decoder(nn.Module):
+    """Draws an image from the pose of one class capsule; all others are masked to zero.
+
+    Sabour, Frosst & Hinton 2017, section 4.1: linear layers of 512 and 1024 with ReLU, then a sigmoid per pixel.
+
+    Arguments:
+        classes: J.
+        pose_size: N.
+        image_shape: (channels, height, width) of the image.
+        hidden_sizes: widths of the hidden layers.
+
+    Example:
+        >>> import torch
+        >>> decoder = Decoder(10, 16, (3, 32, 20))
+        >>> decoder(torch.randn(2, 1, 10, 1, 16), torch.tensor([3, 5])).shape
+        torch.Size([2, 3, 32, 20])
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        pose_size: int,
+        image_shape: tuple[int, int, int],
+        hidden_sizes: Sequence[int] = (512, 1024),
+    ) -> None:
+        super().__init__()
+        self.classes = classes
+        self.image_shape = tuple(image_shape)
+        pixels = image_shape[0] * image_shape[1] * image_shape[2]
+        sizes = [classes * pose_size, *hidden_sizes]
+        hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
+
+    def forward(
+        self, pose: Float[Tensor, "B 1 J R N"], of_class: Int64[Tensor, "B"]
+    ) -> Float[Tensor, "B channels height width"]:
+        """Images ``[B, channels, height, width]`` in [0, 1], each drawn from the capsule of its class.
+
+        Raises:
+            ValueError: a class below 0, or of ``classes`` and above.
+        """
+        visible = pose * one_hot(of_class, self.classes).to(pose)[:, None, :, None, None]
+        weights = next(self.layers.parameters())
+        return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)

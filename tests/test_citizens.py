@@ -1,0 +1,253 @@
+"""Models as citizens of PyTorch: the meta device, torch.compile, torch.export, ONNX, torch.func, half precision."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch.func import functional_call, grad, vmap
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from problems import MAPS, full_problem
+from torchcaps import (
+    MODELS,
+    CapsNet,
+    Capsules,
+    ConvCaps,
+    Prediction,
+    SharedCaps,
+    create_model,
+    dynamic_routing,
+    em_routing,
+    margin_loss,
+    reconstruction_loss,
+)
+from torchcaps.kernels import _cpu
+
+SMALL = {
+    "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4},
+    "baseline-cnn": {"channels": (4, 4, 4), "hidden_sizes": (8, 8)},
+    "pooled-capsnet": {"class_pose_size": 4},
+    "matrix-capsnet": {"widths": (4, 2, 3, 3), "iterations": 2},
+    "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
+}
+WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
+built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
+
+
+def small(name):
+    return create_model(name, image_shape=(1, 18, 18), classes=3, **SMALL.get(name, {})).eval()
+
+
+def images(batch=2):
+    return torch.rand(batch, 1, 18, 18)
+
+
+def same(found, right):
+    """To the bit; scores, capsules and reconstruction."""
+    leaves = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(right), strict=True)
+    return all(one is other or torch.equal(one, other) for one, other in leaves)
+
+
+def made_on_meta_and_assigned(name, weights):
+    with torch.device("meta"):
+        model = small(name)
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+def made_on_meta_and_emptied(name, weights):
+    with torch.device("meta"):
+        model = small(name)
+    model.to_empty(device="cpu").load_state_dict(weights)
+    return model
+
+
+def moved_to_meta_and_back(name, weights):
+    model = small(name).to("meta")
+    model.load_state_dict(weights, assign=True)
+    return model
+
+
+@pytest.mark.parametrize("way", [made_on_meta_and_assigned, made_on_meta_and_emptied, moved_to_meta_and_back])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_was_on_the_meta_device_gives_the_same_bits(name, way):
+    model, batch = small(name), images()
+    again = way(name, model.state_dict()).eval()
+    assert same(again(batch), model(batch))
+    assert same(again(batch), model(batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_copied_and_pickled(name):
+    model, batch = small(name), images()
+    model(batch)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(again(batch), model(batch))
+    assert not list(model.buffers())
+
+
+def test_shared_capsules_make_their_map_once():
+    layer = SharedCaps(3, 4, 5)
+    children = Capsules(torch.randn(2, 6, 2, 1, 3), torch.rand(2, 6, 2))
+    with torch.inference_mode():
+        layer(children)
+    first = layer._map
+    layer(children).activation.sum().backward()
+    assert layer._map is first
+    layer(Capsules(children.pose[:, :5], children.activation[:, :5]))
+    assert layer._map.child_sites == 10
+
+
+def test_models_compile_as_one_graph_for_any_batch():
+    """In a process of its own: the run-time check of types cannot be traced."""
+    script = f"""
+import torch
+from torchcaps import create_model
+
+torch.manual_seed(0)
+for name, options in { ({name: SMALL[name] for name in WITH_CAPSULES})!r}.items():
+    model = create_model(name, image_shape=(1, 18, 18), classes=3, **options)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in (2, 3, 5):
+        images = torch.rand(batch, 1, 18, 18)
+        torch.testing.assert_close(compiled(images).scores, model(images).scores)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_finite(name, dtype):
+    model = small(name)
+    exact = model(images := torch.rand(2, 1, 18, 18))
+    prediction = model.to(dtype)(images.to(dtype))
+    for part in torch.utils._pytree.tree_leaves(prediction):
+        assert part is None or torch.isfinite(part).all()
+    assert (prediction.scores.float() - exact.scores).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("loss", ["margin", "spread"])
+@pytest.mark.parametrize("name", WITH_CAPSULES)
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
+def test_gradients_of_each_sample(name, loss):
+    from torchcaps.losses import LOSSES
+
+    model = small(name)
+    weights, batch, labels = dict(model.named_parameters()), images(3), torch.tensor([2, 0, 1])
+
+    def loss_of_one(weights, image, label):
+        prediction = functional_call(model, weights, (image[None], label[None]))
+        drawn = prediction.reconstruction
+        drawing = 0 if drawn is None else 0.01 * reconstruction_loss(drawn, image[None])
+        return LOSSES[loss](prediction.scores, label[None]) + drawing
+
+    each = vmap(partial(grad(loss_of_one), weights))(batch, labels)
+    for sample in range(3):
+        alone = grad(loss_of_one)(weights, batch[sample], labels[sample])
+        for found, right in zip(each.values(), alone.values(), strict=True):
+            torch.testing.assert_close(found[sample], right, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+def test_checkpointed_layers_have_the_same_gradients(backend):
+    if backend == "fused" and _cpu is None:
+        pytest.skip("the fused kernels are not built")
+    layer = ConvCaps((3, 3), 2, 3, kernel_size=2)
+    layer.routing.options["backend"] = backend
+    children = Capsules(torch.randn(2, 9, 2, 4, 4, requires_grad=True), torch.rand(2, 9, 2))
+    gradients = []
+    for run in (layer, lambda given: checkpoint(layer, given, use_reentrant=False)):
+        parents = run(children)
+        leaves = (children.pose, *layer.parameters())
+        gradients.append(torch.autograd.grad((parents.pose.sum() + parents.activation.sum()), leaves))
+    assert same(*gradients)
+
+
+def counted(rule, leaves):
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    with FlopCounterMode(display=False) as forward:
+        parents = rule(*leaves)
+    with FlopCounterMode(display=False) as backward:
+        (parents.pose.sum() + parents.activation.sum()).backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@built
+@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("rule", ["em", "dynamic"])
+@pytest.mark.parametrize("routing_map", ["dense", "conv", "irregular"])
+def test_the_fused_operators_count_the_operations_of_the_reference(rule, routing_map, iterations):
+    pose, activation, transform, *betas = full_problem(MAPS[routing_map], 10, (4, 4, 4), child_types=8)
+
+    def em(backend, pose, transform, activation, *betas):
+        children, options = Capsules(pose, activation), {"iterations": iterations, "backend": backend}
+        return em_routing(children, transform, MAPS[routing_map], *betas, **options)
+
+    def dynamic(backend, pose, transform):
+        return dynamic_routing(pose, transform, MAPS[routing_map], iterations=iterations, backend=backend)
+
+    run, leaves = (em, (pose, transform, activation, *betas)) if rule == "em" else (dynamic, (pose, transform))
+    fused, reference = (counted(partial(run, backend), leaves) for backend in ("fused", "reference"))
+    assert fused == pytest.approx(reference, rel=0.1)
+
+
+def has_fused(program):
+    """Whether a fused operator is in a program; autocast regions are graphs of their own."""
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    return any("torchcaps" in str(node.target) for graph in graphs for node in graph.nodes)
+
+
+@built
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
+    model = small(name)
+    program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
+    assert has_fused(program) == (name in ("capsnet", "matrix-capsnet"))  # poses of 128 numbers are too large
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    again = torch.export.load(file).module()
+    for batch in (1, 5):
+        found = again(given := images(batch))
+        assert type(found) is Prediction
+        assert found.capsules is None or type(found.capsules) is Capsules
+        torch.testing.assert_close(found.scores, model(given).scores)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+)  # of torch.onnx itself
+@pytest.mark.parametrize("name", MODELS)
+def test_onnx_runtime_gives_the_same_scores_for_any_batch(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, file = small(name), tmp_path / "model.onnx"
+    program = torch.onnx.export(model, (images(),), dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
+    program.save(file)
+    session = runtime.InferenceSession(file)
+    for batch in (1, 5):
+        given = images(batch)
+        right = model(given)
+        found = [torch.from_numpy(part) for part in session.run(None, {"images": given.numpy()})]
+        leaves = [part for part in torch.utils._pytree.tree_leaves(right) if part is not None]
+        assert torch.equal(found[0].argmax(dim=1), right.scores.argmax(dim=1))
+        for one, other in zip(found, leaves, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_the_decoder_of_a_model_in_half_precision_draws_labels_too():
+    model = CapsNet((1, 18, 18), 3, **SMALL["capsnet"]).bfloat16()
+    labels = torch.tensor([0, 2])
+    prediction = model(images().bfloat16(), labels)
+    loss = margin_loss(prediction.scores, labels) + reconstruction_loss(prediction.reconstruction, images())
+    loss.backward()
+    assert all(torch.isfinite(weights.grad).all() for weights in model.parameters() if weights.grad is not None)

@@ -1,0 +1,173 @@
+"""What does not fit is refused, with the argument, what it got and the cure, alike on every backend."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchcaps import (
+    CapsuleLayer,
+    Capsules,
+    ClassCaps,
+    ConvCaps,
+    Decoder,
+    DenseCaps,
+    DynamicRouting,
+    EMRouting,
+    RoutingMap,
+    SharedCaps,
+    dynamic_routing,
+    em_routing,
+    margin_loss,
+    spread_loss,
+)
+from torchcaps.kernels import _cpu
+
+pytestmark = pytest.mark.usefixtures("untyped")
+BACKENDS = ["reference", "auto", *(["fused"] if _cpu is not None else [])]
+
+
+def right():
+    return {
+        "pose": torch.randn(2, 4, 3, 2, 2),
+        "activation": torch.rand(2, 4, 3),
+        "transform": torch.randn(4, 3, 5, 2, 2),
+        "beta_u": torch.zeros(5),
+        "beta_a": torch.zeros(5),
+    }
+
+
+def em(backend, options, **tensors):
+    tensors = {**right(), **tensors}
+    children = tensors.get("children", Capsules(tensors["pose"], tensors["activation"]))
+    rest = (tensors[name] for name in ("transform", "beta_u", "beta_a"))
+    transform, *betas = rest
+    return em_routing(children, transform, RoutingMap.dense(4), *betas, backend=backend, **options)
+
+
+def dynamic(backend, options, **tensors):
+    tensors = {**right(), **tensors}
+    return dynamic_routing(tensors["pose"], tensors["transform"], RoutingMap.dense(4), backend=backend, **options)
+
+
+EITHER = [
+    ({"pose": torch.ones(2, 4, 3, 2, 2, dtype=torch.int64)}, r"pose must hold floating.*int64 tensor.*pose\.float\(\)"),
+    ({"transform": torch.ones(4, 3, 5, 2, 2).int()}, r"transform must hold floating-point numbers; got a int32"),
+    ({"transform": torch.ones(4, 3, 5, 2, 2, device="meta")}, r"transform is on meta and pose on cpu: move"),
+    ({"transform": torch.ones(4, 3, 0, 2, 2)}, r"every dimension of transform .* at least 1; got \[4, 3, 0, 2, 2\]"),
+    ({"pose": torch.ones(2, 4, 0, 2, 2), "activation": torch.ones(2, 4, 0)}, r"every dimension of pose"),
+    ({"pose": torch.ones(2, 4, 3, 2)}, r"pose must be \[B, S, C, R, Q\]"),
+    ({"transform": [1.0]}, r"transform must be a tensor .* got list"),
+]
+EM_ALONE = [
+    ({"activation": torch.rand(2, 4, 1)}, r"activation must be \[B, S, C\] = \[2, 4, 3\].*float32 tensor \[2, 4, 1\]"),
+    ({"activation": torch.ones(2, 4, 3).int()}, r"activation must hold floating-point numbers; got a int32"),
+    ({"activation": torch.ones(2, 4, 3, device="meta")}, r"activation is on meta and pose on cpu"),
+    ({"beta_u": torch.zeros(8)}, r"beta_u must be \[5\].*got a float32 tensor \[8\].*EMRouting\(5\)"),
+    ({"beta_a": torch.zeros(1)}, r"beta_a must be \[5\].*got a float32 tensor \[1\]"),
+    ({"children": torch.ones(2, 4, 3, 2, 2)}, r"children must be Capsules\(pose, activation\); got a float32 tensor"),
+]
+ITERATIONS = [0, -1, 1001, 10**9, True, 3.0, "3", None]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("rule", "change", "message"), [(rule, *one) for rule in (em, dynamic) for one in EITHER])
+def test_tensors_that_no_rule_takes(rule, change, message, backend):
+    with pytest.raises(ValueError, match=message):
+        rule(backend, {}, **change)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("change", "message"), EM_ALONE)
+def test_tensors_that_em_routing_does_not_take(change, message, backend):
+    with pytest.raises(ValueError, match=message):
+        em(backend, {}, **change)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", [em, dynamic])
+@pytest.mark.parametrize("iterations", ITERATIONS)
+def test_iterations_out_of_range(rule, iterations, backend):
+    with pytest.raises(ValueError, match=r"iterations must be at least 1 and at most 1000, an integer; got "):
+        rule(backend, {"iterations": iterations})
+    with pytest.raises(ValueError, match="iterations must be"):
+        EMRouting(4, iterations=iterations)
+    with pytest.raises(ValueError, match="iterations must be"):
+        DynamicRouting(iterations=iterations)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_capsules_and_their_pose_are_told_apart(backend):
+    children = Capsules(right()["pose"], right()["activation"])
+    with pytest.raises(ValueError, match=r"pose must be a tensor .*: give children\.pose"):
+        dynamic(backend, {}, pose=children)
+    for rule in (DynamicRouting(backend=backend), EMRouting(5, backend=backend)):
+        layer = CapsuleLayer(RoutingMap.dense(4), right()["transform"], rule)
+        assert layer(children).activation.shape == (2, 1, 5)
+        with pytest.raises(ValueError, match=r"children must be Capsules\(pose, activation\); got a float32 tensor"):
+            layer(children.pose)
+
+
+@pytest.mark.parametrize("rule", ["em", dynamic_routing, EMRouting])
+def test_rules_of_layers_are_modules(rule):
+    children = (
+        lambda: DenseCaps(4, 2, 2, 3, 2, routing=rule),
+        lambda: ConvCaps((2, 2), 2, 3, 1, routing=rule),
+        lambda: ClassCaps(torch.rand(4, 2), 2, 3, routing=rule),
+        lambda: SharedCaps(2, 3, 2, routing=rule),
+    )
+    for make in children:
+        with pytest.raises(ValueError, match=r"routing must be a module such as DynamicRouting\(\) or EMRouting\(3\)"):
+            make()
+
+
+def test_a_rule_for_another_number_of_parents():
+    for make in (
+        lambda: ConvCaps((2, 2), 2, 16, 1, routing=EMRouting(8)),
+        lambda: SharedCaps(2, 16, 2, routing=EMRouting(8)),
+    ):
+        with pytest.raises(ValueError, match=r"made for 8 parent types, but the layer has 16: use EMRouting\(16\)"):
+            make()
+
+    class Uniform(nn.Module):
+        def forward(self, children, transform, routing_map, return_couplings=False):
+            return DynamicRouting(iterations=1)(children, transform, routing_map, return_couplings)
+
+    children = Capsules(torch.randn(2, 4, 2, 1, 2), torch.rand(2, 4, 2))
+    assert DenseCaps(4, 2, 2, 3, 2, routing=Uniform())(children).activation.shape == (2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ConvCaps((2, 2), 2, 3, 1, pose_size=16), r"pose_size must be \(rows, columns\).*; got int 16"),
+        (lambda: ClassCaps(torch.rand(4), 2, 3), r"coordinates must be \[S, 2\].*got a float32 tensor \[4\]"),
+        (lambda: ClassCaps(torch.rand(4, 2, device="meta"), 2, 3), r'coordinates .*meta device.*device="cpu"'),
+        (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
+        (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),
+        (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got int 0"),
+        (lambda: EMRouting(3, backend="gpu"), "unknown backend 'gpu': use one of auto, reference, fused"),
+        (lambda: DynamicRouting(backend="gpu"), "unknown backend 'gpu': use one of auto, reference, fused"),
+    ],
+)
+def test_options_of_layers(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_another_number_of_children_than_of_coordinates():
+    layer = ClassCaps(torch.rand(9, 2), 2, 3)
+    with pytest.raises(ValueError, match="the map has 9 child sites and 1 transforms; pose has 4 sites"):
+        layer(Capsules(torch.randn(2, 4, 2, 4, 4), torch.rand(2, 4, 2)))
+
+
+@pytest.mark.parametrize("labels", [[0, 3], [-1, 2]])
+def test_labels_out_of_range(labels):
+    labels = torch.tensor(labels)
+    message = r"labels must lie in \[0, 3\), as there are 3 classes; got "
+    with pytest.raises(ValueError, match=message):
+        Decoder(3, 4, (1, 2, 2))(torch.randn(2, 1, 3, 1, 4), labels)
+    for loss in (margin_loss, spread_loss):
+        with pytest.raises(ValueError, match=message):
+            loss(torch.rand(2, 3), labels)
+    with pytest.raises(ValueError, match="labels must be integers"):
+        margin_loss(torch.rand(2, 3), torch.tensor([0.0, 1.0]))
