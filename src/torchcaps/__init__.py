@@ -7,8 +7,9 @@ if TYPE_CHECKING:
     from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash
     from torchcaps.classifier import Answer, Classifier
     from torchcaps.data import Preparation
+    from torchcaps.decoder import Decoder
     from torchcaps.errors import BadInput, DataWarning, Diverged
-    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, Decoder, DenseCaps, PrimaryCaps, SharedCaps
+    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, PrimaryCaps, SharedCaps
     from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
     from torchcaps.models import (
         MODELS,
@@ -30,7 +31,8 @@ _MODULES = {
     "classifier": ("Answer", "Classifier"),
     "data": ("Preparation",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
-    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "Decoder", "DenseCaps", "PrimaryCaps", "SharedCaps"),
+    "decoder": ("Decoder",),
+    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PrimaryCaps", "SharedCaps"),
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
         *("MODELS", "BaselineCNN", "CapsNet", "MatrixBaselineCNN", "MatrixCapsNet", "PooledCNN", "PooledCapsNet"),

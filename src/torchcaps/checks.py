@@ -1,6 +1,7 @@
 """Checks of arguments: every message names the argument, what it got and the cure."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def check_sizes(**sizes: Any) -> None:
         ValueError: one is not.
     """
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
 
 
@@ -79,7 +80,7 @@ def check_iterations(iterations: Any) -> None:
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(iterations, int) or isinstance(iterations, bool) or not 1 <= iterations <= MOST_ITERATIONS:
+    if not isinstance(iterations, Integral) or isinstance(iterations, bool) or not 1 <= iterations <= MOST_ITERATIONS:
         raise ValueError(
             f"iterations must be at least 1 and at most {MOST_ITERATIONS}, an integer; got {described(iterations)}"
         )

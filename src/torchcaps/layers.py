@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
 from torchcaps.checks import check_sizes, described, has_values
 from torchcaps.convolution import UnfoldedConv2d
-from torchcaps.decoder import Decoder as Decoder
 from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.routing_map import Constant, RoutingMap
 

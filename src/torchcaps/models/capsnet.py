@@ -7,8 +7,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, SquashForm
+from torchcaps.convolution import UnfoldedConv2d
+from torchcaps.decoder import Decoder
 from torchcaps.kernels import Backend
-from torchcaps.layers import Decoder, DenseCaps, PrimaryCaps, UnfoldedConv2d
+from torchcaps.layers import DenseCaps, PrimaryCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import DynamicRouting

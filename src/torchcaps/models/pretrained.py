@@ -197,10 +197,10 @@ def read_config(folder: Path) -> SavedConfig:
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
-    """A network of a class; the random state of the caller stays as it is."""
+    """A network of a class, on the meta device: without weights, and without a change to the random state."""
     from torchcaps.models import built
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
 
 
@@ -276,7 +276,9 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
             f"the weights in {path} are not those of this {type(model).__name__}: {different[0]} is {sizes[0]} there, "
             f"but must be {sizes[1]}"
         )
-    model.load_state_dict(weights)
+    # The kernels copy what is not aligned, at every call.
+    aligned = {name: tensor.clone() for name, tensor in weights.items()}
+    model.load_state_dict(aligned, assign=True)
 
 
 def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
