@@ -8,7 +8,7 @@ demo: .venv/demo
 	$(BIN)/torchcaps train capsnet-mnist-5k --out runs/demo
 
 test: .venv/dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m slow

@@ -315,7 +315,7 @@ def test_an_interruption_before_training_is_one_line(images, tmp_path):
         "sys.argv[:] = ['torchcaps', *sys.argv[1:]]; from torchcaps import cli; print('ready', flush=True); cli.main()"
     )
     words = [words[0], "-c", start, *words[3:]]
-    for delay in (0.0, 0.2, 1.0):
+    for delay in (0.2, 0.6, 1.5):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
             assert process.stdout.readline() == "ready\n"

@@ -17,6 +17,8 @@ class Interrupted(Exception):
 
 def main() -> None:
     """Entry point: bad input is one line on standard error and exit code 2, an interruption one line and 130."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted_once)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
@@ -27,8 +29,6 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     show_warning, show_thread = warnings.showwarning, threading.excepthook
     warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted_once)
     try:
         code = _run()
         said = "interrupted" if code == 130 else ""  # typer's own answer to Ctrl-C
