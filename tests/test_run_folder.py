@@ -146,7 +146,10 @@ def test_other_data_are_refused(call, refused, tmp_path):
     (root / "left").rename(root / "west")
     assert "its classes were left, right and are now right, west" in train(refused, *again)
     (root / "west").rename(root / "left")
-    assert train(call, *again)[0] == 0
+    elsewhere = root.rename(tmp_path / "elsewhere")
+    code, _, error = train(call, elsewhere, *again[1:])
+    assert code == 0, error
+    assert read_run(out).recipe.data == str(elsewhere)
 
 
 def test_the_fingerprint_sees_labels_order_and_split():

@@ -80,7 +80,11 @@ def check_iterations(iterations: Any) -> None:
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(iterations, Integral) or isinstance(iterations, bool) or not 1 <= int(iterations) <= MOST_ITERATIONS:
+    if (
+        not isinstance(iterations, Integral)
+        or isinstance(iterations, bool)
+        or not 1 <= int(iterations) <= MOST_ITERATIONS
+    ):
         raise ValueError(
             f"iterations must be at least 1 and at most {MOST_ITERATIONS}, an integer; got {described(iterations)}"
         )

@@ -149,7 +149,7 @@ def begin_run(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> Non
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     one, other = before.plain(), recipe.plain()
-    for key in one.keys() - {"epochs"}:
+    for key in one.keys() - {"epochs", "data"}:  # the data may lie in another place: their checksums are compared
         if one[key] != other[key]:
             raise BadInput(f"{folder} was begun with {key}={one[key]}, not {other[key]}: resume with the same")
     if one["epochs"] == other["epochs"]:

@@ -165,6 +165,7 @@ def _train(
     trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), watch))
     data = SplitBatches(splits, recipe)
     last = folder / "last.ckpt"
+    earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     if go_on := resume and last.exists():
         load_checkpoint(last, module)
         load_checkpoint(folder / "best.ckpt", module)
@@ -178,7 +179,6 @@ def _train(
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
     rows = read_rows(folder / "metrics.csv")
     names = splits.test.class_names
-    earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     metrics = {
         "test_error_percent": round(100 - test, 4),
         "test_accuracy_percent": round(test, 4),

@@ -1,6 +1,7 @@
 """The command `torchcaps`; its commands are in `torchcaps.cli.commands`, which is loaded when one is called."""
 
 import logging
+import os
 import signal
 import sys
 import threading
@@ -24,7 +25,8 @@ def main() -> None:
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
     warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
-    warnings.filterwarnings("always", category=DataWarning)
+    first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
     show_warning, show_thread = warnings.showwarning, threading.excepthook
