@@ -70,7 +70,7 @@ def check_sizes(**sizes: Any) -> None:
         ValueError: one is not.
     """
     for name, size in sizes.items():
-        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+        if not _is_integer(size) or size < 1:
             raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
 
 
@@ -98,3 +98,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """
     if value not in allowed:
         raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
