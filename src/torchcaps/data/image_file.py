@@ -94,7 +94,7 @@ def read_with_facts(
             largest = int(np.asarray(picture).max()) if deep else None
             picture = _eight_bits(picture, channels)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadInput(f"{path}: too many pixels to be an honest image ({error}); make it smaller") from error
+        raise BadInput(f"{path}: too many pixels ({error}); make it smaller") from error
     except UnidentifiedImageError as error:
         known = ", ".join(sorted(set(FORMATS.values())))
         raise BadInput(f"{path}: cannot be read as an image (it is none of {known}); replace or remove it") from error
