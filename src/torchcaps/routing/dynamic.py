@@ -1,7 +1,7 @@
 """Dynamic routing: Sabour, Frosst & Hinton 2017, and its reading as clustering by Su 2018."""
 
 import inspect
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from jaxtyping import Float
@@ -11,6 +11,7 @@ from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, sq
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import dynamic as fused
+from torchcaps.routing.votes import Agreement, Votes
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -115,20 +116,20 @@ def dynamic_routing(
             )
             return Capsules(parents, lengths(parents))
     with torch.autocast(pose.device.type, enabled=False):
-        votes = routing_map.votes(pose.to(dtype), transform.to(dtype))
-        logit = votes.new_zeros(votes.shape[:4])
-        for iteration in range(iterations):
-            last = iteration == iterations - 1
-            seen = votes.detach() if gradient_passes == "last" and not last else votes
-            couplings = routing_map.log_couplings(logit, none_of_the_above=leaky).exp()
-            sums = routing_map.sum_over_children(couplings, seen)
-            parents = squash(sums, squash_form if last else inner_form)
-            if not last:
-                agreement = routing_map.agreement(seen, parents)
-                logit = logit + agreement if logits == "cumulative" else agreement
-        pose_of_parents = parents.transpose(1, 2)
-        capsules = Capsules(pose_of_parents, lengths(pose_of_parents))
-    return (capsules, couplings) if return_couplings else capsules
+        votes = Votes(pose.to(dtype), None, transform.to(dtype), routing_map, none_of_the_above=leaky)
+        constant = gradient_passes == "last"
+        earlier = votes.detach() if constant else votes
+        agreement = None
+        for _ in range(iterations - 1):
+            fitted = earlier.moments(agreement, variance=False)
+            parents = squash(fitted.mass[..., None, None] * fitted.mean, inner_form)
+            if agreement is not None and logits == "cumulative":
+                parents = parents + cast(Tensor, agreement.linear)
+            agreement = Agreement(linear=parents)
+        fitted = votes.moments(agreement, variance=False, constant_couplings=constant)
+        parents = squash(fitted.mass[..., None, None] * fitted.mean, squash_form)
+        capsules = Capsules(parents, lengths(parents))
+        return (capsules, earlier.couplings(agreement)) if return_couplings else capsules
 
 
 def _check_options(

@@ -1,7 +1,7 @@
 """EM routing: Hinton, Sabour & Frosst 2018, with the corrections of Gritzman 2019."""
 
 import math
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
 import torch
 from jaxtyping import Float
@@ -12,9 +12,9 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import em as fused
+from torchcaps.routing.votes import Agreement, Competition, Votes
 from torchcaps.routing_map import RoutingMap
 
-Competition = Literal["parents", "types"]
 TemperatureSchedule = Literal["rising", "constant"]
 ParentActivation = Literal["logistic", "mixing"]
 
@@ -185,63 +185,37 @@ def em_routing(
             )
         return Capsules(mean, activation)
     with torch.autocast(children.pose.device.type, enabled=False):
-        votes = routing_map.votes(children.pose.to(dtype), transform.to(dtype))
-        rows, columns = votes.shape[4:]
-        votes = votes.flatten(4)
-        child = routing_map.edges_on(votes.device)[:, 0]
-        activation = children.activation.to(dtype)[:, child].unsqueeze(1)
-        logits, mean, passes = votes.new_zeros(votes.shape[:4]), None, []
-        for iteration in range(iterations):
-            log_r = routing_map.log_couplings(logits) if competition == "parents" else logits.log_softmax(dim=1)
-            couplings = log_r.exp()
-            data = routing_map.sum_at_parents((couplings * activation).sum(dim=3))
-            share = _shares(log_r, activation, routing_map)
-            fresh = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, votes))
-            mean = fresh if mean is None else (1 - mean_damping) * fresh + mean_damping * mean
-            deviation = (votes - routing_map.at_edges(mean).unsqueeze(3)).square()
-            variance = routing_map.sum_at_parents(torch.einsum("bjec,bjech->bjeh", share, deviation)) + variance_floor
-            log_deviation = 0.5 * variance.log()
+        pose, activation = children.pose.to(dtype), children.activation.to(dtype)
+        votes = Votes(pose, activation, transform.to(dtype), routing_map, competition)
+        agreement, passes = None, []
+        for inverse_temperature in heats:
+            fitted = votes.moments(agreement)
+            mean = fitted.mean
+            variance = cast(Tensor, fitted.variance)
+            if mean_damping and agreement is not None:
+                mean = (1 - mean_damping) * fitted.mean + mean_damping * cast(Tensor, agreement.centre)
+                moved = (fitted.mean - mean).square()
+                variance = variance + torch.where(fitted.mass[..., None, None] > 0, moved, 0)
+            variance = variance + variance_floor
+            log_volume = 0.5 * variance.log().sum(dim=(3, 4))
             if parent_activation == "logistic":
-                described = beta_u.to(dtype)[:, None, None] + log_deviation
-                cost = described.sum(dim=3) * data / mean_data
-                log_activation = functional.logsigmoid(heats[iteration] * (beta_a.to(dtype)[:, None] - cost))
+                numbers = variance.shape[3] * variance.shape[4]
+                cost = (numbers * beta_u.to(dtype) + log_volume) * fitted.mass / mean_data
+                log_activation = functional.logsigmoid(inverse_temperature * (beta_a.to(dtype) - cost))
             else:
-                tiny, total = torch.finfo(dtype).tiny, data.sum(dim=(1, 2), keepdim=True)
-                some = total >= tiny
-                share = torch.where(some, data / torch.where(some, total, 1), 0)
-                log_activation = share.clamp_min(tiny).log()
-            passes.append(
-                EMPass(
-                    couplings,
-                    mean.transpose(1, 2).unflatten(3, (rows, columns)),
-                    variance.transpose(1, 2).unflatten(3, (rows, columns)),
-                    log_activation.exp().transpose(1, 2),
-                )
-            )
-            if iteration < iterations - 1:
-                distance = torch.einsum("bjech,bjeh->bjec", deviation, routing_map.at_edges(0.5 / variance))
-                volume = (log_deviation + 0.5 * math.log(2 * math.pi)).sum(dim=3)
-                logits = routing_map.at_edges(log_activation - volume).unsqueeze(3) - distance
-    parents = Capsules(passes[-1].mean, passes[-1].activation)
+                log_activation = _log_proportions(fitted.mass)
+            if return_passes:
+                passes.append(EMPass(votes.couplings(agreement), mean, variance, log_activation.exp()))
+            agreement = Agreement(log_activation - log_volume, quadratic=0.5 / variance, centre=mean)
+        parents = Capsules(mean, log_activation.exp())
     return (parents, passes) if return_passes else parents
 
 
-def _shares(log_r: Tensor, activation: Tensor, routing_map: RoutingMap) -> Tensor:
-    """``R_ij a_i / Σ_i R_ij a_i``, however small all the R_ij a_i of a parent are; 0 where all its children are off."""
-    on = activation >= torch.finfo(activation.dtype).tiny
-    log_a = torch.where(on, activation, 1).log()
-    largest = routing_map.largest_at_parents((log_r + log_a).detach().masked_fill(~on, -torch.inf))
-    relative = log_r - routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
-    # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
-    routed = torch.where(on, relative + log_a, relative.clamp_max(60)).exp() * torch.where(on, 1, activation)
-    total = routing_map.sum_at_parents(routed.sum(dim=3))
-    return routed * routing_map.at_edges(_inverse(total)).unsqueeze(3)
-
-
-def _inverse(total: Tensor) -> Tensor:
-    """1 / total, and 0 where the total is too small to divide by; so is the gradient."""
-    enough = total > torch.finfo(total.dtype).tiny ** 0.5
-    return torch.where(enough, 1 / torch.where(enough, total, 1), 0)
+def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
+    """The logarithm of each parent's part of the layer's mass; of parts near 0, that of the smallest number."""
+    tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
+    some = total >= tiny
+    return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
 
 
 def _check_tensors(
