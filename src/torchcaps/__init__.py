@@ -21,7 +21,20 @@ if TYPE_CHECKING:
         PooledCNN,
         create_model,
     )
-    from torchcaps.routing import ROUTINGS, DynamicRouting, EMPass, EMRouting, dynamic_routing, em_routing
+    from torchcaps.routing import (
+        ROUTINGS,
+        Agreement,
+        AttentionRouting,
+        DynamicRouting,
+        EMPass,
+        EMRouting,
+        Moments,
+        Rule,
+        UniformRouting,
+        Votes,
+        dynamic_routing,
+        em_routing,
+    )
     from torchcaps.routing_map import RoutingMap
 
 __version__ = "0.1.0"
@@ -38,7 +51,10 @@ _MODULES = {
         *("MODELS", "BaselineCNN", "CapsNet", "MatrixBaselineCNN", "MatrixCapsNet", "PooledCNN", "PooledCapsNet"),
         "create_model",
     ),
-    "routing": ("ROUTINGS", "DynamicRouting", "EMPass", "EMRouting", "dynamic_routing", "em_routing"),
+    "routing": (
+        *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Moments", "Rule"),
+        *("UniformRouting", "Votes", "dynamic_routing", "em_routing"),
+    ),
     "routing_map": ("RoutingMap",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
@@ -46,7 +62,9 @@ _MODULE_OF = {name: module for module, names in _MODULES.items() for name in nam
 __all__ = [
     "MODELS",
     "ROUTINGS",
+    "Agreement",
     "Answer",
+    "AttentionRouting",
     "BadInput",
     "BaselineCNN",
     "CapsNet",
@@ -64,13 +82,17 @@ __all__ = [
     "EMRouting",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
+    "Moments",
     "PooledCNN",
     "PooledCapsNet",
     "Prediction",
     "Preparation",
     "PrimaryCaps",
     "RoutingMap",
+    "Rule",
     "SharedCaps",
+    "UniformRouting",
+    "Votes",
     "coordinate_addition",
     "create_model",
     "dynamic_routing",

@@ -2,9 +2,31 @@
 
 from torch import nn
 
+from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMPass, EMRouting, em_routing
+from torchcaps.routing.rule import Rule
+from torchcaps.routing.uniform import UniformRouting
+from torchcaps.routing.votes import Agreement, Moments, Votes
 
-ROUTINGS: dict[str, type[nn.Module]] = {"dynamic": DynamicRouting, "em": EMRouting}
+ROUTINGS: dict[str, type[nn.Module]] = {
+    "dynamic": DynamicRouting,
+    "em": EMRouting,
+    "uniform": UniformRouting,
+    "attention": AttentionRouting,
+}
 
-__all__ = ["ROUTINGS", "DynamicRouting", "EMPass", "EMRouting", "dynamic_routing", "em_routing"]
+__all__ = [
+    "ROUTINGS",
+    "Agreement",
+    "AttentionRouting",
+    "DynamicRouting",
+    "EMPass",
+    "EMRouting",
+    "Moments",
+    "Rule",
+    "UniformRouting",
+    "Votes",
+    "dynamic_routing",
+    "em_routing",
+]

@@ -80,6 +80,7 @@ class Votes:
         self.competition = competition
         self.none_of_the_above = none_of_the_above
         self._votes = routing_map.votes(pose, transform)
+        self._last: Agreement | None = None
         self._activation = None
         if activation is not None:
             child = routing_map.edges_on(pose.device)[:, 0]
@@ -103,6 +104,7 @@ class Votes:
             variance: compute it too; a pass without is cheaper.
             constant_couplings: no gradient goes through the couplings, and so none through the agreement.
         """
+        self._last = agreement
         log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
         if constant_couplings:
             log_couplings = log_couplings.detach()
@@ -121,6 +123,10 @@ class Votes:
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """How every child divides itself among its parents, in the order of the map's edges."""
         return self._log_couplings(agreement).exp()
+
+    def last_couplings(self) -> Float[Tensor, "B J E C"]:
+        """The couplings behind the last `moments`."""
+        return self.couplings(self._last)
 
     def _log_couplings(self, agreement: Agreement | None) -> Tensor:
         logits = self._logits(agreement or Agreement())

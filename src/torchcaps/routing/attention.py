@@ -1,0 +1,74 @@
+"""Inverted dot-product attention: Tsai, Srivastava, Goh & Salakhutdinov 2020 (arXiv 2002.04764)."""
+
+import math
+from typing import Any, get_args
+
+from torch import nn
+from torch.nn import functional
+
+from torchcaps.capsules import Capsules
+from torchcaps.checks import check_choice, check_iterations, check_sizes
+from torchcaps.routing.rule import Rule
+from torchcaps.routing.votes import Agreement, Competition, Votes
+
+
+class AttentionRouting(Rule):
+    """Children attend to parents by the scalar product of vote and parent pose; parents are layer-normalised.
+
+    Tsai, Srivastava, Goh & Salakhutdinov 2020, algorithm 1::
+
+        p_j = LayerNorm(Σ_i V_ij / number of parents that child i reaches)
+        repeat `iterations` - 1 times:
+            c_i = softmax over every parent that child i reaches (V_ij · p_j / √D)
+            p_j = LayerNorm(Σ_i c_ij V_ij)
+        a_j = σ(w · p_j + b)
+
+    D is the number of values in a pose. The paper has no activations and classifies with one linear layer on the pose
+    of each class capsule; here that layer, passed through a logistic function, is the activation of every parent. The
+    activations of the children are not used.
+
+    Arguments:
+        pose_size: D, rows times columns of a parent's pose.
+        iterations: passes over the votes, the even one included, from 1 to 1,000.
+        competition: ``parents``, all that a child reaches, or ``types`` at one site alone, as the authors' code.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from torchcaps import RoutingMap
+        >>> children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+        >>> AttentionRouting(pose_size=16)(children, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    weighs_activations = False
+
+    def __init__(self, pose_size: int, iterations: int = 2, competition: Competition = "parents") -> None:
+        super().__init__()
+        check_sizes(pose_size=pose_size)
+        check_iterations(iterations)
+        check_choice("competition", competition, get_args(Competition))
+        self.competition = competition
+        self.pose_size = pose_size
+        self.iterations = iterations
+        self.norm = nn.LayerNorm(pose_size)
+        self.score = nn.Linear(pose_size, 1)
+
+    def route(self, votes: Votes) -> Capsules:
+        """Poses of unit variance, and their scores in (0, 1)."""
+        agreement = None
+        for _ in range(self.iterations):
+            found = votes.moments(agreement, variance=False)
+            pose = found.mass[..., None, None] * found.mean
+            weight, bias = (parameter.to(pose.dtype) for parameter in (self.norm.weight, self.norm.bias))
+            pose = functional.layer_norm(pose.flatten(3), (self.pose_size,), weight, bias).view_as(pose)
+            agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
+        weight, bias = (parameter.to(pose.dtype) for parameter in (self.score.weight, self.score.bias))
+        return Capsules(pose, functional.linear(pose.flatten(3), weight, bias).squeeze(3).sigmoid())
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with."""
+        return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}

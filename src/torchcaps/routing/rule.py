@@ -1,0 +1,69 @@
+"""What every routing rule is: moments of votes, and plain PyTorch between two of them."""
+
+from abc import abstractmethod
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, check_capsules
+from torchcaps.routing.votes import Competition, Votes
+from torchcaps.routing_map import RoutingMap
+
+
+class Rule(nn.Module):
+    """A routing rule: how parents are fitted to the votes of their children. Subclass it and write `route`.
+
+    A rule computes in the widest dtype of children and transform, and never in less than float32, whatever autocast
+    says. One that is in ``torchcaps.ROUTINGS`` and has ``saved_options`` is saved with the weights of its network.
+
+    Example:
+        >>> from torchcaps.routing.votes import Agreement
+        >>> class SoftKMeans(Rule):
+        ...     def route(self, votes: Votes) -> Capsules:
+        ...         agreement = None
+        ...         for _ in range(3):
+        ...             found = votes.moments(agreement)
+        ...             agreement = Agreement(quadratic=torch.ones_like(found.mean), centre=found.mean)
+        ...         return Capsules(found.mean, torch.exp(-found.variance.sum(dim=(3, 4))))
+        >>> children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+        >>> SoftKMeans()(children, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    weighs_activations = True
+    """Whether a child's votes are weighted with its activation."""
+    competition: Competition = "parents"
+    """The parents that share a child: all that it reaches, or the types at one site alone."""
+
+    @abstractmethod
+    def route(self, votes: Votes) -> Capsules:
+        """The parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""
+
+    @overload
+    def forward(
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
+    ) -> Capsules: ...
+    @overload
+    def forward(
+        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
+    ) -> tuple[Capsules, Tensor]: ...
+    def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: bool = False) -> Any:
+        """Route votes to parents.
+
+        Arguments:
+            children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``.
+            transform: ``[K, C, J, Q, N]``.
+            routing_map: which child site feeds which parent site.
+            return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``.
+
+        Raises:
+            ValueError: shapes disagree with the map.
+        """
+        check_capsules(children)
+        dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)
+        activation = children.activation.to(dtype) if self.weighs_activations else None
+        with torch.autocast(children.pose.device.type, enabled=False):
+            votes = Votes(children.pose.to(dtype), activation, transform.to(dtype), routing_map, self.competition)
+            parents = self.route(votes)
+            return (parents, votes.last_couplings()) if return_couplings else parents

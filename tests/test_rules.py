@@ -1,0 +1,157 @@
+"""Rules written on moments of votes: the laws, and their papers' procedures in plain loops."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import laws
+from problems import MAPS, cases, random_case
+from torchcaps import Agreement, AttentionRouting, Capsules, DynamicRouting, RoutingMap, Rule, UniformRouting, Votes
+from torchcaps.routing import dynamic_routing
+
+NUMBERS = 5  # columns of a vote in tests/problems.py, of one row
+
+
+def rules(rows=1):
+    torch.manual_seed(3)
+    return {
+        "uniform": UniformRouting(),
+        "attention": AttentionRouting(rows * NUMBERS, iterations=3),
+        "attention over types": AttentionRouting(rows * NUMBERS, iterations=3, competition="types"),
+    }
+
+
+def as_function(rule):
+    """The form of `laws`: pose, transform and map in, capsules and couplings out."""
+
+    def route(pose, transform, routing_map):
+        activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).clamp(0, 1)
+        return rule.to(pose.dtype)(Capsules(pose, activation), transform, routing_map, return_couplings=True)
+
+    return route
+
+
+@settings(max_examples=25)
+@given(cases(), st.sampled_from(sorted(rules())))
+def test_every_rule_keeps_the_laws(case, name):
+    rule = as_function(rules(case.pose.shape[3])[name])
+    with torch.no_grad():
+        laws.invariant_to_order_of_children(rule, case)
+        laws.equivariant_to_order_of_parent_types(rule, case)
+        laws.samples_do_not_see_each_other(rule, case)
+        laws.same_input_same_bits(rule, case)
+        if "types" not in name:
+            laws.couplings_sum_to_one(rule, case)
+    laws.zero_poses_are_finite(rule, case)
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+@pytest.mark.parametrize("name", sorted(rules()))
+def test_gradients_of_every_rule(name, routing_map):
+    laws.gradients_are_right(as_function(rules()[name]), random_case(MAPS[routing_map], 0, torch.float64), fast=True)
+
+
+def attention_in_loops(case, iterations, types):
+    """Algorithm 1 of Tsai et al. 2020 on plain lists, poses alone."""
+    pose, transform, routing_map = case
+    edges = routing_map.edges.tolist()
+    parents = torch.zeros(pose.shape[0], routing_map.parent_sites, transform.shape[2], 1, NUMBERS, dtype=torch.float64)
+    for b in range(pose.shape[0]):
+        vote = {}
+        for e, (s, _, k) in enumerate(edges):
+            for c in range(transform.shape[1]):
+                for j in range(transform.shape[2]):
+                    vote[e, c, j] = (pose[b, s, c, 0] @ transform[k, c, j]).tolist()
+        rivals = {
+            one: [
+                other
+                for other in vote
+                if other[1] == one[1] and (other[0] == one[0] if types else edges[other[0]][0] == edges[one[0]][0])
+            ]
+            for one in vote
+        }
+        coupling = {one: 1 / len(rivals[one]) for one in vote}
+        for t in range(iterations):
+            parent = {}
+            for p in range(routing_map.parent_sites):
+                for j in range(transform.shape[2]):
+                    voters = [one for one in vote if edges[one[0]][1] == p and one[2] == j]
+                    total = [sum(coupling[one] * vote[one][h] for one in voters) for h in range(NUMBERS)]
+                    mean = sum(total) / NUMBERS
+                    variance = sum((x - mean) ** 2 for x in total) / NUMBERS
+                    parent[p, j] = [(x - mean) / math.sqrt(variance + 1e-5) for x in total]
+            if t == iterations - 1:
+                break
+            logit = {
+                one: sum(x * y for x, y in zip(vote[one], parent[edges[one[0]][1], one[2]], strict=True))
+                / math.sqrt(NUMBERS)
+                for one in vote
+            }
+            coupling = {
+                one: math.exp(logit[one]) / sum(math.exp(logit[other]) for other in rivals[one]) for one in vote
+            }
+        for (p, j), values in parent.items():
+            parents[b, p, j, 0] = torch.tensor(values, dtype=torch.float64)
+    return parents, coupling
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+@pytest.mark.parametrize("competition", ["parents", "types"])
+def test_attention_equals_its_papers_loops(routing_map, competition):
+    case = random_case(MAPS[routing_map], 1, torch.float64)
+    rule = AttentionRouting(NUMBERS, iterations=3, competition=competition).double()
+    children = Capsules(case.pose, torch.rand(case.pose.shape[:3]).double())
+    found, couplings = rule(children, case.transform, case.routing_map, return_couplings=True)
+    expected, last = attention_in_loops(case, 3, competition == "types")
+    torch.testing.assert_close(found.pose, expected, rtol=1e-9, atol=1e-10)
+    for (e, c, j), value in last.items():
+        assert couplings[-1, j, e, c].item() == pytest.approx(value, rel=1e-9)
+    score = rule.score(found.pose.flatten(3)).squeeze(3).sigmoid()
+    torch.testing.assert_close(found.activation, score)
+
+
+def test_uniform_couplings_are_dynamic_routing_with_one_iteration():
+    for routing_map in MAPS.values():
+        case = random_case(routing_map, 2, torch.float64)
+        children = Capsules(case.pose, torch.rand(case.pose.shape[:3]).double())
+        found = UniformRouting()(children, case.transform, routing_map)
+        right = dynamic_routing(case.pose, case.transform, routing_map, iterations=1, backend="reference")
+        torch.testing.assert_close(found.pose, right.pose, rtol=1e-12, atol=1e-14)
+
+
+def test_a_rule_of_ones_own_is_a_few_lines():
+    class Sabour(Rule):
+        weighs_activations = False
+
+        def route(self, votes: Votes) -> Capsules:
+            total = None
+            for _ in range(3):
+                found = votes.moments(None if total is None else Agreement(linear=total), variance=False)
+                sums = found.mass[..., None, None] * found.mean
+                length = torch.linalg.vector_norm(sums, dim=(3, 4), keepdim=True)
+                pose = sums * length / (1 + length.square())
+                total = pose if total is None else total + pose
+            return Capsules(pose, torch.linalg.vector_norm(pose, dim=(3, 4)))
+
+    case = random_case(MAPS["conv"], 0, torch.float64)
+    children = Capsules(case.pose, torch.ones(case.pose.shape[:3]).double())
+    found, couplings = Sabour()(children, case.transform, case.routing_map, return_couplings=True)
+    right, last = DynamicRouting(backend="reference")(children, case.transform, case.routing_map, return_couplings=True)
+    torch.testing.assert_close(found.pose, right.pose)
+    torch.testing.assert_close(couplings, last)
+
+
+def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
+    children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+    transform = torch.randn(6, 4, 10, 8, 16)
+    for rule in (UniformRouting(), AttentionRouting(16)):
+        plain = rule(children, transform, RoutingMap.dense(6))
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = rule(children, transform, RoutingMap.dense(6))
+        torch.testing.assert_close(cast.pose, plain.pose)
+        half = rule.bfloat16()(Capsules(*(x.bfloat16() for x in children)), transform.bfloat16(), RoutingMap.dense(6))
+        assert half.pose.dtype == torch.float32
+        assert torch.isfinite(half.pose).all()
