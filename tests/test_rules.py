@@ -6,22 +6,47 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import laws
 from problems import MAPS, cases, random_case
-from torchcaps import Agreement, AttentionRouting, Capsules, DynamicRouting, RoutingMap, Rule, UniformRouting, Votes
-from torchcaps.routing import dynamic_routing
+from torchcaps import (
+    Agreement,
+    AttentionRouting,
+    Capsules,
+    DynamicRouting,
+    RoutingMap,
+    Rule,
+    SelfAttentionRouting,
+    SelfRouting,
+    UniformRouting,
+    Votes,
+    dynamic_routing,
+)
 
 NUMBERS = 5  # columns of a vote in tests/problems.py, of one row
 
 
-def rules(rows=1):
+def rules(case):
+    """Every rule, with learned parameters that are not those of the start."""
     torch.manual_seed(3)
-    return {
+    rows, sizes = case.pose.shape[3], case.transform.shape[:3]
+    made = {
+        "self-routing": SelfRouting(*sizes, (rows, case.pose.shape[4])),
+        "self-attention": SelfAttentionRouting(*sizes),
         "uniform": UniformRouting(),
         "attention": AttentionRouting(rows * NUMBERS, iterations=3),
         "attention over types": AttentionRouting(rows * NUMBERS, iterations=3, competition="types"),
     }
+    for rule in made.values():
+        for parameter in rule.parameters():
+            nn.init.normal_(parameter)
+    return made
+
+
+NAMES = ("uniform", "attention", "attention over types", "self-routing", "self-attention")
+OF_CHILDREN = ("self-routing", "self-attention")
+"""Rules with parameters for each child and parent type: another order of types calls for another order of theirs."""
 
 
 def as_function(rule):
@@ -35,23 +60,45 @@ def as_function(rule):
 
 
 @settings(max_examples=25)
-@given(cases(), st.sampled_from(sorted(rules())))
+@given(cases(), st.sampled_from(NAMES))
 def test_every_rule_keeps_the_laws(case, name):
-    rule = as_function(rules(case.pose.shape[3])[name])
+    rule = as_function(rules(case)[name])
     with torch.no_grad():
-        laws.invariant_to_order_of_children(rule, case)
-        laws.equivariant_to_order_of_parent_types(rule, case)
+        if name not in OF_CHILDREN:
+            laws.invariant_to_order_of_children(rule, case)
+            laws.equivariant_to_order_of_parent_types(rule, case)
         laws.samples_do_not_see_each_other(rule, case)
         laws.same_input_same_bits(rule, case)
-        if "types" not in name:
+        if name in ("uniform", "attention"):
             laws.couplings_sum_to_one(rule, case)
+        if name == "self-routing":
+            laws.a_silent_child_counts_for_nothing(rule, case)
     laws.zero_poses_are_finite(rule, case)
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-@pytest.mark.parametrize("name", sorted(rules()))
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_every_rule(name, routing_map):
-    laws.gradients_are_right(as_function(rules()[name]), random_case(MAPS[routing_map], 0, torch.float64), fast=True)
+    case = random_case(MAPS[routing_map], 0, torch.float64)
+    laws.gradients_are_right(as_function(rules(case)[name]), case, fast=True)
+
+
+def votes_in_loops(case, b):
+    """The votes of sample b, (edge, child type, parent type) → its numbers."""
+    pose, transform, routing_map = case
+    return {
+        (e, c, j): (pose[b, s, c] @ transform[k, c, j]).flatten().tolist()
+        for e, (s, _, k) in enumerate(routing_map.edges.tolist())
+        for c in range(transform.shape[1])
+        for j in range(transform.shape[2])
+    }
+
+
+def softmax_over_types(logit):
+    return {
+        (e, c, j): math.exp(x) / sum(math.exp(y) for other, y in logit.items() if other[:2] == (e, c))
+        for (e, c, j), x in logit.items()
+    }
 
 
 def attention_in_loops(case, iterations, types):
@@ -60,11 +107,7 @@ def attention_in_loops(case, iterations, types):
     edges = routing_map.edges.tolist()
     parents = torch.zeros(pose.shape[0], routing_map.parent_sites, transform.shape[2], 1, NUMBERS, dtype=torch.float64)
     for b in range(pose.shape[0]):
-        vote = {}
-        for e, (s, _, k) in enumerate(edges):
-            for c in range(transform.shape[1]):
-                for j in range(transform.shape[2]):
-                    vote[e, c, j] = (pose[b, s, c, 0] @ transform[k, c, j]).tolist()
+        vote = votes_in_loops(case, b)
         rivals = {
             one: [
                 other
@@ -111,6 +154,81 @@ def test_attention_equals_its_papers_loops(routing_map, competition):
         assert couplings[-1, j, e, c].item() == pytest.approx(value, rel=1e-9)
     score = rule.score(found.pose.flatten(3)).squeeze(3).sigmoid()
     torch.testing.assert_close(found.activation, score)
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_self_routing_equals_its_papers_loops(routing_map, rows):
+    """Equations 3 to 5 of Hahn et al. 2019 on plain lists."""
+    case = random_case(MAPS[routing_map], 4, torch.float64, rows=rows)
+    pose, transform, _ = case
+    activation = torch.rand(pose.shape[:3]).double()
+    rule = rules(case)["self-routing"].double()
+    found, couplings = rule(Capsules(pose, activation), transform, case.routing_map, return_couplings=True)
+    edges = case.routing_map.edges.tolist()
+    for b in range(len(pose)):
+        vote = votes_in_loops(case, b)
+        logit = {
+            (e, c, j): rule.bias[edges[e][2], c, j].item()
+            + sum(
+                pose[b, edges[e][0], c, r, q].item() * rule.weight[edges[e][2], c, j, q, r].item()
+                for r in range(rows)
+                for q in range(pose.shape[4])
+            )
+            for e, c, j in vote
+        }
+        coupling = softmax_over_types(logit)
+        for one, value in coupling.items():
+            assert couplings[b, one[2], one[0], one[1]].item() == pytest.approx(value, rel=1e-9)
+        for p in range(case.routing_map.parent_sites):
+            for j in range(transform.shape[2]):
+                weight = {
+                    one: activation[b, edges[one[0]][0], one[1]].item() * coupling[one]
+                    for one in vote
+                    if edges[one[0]][1] == p and one[2] == j
+                }
+                mass, total = sum(weight.values()), sum(weight[one] / coupling[one] for one in weight)
+                mean = [
+                    sum(weight[one] * vote[one][h] for one in weight) / mass if mass else 0.0
+                    for h in range(rows * NUMBERS)
+                ]
+                assert found.activation[b, p, j].item() == pytest.approx(mass / total if total else 0.0, rel=1e-9)
+                assert found.pose[b, p, j].flatten().tolist() == pytest.approx(mean, rel=1e-8, abs=1e-10)
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+def test_self_attention_equals_its_papers_loops(routing_map):
+    """Section 3.2 of Mazzia et al. 2021 on plain lists."""
+    case = random_case(MAPS[routing_map], 5, torch.float64)
+    pose, transform, _ = case
+    rule = rules(case)["self-attention"].double()
+    children = Capsules(pose, torch.rand(pose.shape[:3]).double())
+    found, couplings = rule(children, transform, case.routing_map, return_couplings=True)
+    edges = case.routing_map.edges.tolist()
+    for b in range(len(pose)):
+        vote = votes_in_loops(case, b)
+        voters = {
+            (p, j): [one for one in vote if edges[one[0]][1] == p and one[2] == j]
+            for p in range(case.routing_map.parent_sites)
+            for j in range(transform.shape[2])
+        }
+        everybody = {of: [sum(vote[one][h] for one in ones) for h in range(NUMBERS)] for of, ones in voters.items()}
+        coupling = softmax_over_types(
+            {
+                one: sum(x * y for x, y in zip(vote[one], everybody[edges[one[0]][1], one[2]], strict=True))
+                / math.sqrt(NUMBERS)
+                for one in vote
+            }
+        )
+        for one, value in coupling.items():
+            assert couplings[b, one[2], one[0], one[1]].item() == pytest.approx(value, rel=1e-8)
+        for (p, j), ones in voters.items():
+            weight = {one: coupling[one] + rule.bias[edges[one[0]][2], one[1], j].item() for one in ones}
+            s = [sum(weight[one] * vote[one][h] for one in ones) for h in range(NUMBERS)]
+            length = math.sqrt(sum(x * x for x in s))
+            v = [(1 - math.exp(-length)) * x / length if length else 0.0 for x in s]
+            assert found.pose[b, p, j, 0].tolist() == pytest.approx(v, rel=1e-8, abs=1e-10)
+            assert found.activation[b, p, j].item() == pytest.approx(math.sqrt(sum(x * x for x in v)), rel=1e-8)
 
 
 def test_uniform_couplings_are_dynamic_routing_with_one_iteration():

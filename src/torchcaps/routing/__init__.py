@@ -6,6 +6,8 @@ from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMPass, EMRouting, em_routing
 from torchcaps.routing.rule import Rule
+from torchcaps.routing.self_attention import SelfAttentionRouting
+from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
 from torchcaps.routing.votes import Agreement, Moments, Votes
 
@@ -13,7 +15,9 @@ ROUTINGS: dict[str, type[nn.Module]] = {
     "dynamic": DynamicRouting,
     "em": EMRouting,
     "uniform": UniformRouting,
+    "self_routing": SelfRouting,
     "attention": AttentionRouting,
+    "self_attention": SelfAttentionRouting,
 }
 
 __all__ = [
@@ -25,6 +29,8 @@ __all__ = [
     "EMRouting",
     "Moments",
     "Rule",
+    "SelfAttentionRouting",
+    "SelfRouting",
     "UniformRouting",
     "Votes",
     "dynamic_routing",

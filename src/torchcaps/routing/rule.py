@@ -36,6 +36,10 @@ class Rule(nn.Module):
     competition: Competition = "parents"
     """The parents that share a child: all that it reaches, or the types at one site alone."""
 
+    def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
+        """What the votes are made of. A rule may add columns here, to carry numbers of its own in every vote."""
+        return pose, transform
+
     @abstractmethod
     def route(self, votes: Votes) -> Capsules:
         """The parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""
@@ -64,6 +68,7 @@ class Rule(nn.Module):
         dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)
         activation = children.activation.to(dtype) if self.weighs_activations else None
         with torch.autocast(children.pose.device.type, enabled=False):
-            votes = Votes(children.pose.to(dtype), activation, transform.to(dtype), routing_map, self.competition)
+            pose, transform = self.prepare(children.pose.to(dtype), transform.to(dtype))
+            votes = Votes(pose, activation, transform, routing_map, self.competition)
             parents = self.route(votes)
             return (parents, votes.last_couplings()) if return_couplings else parents

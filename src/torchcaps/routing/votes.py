@@ -86,6 +86,17 @@ class Votes:
             child = routing_map.edges_on(pose.device)[:, 0]
             self._activation = activation[:, child].unsqueeze(1)
 
+    @property
+    def parent_shape(self) -> tuple[int, int, int, int, int]:
+        """(B, P, J, R, N) of the parents' poses."""
+        batch, types, _, _, rows, columns = self._votes.shape
+        return batch, self.routing_map.parent_sites, types, rows, columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the votes, and of all that is computed from them."""
+        return self._votes.dtype
+
     def detach(self) -> "Votes":
         """The same votes as constants to the gradient."""
         votes = object.__new__(Votes)
@@ -119,6 +130,12 @@ class Votes:
             squares = (self._votes - routing_map.at_edges(mean).unsqueeze(3)).square()
             second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares)).transpose(1, 2)
         return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
+
+    def activation_sums(self) -> Float[Tensor, "B P"]:
+        """Σ a_i over the children that reach each parent site: the largest mass that a parent there can have."""
+        each = self._votes.new_ones(()) if self._activation is None else self._activation
+        edges = each.expand(self._votes.shape[0], 1, *self._votes.shape[2:4])
+        return self.routing_map.sum_at_parents(edges.sum(dim=3)).squeeze(1)
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """How every child divides itself among its parents, in the order of the map's edges."""

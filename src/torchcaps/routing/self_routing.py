@@ -1,0 +1,83 @@
+"""Self-routing: Hahn, Pyeon & Kim 2019 (NeurIPS)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules
+from torchcaps.checks import check_sizes
+from torchcaps.routing.rule import Rule
+from torchcaps.routing.votes import Agreement, Competition, Votes
+
+
+class SelfRouting(Rule):
+    """Every child decides by itself how it divides itself, from its own pose: one pass, no agreement.
+
+    Hahn, Pyeon & Kim 2019, equations 3 to 5::
+
+        c_i = softmax over the types at a parent site (W_ij · u_i + b_ij)
+        p_j = Σ_i a_i c_ij û_ij / Σ_i a_i c_ij
+        a_j = Σ_i a_i c_ij / Σ_i a_i
+
+    W and b are learned and begin at 0, which shares every child evenly. They are shared as the layer's transforms are.
+    The authors put BatchNorm on poses and activations between layers, and train on the logarithm of the activations.
+
+    Arguments:
+        transforms: K of the layer's map.
+        child_types: C.
+        parent_types: J.
+        child_pose_shape: (R, Q).
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> from torchcaps import RoutingMap
+        >>> children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+        >>> rule = SelfRouting(transforms=6, child_types=4, parent_types=10, child_pose_shape=(1, 8))
+        >>> rule(children, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    competition: Competition = "types"
+
+    def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: tuple[int, int]) -> None:
+        super().__init__()
+        rows, columns = child_pose_shape
+        check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types, rows=rows)
+        check_sizes(columns=columns)
+        self.weight = nn.Parameter(torch.zeros(transforms, child_types, parent_types, columns, rows))
+        self.bias = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+
+    def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
+        """Columns beside every vote that add up to its logit: row r of the pose times column r of the weight."""
+        rows, columns = pose.shape[3], transform.shape[4]
+        one = torch.zeros_like(pose[..., :1])
+        one[..., 0, 0] = 1
+        below = transform.new_zeros(*transform.shape[:3], 1, columns + rows)
+        below[..., 0, columns] = self.bias.to(transform.dtype)
+        beside = torch.cat([transform, self.weight.to(transform.dtype)], dim=4)
+        return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
+
+    def route(self, votes: Votes) -> Capsules:
+        """Mean poses, and the share of the children's activation that each parent has drawn."""
+        *parents, rows, columns = votes.parent_shape
+        diagonal = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
+        linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)
+        found = votes.moments(Agreement(linear=linear.to(votes.dtype)), variance=False)
+        total = votes.activation_sums()[:, :, None]
+        some = total > 0
+        activation = torch.where(some, found.mass / torch.where(some, total, 1), 0)
+        return Capsules(found.mean[..., : columns - rows], activation)
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with."""
+        transforms, child_types, parent_types, columns, rows = self.weight.shape
+        return {
+            "transforms": transforms,
+            "child_types": child_types,
+            "parent_types": parent_types,
+            "child_pose_shape": [rows, columns],
+        }
