@@ -121,7 +121,7 @@ def test_gradient_through_the_last_pass_only_treats_couplings_as_constants():
     assert not couplings.requires_grad
     (found,) = torch.autograd.grad(capsules.pose.sum(), transform)
     votes = case.routing_map.votes(case.pose, transform)
-    s = case.routing_map.sum_over_children(couplings, votes)
+    s = case.routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", couplings, votes))
     v = s * s.norm(dim=-1, keepdim=True) / (1 + s.square().sum(-1, keepdim=True))
     (expected,) = torch.autograd.grad(v.sum(), transform)
     torch.testing.assert_close(found, expected)

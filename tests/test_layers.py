@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from torchcaps import (
+    ROUTINGS,
     Capsules,
     ClassCaps,
     ConvCaps,
@@ -226,3 +227,34 @@ def test_a_stack_trains_under_autocast(dtype):
     assert parents.pose.dtype == torch.float32
     parents.activation.sum().backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().max() > 0 for p in stack.parameters())
+
+
+LAYERS = {
+    "dense": (lambda rule: DenseCaps(9, 4, 16, 5, 16, routing=rule), (9, 4, 1, 16)),
+    "shared": (lambda rule: SharedCaps(16, 5, 16, routing=rule), (9, 4, 1, 16)),
+    "conv": (lambda rule: ConvCaps((3, 3), 4, 5, 2, routing=rule), (9, 4, 4, 4)),
+    "vector conv": (lambda rule: ConvCaps((3, 3), 4, 5, 2, pose_size=(1, 16), routing=rule), (9, 4, 1, 16)),
+    "class": (lambda rule: ClassCaps(torch.rand(9, 2), 4, 5, routing=rule), (9, 4, 4, 4)),
+    "vector class": (lambda rule: ClassCaps(torch.rand(9, 2), 4, 5, (1, 16), routing=rule), (9, 4, 1, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_layer_takes_every_rule_by_its_name(kind, name):
+    make, shape = LAYERS[kind]
+    layer = make(name)
+    assert type(layer.routing) is ROUTINGS[name]
+    children = Capsules(torch.randn(2, *shape), torch.rand(2, *shape[:2]))
+    parents, couplings = layer(children, return_couplings=True)
+    assert parents.activation.shape[2] == couplings.shape[1] == 5
+    assert parents.pose.shape[3:] == ((4, 4) if shape[2] == 4 else (1, 16))
+    (parents.pose.square().sum() + parents.activation.sum()).backward()
+    assert all(torch.isfinite(weights.grad).all() for weights in layer.parameters() if weights.grad is not None)
+    assert layer.transform.grad.abs().max() > 0
+
+
+@pytest.mark.usefixtures("untyped")
+def test_an_unknown_rule_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="unknown routing 'dynamik'; did you mean 'dynamic'"):
+        SharedCaps(16, 5, 16, routing="dynamik")

@@ -29,7 +29,7 @@ def test_summed_votes_along_a_conv_map_are_a_convolution(height, width, kernel, 
     pose = torch.randn(2, height * width, types, rows, inner, dtype=torch.float64)
     transform = torch.randn(kernel**2, types, parents, inner, outer, dtype=torch.float64)
     votes = routing_map.votes(pose, transform)
-    summed = routing_map.sum_over_children(torch.ones(votes.shape[:4], dtype=torch.float64), votes)
+    summed = routing_map.sum_at_parents(votes.sum(dim=3))
     image = pose.permute(0, 3, 2, 4, 1).reshape(2 * rows, types * inner, height, width)
     weight = transform.permute(2, 4, 1, 3, 0).reshape(parents * outer, types * inner, kernel, kernel)
     expected = functional.conv2d(image, weight, stride=stride, padding=padding)

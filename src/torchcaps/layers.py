@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
 from torchcaps.checks import check_sizes, described, has_values
 from torchcaps.convolution import UnfoldedConv2d
-from torchcaps.routing import DynamicRouting, EMRouting
+from torchcaps.errors import nearest
+from torchcaps.routing import ROUTINGS, LayerShape
 from torchcaps.routing_map import Constant, RoutingMap
 
 
@@ -81,22 +82,33 @@ class CapsuleLayer(nn.Module):
     Arguments:
         routing_map: which child site feeds which parent site through which transform.
         transform: the initial transforms ``[K, C, J, Q, N]``.
-        routing: the rule.
+        routing: a rule, or its name in `ROUTINGS`.
+        child_pose_shape: (R, Q) of the poses that reach the rule; one row by default.
 
     Raises:
-        ValueError: the rule is no module, or is made for another number of parent types.
+        ValueError: an unknown rule, or one that is made for another number of parent types.
 
     Example:
-        >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), DynamicRouting())
+        >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
         >>> layer(Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))).pose.shape
         torch.Size([2, 1, 10, 1, 16])
     """
 
-    def __init__(self, routing_map: RoutingMap, transform: Tensor, routing: nn.Module) -> None:
+    def __init__(
+        self,
+        routing_map: RoutingMap,
+        transform: Tensor,
+        routing: nn.Module | str,
+        child_pose_shape: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.routing_map = routing_map
         self.transform = nn.Parameter(transform)
-        self.routing = checked_rule(routing, transform.shape[2])
+        transforms, child_types, parent_types, columns, outer = transform.shape
+        child_pose_shape = child_pose_shape or (1, columns)
+        parent_pose_shape = (child_pose_shape[0], outer)
+        shape = LayerShape(transforms, child_types, parent_types, child_pose_shape, parent_pose_shape)
+        self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
         """Moves the layer, and copies its constants ahead of a compiled call, which would do so every time."""
@@ -126,7 +138,7 @@ class DenseCaps(CapsuleLayer):
         child_pose_size: Q.
         parent_types: J.
         parent_pose_size: N.
-        routing: the rule; dynamic routing with three iterations by default.
+        routing: a rule, or its name in `ROUTINGS`; by default dynamic routing with three iterations.
 
     Example:
         >>> children = PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 10))
@@ -141,7 +153,7 @@ class DenseCaps(CapsuleLayer):
         child_pose_size: int,
         parent_types: int,
         parent_pose_size: int,
-        routing: nn.Module | None = None,
+        routing: nn.Module | str = "dynamic",
     ) -> None:
         check_sizes(
             child_sites=child_sites,
@@ -154,7 +166,7 @@ class DenseCaps(CapsuleLayer):
         transform = truncated_normal_(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread
         )
-        super().__init__(RoutingMap.dense(child_sites), transform, DynamicRouting() if routing is None else routing)
+        super().__init__(RoutingMap.dense(child_sites), transform, routing, (1, child_pose_size))
 
 
 class ConvCaps(CapsuleLayer):
@@ -172,7 +184,7 @@ class ConvCaps(CapsuleLayer):
         around_identity: they begin around the identity, not around zero. Votes around zero cancel out in a parent's
             mean, which shrinks from layer to layer, and every further routing iteration then multiplies what little a
             child changes.
-        routing: the rule; EM routing with three iterations by default.
+        routing: a rule, or its name in `ROUTINGS`; by default EM routing with three iterations.
 
     Raises:
         ValueError: the window does not fit the grid.
@@ -195,13 +207,13 @@ class ConvCaps(CapsuleLayer):
         pose_size: tuple[int, int] = (4, 4),
         deviation: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | None = None,
+        routing: nn.Module | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         shape = (kernel_size**2, child_types, parent_types)
         transform = initial_transform(*shape, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
-        super().__init__(routing_map, transform, EMRouting(parent_types) if routing is None else routing)
+        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]))
 
     @property
     def parent_grid(self) -> tuple[int, int]:
@@ -221,7 +233,7 @@ class ClassCaps(CapsuleLayer):
         pose_size: (R, Q) of child and parent.
         add_coordinates: off, the positions are forgotten.
         deviation, around_identity: of the initial transforms; see `ConvCaps`.
-        routing: the rule; EM routing with three iterations by default.
+        routing: a rule, or its name in `ROUTINGS`; by default EM routing with three iterations.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
@@ -238,7 +250,7 @@ class ClassCaps(CapsuleLayer):
         add_coordinates: bool = True,
         deviation: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | None = None,
+        routing: nn.Module | str = "em",
     ) -> None:
         if coordinates.ndim != 2 or coordinates.shape[1] != 2 or coordinates.is_meta:
             device = ' on the meta device, without values: make them with device="cpu"' if coordinates.is_meta else ""
@@ -248,7 +260,8 @@ class ClassCaps(CapsuleLayer):
         check_sizes(child_types=child_types, classes=classes)
         transform = initial_transform(1, child_types, classes, columns_of(pose_size), deviation, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
-        super().__init__(routing_map, transform, EMRouting(classes) if routing is None else routing)
+        more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
+        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more))
         self._coordinates = Constant(coordinates)
         self.add_coordinates = add_coordinates
 
@@ -272,21 +285,26 @@ class ClassCaps(CapsuleLayer):
         return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
 
 
-def checked_rule(routing: nn.Module, parent_types: int) -> nn.Module:
-    """The rule, if it can route to so many parent types.
+def rule_for(routing: nn.Module | str, layer: LayerShape) -> nn.Module:
+    """The rule itself, or the rule of a name with the sizes of a layer.
 
     Raises:
-        ValueError: it is no module, or is made for another number.
+        ValueError: neither a rule nor a name in `ROUTINGS`, or a rule for another number of parent types.
     """
+    if isinstance(routing, str):
+        if routing not in ROUTINGS:
+            raise ValueError(f"unknown routing {routing!r}{nearest(routing, ROUTINGS)}")
+        return ROUTINGS[routing].for_layer(layer)  # type: ignore[attr-defined]
     if not isinstance(routing, nn.Module):
         raise ValueError(
-            f"routing must be a module such as DynamicRouting() or EMRouting({parent_types}); got {described(routing)}"
+            f"routing must be a rule, such as DynamicRouting(), or one of {', '.join(ROUTINGS)}; "
+            f"got {described(routing)}"
         )
-    made_for = getattr(routing, "parent_types", parent_types)
-    if made_for != parent_types:
+    made_for = getattr(routing, "parent_types", layer.parent_types)
+    if made_for != layer.parent_types:
         raise ValueError(
-            f"routing is made for {made_for} parent types, but the layer has {parent_types}: "
-            f"use {type(routing).__name__}({parent_types})"
+            f"routing is made for {made_for} parent types, but the layer has {layer.parent_types}: "
+            f"use {type(routing).__name__}({layer.parent_types})"
         )
     return routing
 
@@ -325,7 +343,7 @@ class SharedCaps(nn.Module):
         child_pose_size: Q.
         parent_types: J.
         parent_pose_size: N.
-        routing: the rule; dynamic routing with three iterations by default.
+        routing: a rule, or its name in `ROUTINGS`; by default dynamic routing with three iterations.
 
     Example:
         >>> layer = SharedCaps(8, parent_types=10, parent_pose_size=16)
@@ -335,14 +353,15 @@ class SharedCaps(nn.Module):
     """
 
     def __init__(
-        self, child_pose_size: int, parent_types: int, parent_pose_size: int, routing: nn.Module | None = None
+        self, child_pose_size: int, parent_types: int, parent_pose_size: int, routing: nn.Module | str = "dynamic"
     ) -> None:
         super().__init__()
         check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)
         self.transform = nn.Parameter(torch.empty(1, 1, parent_types, child_pose_size, parent_pose_size))
         bound = (6 / (child_pose_size + parent_types * parent_pose_size)) ** 0.5
         nn.init.uniform_(self.transform, -bound, bound)
-        self.routing = checked_rule(DynamicRouting() if routing is None else routing, parent_types)
+        shape = LayerShape(1, 1, parent_types, (1, child_pose_size), (1, parent_pose_size))
+        self.routing = rule_for(routing, shape)
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:

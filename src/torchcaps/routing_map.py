@@ -263,19 +263,3 @@ class RoutingMap:
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
         parent = self.edges_on(values.device)[:, 1]
         return per_parent.scatter_reduce(2, parent.expand_as(per_edge), per_edge, "amax")
-
-    def sum_over_children(
-        self, couplings: Float[Tensor, "B J E C"], votes: Float[Tensor, "B J E C R N"]
-    ) -> Float[Tensor, "B J P R N"]:
-        """Per parent, the sum of its votes weighted by their couplings: ``s = Σ c V``."""
-        if self.parent_sites == 1:
-            return torch.einsum("bjec,bjecrn->bjrn", couplings, votes).unsqueeze(2)
-        return self.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", couplings, votes))
-
-    def agreement(
-        self, votes: Float[Tensor, "B J E C R N"], parents: Float[Tensor, "B J P R N"]
-    ) -> Float[Tensor, "B J E C"]:
-        """Scalar product of every vote with the parent it is for: ``û · v``."""
-        if self.parent_sites == 1:
-            return torch.einsum("bjecrn,bjrn->bjec", votes, parents.squeeze(2))
-        return torch.einsum("bjecrn,bjern->bjec", votes, self.at_edges(parents))

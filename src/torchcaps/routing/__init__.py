@@ -5,7 +5,7 @@ from torch import nn
 from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMPass, EMRouting, em_routing
-from torchcaps.routing.rule import Rule
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.self_attention import SelfAttentionRouting
 from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
@@ -27,6 +27,7 @@ __all__ = [
     "DynamicRouting",
     "EMPass",
     "EMRouting",
+    "LayerShape",
     "Moments",
     "Rule",
     "SelfAttentionRouting",

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
-from torchcaps.routing.rule import Rule
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -55,6 +55,11 @@ class AttentionRouting(Rule):
         self.iterations = iterations
         self.norm = nn.LayerNorm(pose_size)
         self.score = nn.Linear(pose_size, 1)
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "AttentionRouting":
+        """The rule for the parents' poses of a layer."""
+        return cls(math.prod(layer.parent_pose_shape), **options)
 
     def route(self, votes: Votes) -> Capsules:
         """Poses of unit variance, and their scores in (0, 1)."""

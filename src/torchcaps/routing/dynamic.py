@@ -11,6 +11,7 @@ from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, sq
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import dynamic as fused
+from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Votes
 from torchcaps.routing_map import RoutingMap
 
@@ -180,6 +181,11 @@ class DynamicRouting(nn.Module):
         self.gradient_passes: GradientPasses = gradient_passes
         self.leaky = leaky
         self.backend: Backend = backend
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "DynamicRouting":
+        """The rule for a layer; it has no parameters."""
+        return cls(**options)
 
     @overload
     def forward(

@@ -12,6 +12,7 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import em as fused
+from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Competition, Votes
 from torchcaps.routing_map import RoutingMap
 
@@ -323,6 +324,11 @@ class EMRouting(nn.Module):
             "mean_damping": mean_damping,
             "backend": backend,
         }
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "EMRouting":
+        """The rule for the parent types of a layer."""
+        return cls(layer.parent_types, **options)
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
         """Every pass in full, by the reference; see `em_routing`."""

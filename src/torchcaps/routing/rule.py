@@ -1,7 +1,7 @@
 """What every routing rule is: moments of votes, and plain PyTorch between two of them."""
 
 from abc import abstractmethod
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,24 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.routing.votes import Competition, Votes
 from torchcaps.routing_map import RoutingMap
+
+
+class LayerShape(NamedTuple):
+    """What a rule with parameters of its own has to know of its layer.
+
+    Arguments:
+        transforms: K.
+        child_types: C.
+        parent_types: J.
+        child_pose_shape: (R, Q), coordinates included where the layer adds them.
+        parent_pose_shape: (R, N).
+    """
+
+    transforms: int
+    child_types: int
+    parent_types: int
+    child_pose_shape: tuple[int, int]
+    parent_pose_shape: tuple[int, int]
 
 
 class Rule(nn.Module):
@@ -35,6 +53,11 @@ class Rule(nn.Module):
     """Whether a child's votes are weighted with its activation."""
     competition: Competition = "parents"
     """The parents that share a child: all that it reaches, or the types at one site alone."""
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
+        """The rule for a layer that names it: a rule with parameters of its own takes their sizes from the layer."""
+        return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """What the votes are made of. A rule may add columns here, to carry numbers of its own in every vote."""

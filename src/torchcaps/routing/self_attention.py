@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, lengths
 from torchcaps.checks import check_sizes
-from torchcaps.routing.rule import Rule
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -47,6 +47,11 @@ class SelfAttentionRouting(Rule):
         super().__init__()
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
         self.bias = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfAttentionRouting":
+        """The rule for the children of a layer."""
+        return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """Every vote, and beside it the same vote times its bias."""

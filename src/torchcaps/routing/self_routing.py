@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_sizes
-from torchcaps.routing.rule import Rule
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -49,6 +49,11 @@ class SelfRouting(Rule):
         check_sizes(columns=columns)
         self.weight = nn.Parameter(torch.zeros(transforms, child_types, parent_types, columns, rows))
         self.bias = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfRouting":
+        """The rule for the children of a layer."""
+        return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """Columns beside every vote that add up to its logit: row r of the pose times column r of the weight."""
