@@ -5,10 +5,12 @@ from torch import nn
 from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMPass, EMRouting, em_routing
+from torchcaps.routing.generative import GenerativeRouting
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.self_attention import SelfAttentionRouting
 from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
+from torchcaps.routing.variational_bayes import VariationalBayesRouting
 from torchcaps.routing.votes import Agreement, Moments, Votes
 
 ROUTINGS: dict[str, type[nn.Module]] = {
@@ -17,6 +19,8 @@ ROUTINGS: dict[str, type[nn.Module]] = {
     "uniform": UniformRouting,
     "self_routing": SelfRouting,
     "attention": AttentionRouting,
+    "variational_bayes": VariationalBayesRouting,
+    "generative": GenerativeRouting,
     "self_attention": SelfAttentionRouting,
 }
 
@@ -27,12 +31,14 @@ __all__ = [
     "DynamicRouting",
     "EMPass",
     "EMRouting",
+    "GenerativeRouting",
     "LayerShape",
     "Moments",
     "Rule",
     "SelfAttentionRouting",
     "SelfRouting",
     "UniformRouting",
+    "VariationalBayesRouting",
     "Votes",
     "dynamic_routing",
     "em_routing",

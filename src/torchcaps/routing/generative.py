@@ -1,0 +1,125 @@
+"""EM routing with learned benefits and costs in place of a fit's cost: Heinsen 2019 (arXiv 1911.00792)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchcaps.capsules import Capsules, check_capsules
+from torchcaps.checks import check_iterations, check_sizes
+from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.votes import Agreement, Votes
+
+
+class GenerativeRouting(Rule):
+    """EM routing with a learned benefit of using, and cost of ignoring, each child; their sum activates a parent.
+
+    Heinsen 2019, with the floors of the author's code of that year::
+
+        R_ij = 1 / (number of parents child i reaches)
+        repeat `iterations` times:
+            D-step:  D_use_ij = a_i R_ij          D_ign_ij = a_i - D_use_ij
+            M-step:  logit_j = Σ_i β_use_ij D_use_ij - Σ_i β_ignore_ij D_ign_ij
+                     μ_j = Σ_i D_use_ij V_ij / (Σ_i D_use_ij + mass_floor)
+                     σ_j² = Σ_i D_use_ij (V_ij - μ_j)² / (Σ_i D_use_ij + mass_floor) + variance_floor
+            E-step (not in the last pass):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
+                     R_ij = softmax over every parent that child i reaches (log f(logit_j) + log p_ij)
+
+    f is the logistic function. The paper hands logits from layer to layer and takes f of them first; here a_i in [0, 1]
+    is that f, and the parents' activation is f(logit_j). β is shared as the transform is: a number for each transform,
+    child type and parent type, 0 at the start. A parent without data has pose 0. The author's vote bias is left out.
+
+    Arguments:
+        transforms: K of the map: child sites of a dense layer, 1 of a shared one, kernel_size² of a convolution.
+        child_types: C.
+        parent_types: J.
+        iterations: passes over the votes, the even one included, from 1 to 1,000.
+        variance_floor: added to σ², above 0.
+        mass_floor: added to Σ D_use where it divides, above 0; it pulls the pose of a parent with little data to 0.
+
+    Raises:
+        ValueError: an option is out of its range, or β does not fit the layer's transform.
+
+    Example:
+        >>> from torchcaps import RoutingMap
+        >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
+        >>> rule = GenerativeRouting(transforms=4, child_types=4, parent_types=6)
+        >>> parents = rule(children, torch.randn(4, 4, 6, 4, 4), RoutingMap.conv((3, 3), kernel_size=2))
+        >>> parents.pose.shape, parents.activation.shape
+        (torch.Size([2, 4, 6, 4, 4]), torch.Size([2, 4, 6]))
+    """
+
+    def __init__(
+        self,
+        transforms: int,
+        child_types: int,
+        parent_types: int,
+        iterations: int = 3,
+        variance_floor: float = 1e-5,
+        mass_floor: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        self.sizes = {"transforms": transforms, "child_types": child_types, "parent_types": parent_types}
+        check_sizes(**self.sizes)
+        check_iterations(iterations)
+        for name, floor in (("variance_floor", variance_floor), ("mass_floor", mass_floor)):
+            if not 0 < floor < math.inf:
+                raise ValueError(f"{name} must be above 0; got {floor}")
+        self.iterations, self.variance_floor, self.mass_floor = iterations, variance_floor, mass_floor
+        self.beta_use = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+        self.beta_ignore = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "GenerativeRouting":
+        """The rule for the children of a layer."""
+        return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
+
+    def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
+        """As `Rule.forward`; every vote carries its β through the passes, as two more numbers."""
+        check_capsules(children)
+        routing_map.check(pose := children.pose, transform)
+        if transform.shape[:3] != self.beta_use.shape:
+            raise ValueError(f"β is {list(self.beta_use.shape)}; this layer needs {list(transform.shape[:3])}")
+        dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
+        use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
+        betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))
+        if pose.shape[3] > 1:  # a vote of several rows has room for both in one column
+            betas = betas.sum(dim=4, keepdim=True)
+        child = routing_map.edges_on(pose.device)[:, 0]
+        factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
+        factors[..., 0, 0] = 1
+        # The even pass divides a child among its parents; times their number, it is the plain sum over a_i β_ignore.
+        reached = factors.new_zeros(len(factors)).index_add(0, child, factors.new_ones(len(child)))
+        factors[..., -1, 1] = transform.shape[2] * reached[:, None]
+        betas = functional.pad(betas, (transform.shape[4], 0))
+        transform = functional.pad(transform.to(dtype), (0, betas.shape[4] - transform.shape[4]))
+        children = Capsules(torch.cat([pose.to(dtype), factors.expand(*pose.shape[:4], 2)], dim=4), children.activation)
+        return super().forward(children, torch.cat([transform, betas], dim=3), routing_map, return_couplings)
+
+    def route(self, votes: Votes) -> Capsules:
+        """Means of the last pass, and the logistic function of its logits."""
+        agreement = ignore_all = None
+        for _ in range(self.iterations):
+            mass, mean, variance = votes.moments(agreement)
+            assert variance is not None
+            more = 2 if mean.shape[3] == 1 else 1
+            if ignore_all is None:
+                ignore_all = mass * mean[..., -1, -1]
+            logit = mass * mean[..., 0, -more] - ignore_all
+            kept = (mass / (mass + self.mass_floor))[..., None, None]
+            pose, moved = kept * mean[..., :-more], (1 - kept) * mean[..., :-more]
+            variance = kept * (variance[..., :-more] + moved.square()) + self.variance_floor
+            agreement = Agreement(
+                functional.logsigmoid(logit) - 0.5 * variance.log().sum(dim=(3, 4)),
+                quadratic=functional.pad(0.5 / variance, (0, more)),
+                centre=functional.pad(pose, (0, more)),
+            )
+        return Capsules(pose, logit.sigmoid())
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with; β_use and β_ignore are weights."""
+        floors = {"variance_floor": self.variance_floor, "mass_floor": self.mass_floor}
+        return {**self.sizes, "iterations": self.iterations, **floors}

@@ -1,0 +1,116 @@
+"""Variational Bayes routing: Ribeiro, Leontidis & Kollias 2020 (arXiv 1905.11455)."""
+
+import math
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from torchcaps.capsules import Capsules
+from torchcaps.checks import check_choice, check_iterations, check_sizes
+from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.votes import Agreement, Competition, Votes
+
+
+class VariationalBayesRouting(Rule):
+    """A mixture of Gaussians with priors is fitted to the votes; a parent is active where its posterior is certain.
+
+    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of values in a pose, R_j the mass and
+    μ_j the mean of a parent's votes, both weighted with w_ij = a_i c_ij::
+
+        c_ij = 1 / number of parents that child i reaches
+        repeat `iterations` times:
+            α_j = 1 + R_j        κ_j = 1 + R_j        ν_j = D + 1 + R_j
+            m_j = R_j μ_j / κ_j
+            1 / Ψ_j = 1 + Σ_i w_ij (V_ij - μ_j)² + R_j μ_j² / κ_j                           number by number
+            E ln π_j = ψ(α_j) - ψ(Σ α over the types at the site of j)
+            E ln|Λ_j| = Σ_d ψ((ν_j + 1 - d) / 2) + D ln 2 + Σ ln Ψ_j                        d = 1, …, D
+            c_i = softmax over the parents (E ln π_j + ½ E ln|Λ_j| - ½ [D / κ_j + ν_j Σ Ψ_j (V_ij - m_j)²])
+        H_j = ½ (D ln 2πe - E ln|Λ_j|)
+        a_j = σ(BatchNorm(β_a - (β_u + e^(E ln π_j) H_j)))
+        pose_j = BatchNorm(m_j)
+
+    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1, so that a parent with a
+    single vote, or none, needs no floor. Both norms are without weights, and have one mean and variance per parent
+    type: over samples and sites, and for poses over their numbers too. In training the norm takes β away again, as in
+    the authors' code: its gradient is 0, and it counts in evaluation mode alone.
+
+    Two things differ from that code. Its first couplings are 1 / J however many sites a child reaches; only the later
+    ones are shared among sites too. And it divides by the sum of a child's densities, but by 1e-11 at least, so that a
+    vote far from every parent counts for less; here the couplings of every child sum to 1.
+
+    Arguments:
+        parent_types: J; β_a and β_u are one number per parent type.
+        iterations: passes over the votes, the even one included, from 1 to 1,000.
+        competition: ``parents``, all that a child reaches, as the authors; or ``types`` at one site alone.
+
+    Raises:
+        ValueError: an option is out of its range; or, in training, a batch of one sample with one parent site.
+
+    Example:
+        >>> from torchcaps import RoutingMap
+        >>> children = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+        >>> rule = VariationalBayesRouting(parent_types=10)
+        >>> rule(children, torch.randn(6, 4, 10, 8, 16), RoutingMap.dense(6)).pose.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    def __init__(self, parent_types: int, iterations: int = 3, competition: Competition = "parents") -> None:
+        super().__init__()
+        check_sizes(parent_types=parent_types)
+        check_iterations(iterations)
+        check_choice("competition", competition, get_args(Competition))
+        self.parent_types = parent_types
+        self.iterations = iterations
+        self.competition = competition
+        self.beta_a = nn.Parameter(torch.zeros(parent_types))
+        self.beta_u = nn.Parameter(torch.zeros(parent_types))
+        self.activation_norm = nn.BatchNorm1d(parent_types, affine=False)
+        self.pose_norm = nn.BatchNorm1d(parent_types, affine=False)
+
+    @classmethod
+    def for_layer(cls, layer: LayerShape, **options: Any) -> "VariationalBayesRouting":
+        """The rule for the parent types of a layer."""
+        return cls(layer.parent_types, **options)
+
+    def route(self, votes: Votes) -> Capsules:
+        """Normalised posterior means, and the negative entropies of the posteriors as activations."""
+        agreement = None
+        for _ in range(self.iterations):
+            found = votes.moments(agreement)
+            mass, spread = found.mass[..., None, None], cast(Tensor, found.variance)
+            numbers = found.mean.shape[3] * found.mean.shape[4]
+            counted, freedom = 1 + found.mass, numbers + 1 + found.mass
+            centre = mass / (1 + mass) * found.mean
+            scale = 1 + mass * spread + centre * found.mean
+            log_part = counted.digamma() - counted.sum(dim=2, keepdim=True).digamma()
+            steps = torch.arange(numbers, dtype=mass.dtype, device=mass.device)
+            log_precision = ((freedom[..., None] - steps) / 2).digamma().sum(dim=3)
+            log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
+            agreement = Agreement(
+                constant=log_part + (log_precision - numbers / counted) / 2,
+                quadratic=freedom[..., None, None] / (2 * scale),
+                centre=centre,
+            )
+        entropy = (numbers * math.log(2 * math.pi * math.e) - log_precision) / 2
+        beta_a, beta_u = self.beta_a.to(mass.dtype), self.beta_u.to(mass.dtype)
+        logit = _normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
+        return Capsules(_normalised(self.pose_norm, centre), logit.sigmoid())
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """What the rule is made with; β and the statistics of the norms are weights."""
+        return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
+
+
+def _normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
+    """Values ``[B, P, J, ...]``, normalised per type in their own dtype, whatever that of the norm's statistics."""
+    buffers = dict(norm.named_buffers())
+    statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
+    types_first = values.transpose(1, 2)
+    normalised = functional_call(norm, statistics, types_first.flatten(2)).view(types_first.shape).transpose(1, 2)
+    for name, buffer in buffers.items():
+        if statistics[name] is not buffer and norm.training:
+            buffer.copy_(statistics[name])
+    return normalised
