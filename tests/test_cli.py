@@ -29,7 +29,7 @@ def test_recipes_info_and_data_list_print(call):
     assert call("data", "fetch", "mnist-5k")[0] == 0
 
 
-def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
+def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monkeypatch):
     picture = tmp_path / "sheet.png"
     code, said = call("data", "show", images, "--out", picture, "--columns", 3, "--set", "data.image_size=[10,12]")[:2]
     assert (code, said.strip()) == (0, f"2 classes in {picture}")
@@ -40,6 +40,10 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path):
     assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
     assert "settings of the data alone" in refused("data", "show", images, "--set", "shift=3")
     assert "did you mean 'toys'" in refused("data", "render", "toy")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images.png").write_text("mine")
+    assert "images.png exists already" in refused("data", "show", images)
+    assert (tmp_path / "images.png").read_text() == "mine"
 
 
 def test_evaluate_and_predict(call, finished, images):
@@ -175,6 +179,7 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
     assert "no config.json" in refused("evaluate", tmp_path)
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
+    assert "is a folder; give the path of an image" in refused("predict", run, images)
     assert "xyz.png: no such file" in refused("predict", run, tmp_path / "xyz.png")
     assert "classes" in refused("evaluate", run, "--data", "mnist-5k")
     weights = (run / "model.safetensors").read_bytes()

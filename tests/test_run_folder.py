@@ -23,7 +23,7 @@ from torchcaps.checkpoints import SEAL, AtomicCheckpoints, read_checkpoint
 from torchcaps.data import Images, Splits, fingerprint, image_digests
 from torchcaps.data.files import write_json
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import read_rows, read_run, seen_in_training
+from torchcaps.run_folder import read_run, seen_in_training
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
@@ -91,6 +91,14 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, ima
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
 
 
+def test_hidden_files_do_not_make_a_folder_somebody_elses(call, images, tmp_path):
+    (tmp_path / ".gitkeep").write_text("")
+    (tmp_path / ".DS_Store").write_text("")
+    code, _, error = train(call, images, tmp_path, "--epochs", 1)
+    assert code == 0, error
+    assert (tmp_path / ".gitkeep").exists()
+
+
 def test_files_of_others_in_a_run_folder_are_left_alone(call, images, run):
     (run / "README.md").write_text("mine")
     (run / "metrics.json").unlink()
@@ -111,7 +119,7 @@ def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(ca
 def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
     code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     assert code == 0, error
-    assert "epochs changed from 3 to 4" in out
+    assert "was begun with 3 epochs; now 4" in out
     assert "epoch 3/" not in out
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["epochs"], metrics["test_evaluations"]) == (4, 2)
@@ -227,7 +235,16 @@ def test_a_best_checkpoint_that_is_gone_or_damaged_is_found_before_training(refu
     assert "best.ckpt is damaged" in train(refused, *again)
     (run / "best.ckpt").unlink()
     assert "best.ckpt is absent: copy it back" in train(refused, *again)
-    assert len(read_rows(run / "metrics.csv")) == 3
+    (run / "best.ckpt").write_bytes(best)
+    (run / "last.ckpt").rename(run / "kept")
+    assert "last.ckpt is absent: copy it back" in train(refused, *again)
+    (run / "kept").rename(run / "last.ckpt")
+    for rows in ("", "x,y\n", "epoch,seconds\n"):
+        (run / "metrics.csv").write_text(rows)
+        assert "metrics.csv has 0 epochs, but last.ckpt 3" in train(refused, *again)
+    (run / "metrics.csv").unlink()
+    assert "metrics.csv has 0 epochs, but last.ckpt 3" in train(refused, *again)
+    assert read_run(run).recipe.epochs == 3
 
 
 def test_damaged_records_are_refused_by_name(refused, images, run):
@@ -240,7 +257,7 @@ def test_damaged_records_are_refused_by_name(refused, images, run):
         whole = (run / name).read_bytes()
         for damage in damages:
             (run / name).write_text(damage)
-            assert f"{name} is damaged" in train(refused, *again)
+            assert re.search(rf"{name} (is damaged|has 0 epochs)", train(refused, *again))
         (run / name).write_bytes(whole)
     said = json.loads((run / "recipe.json").read_text())
     for change in (
@@ -323,7 +340,7 @@ def test_an_interruption_before_training_is_one_line(images, tmp_path):
         with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
             assert process.stdout.readline() == "ready\n"
             time.sleep(delay)
-            for _ in range(5):
+            while process.poll() is None:
                 os.kill(process.pid, signal.SIGINT)
                 time.sleep(0.02)
             _, error = process.communicate()

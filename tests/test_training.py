@@ -88,7 +88,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(im
         for line in process.stdout:
             if line.startswith("epoch 2/200"):
                 break
-        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.02)
         _, error = process.communicate()
     assert process.returncode == 130
     assert error.splitlines() == [f"interrupted: the same command with --resume goes on from {out}"]

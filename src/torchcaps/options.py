@@ -19,7 +19,8 @@ KINDS: dict[Any, str] = {
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The options of a function or class, name → annotated type."""
-    annotated = get_type_hints(function.__init__ if isinstance(function, type) else function)
+    constructed = isinstance(function, type) and not issubclass(function, tuple)  # a NamedTuple annotates its class
+    annotated = get_type_hints(function.__init__ if constructed else function)
     names = inspect.signature(function).parameters
     return {name: annotated.get(name, Any) for name in names}
 
@@ -62,7 +63,7 @@ def described(kind: Any) -> str:
 
     Example:
         >>> described(int | Sequence[int] | None)
-        'a whole number, a list such as [28, 28] or null'
+        'a whole number, a list of whole numbers or null'
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -73,7 +74,7 @@ def described(kind: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a table of options"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return "a list such as [28, 28]" if int in arguments else "a list"
+        return "a list of whole numbers" if int in arguments else "a list"
     return KINDS.get(kind, str(kind))
 
 

@@ -115,7 +115,11 @@ class RoutingMap:
             if low < 0 or high >= size:
                 raise ValueError(
                     f"edges name {name} from {low} to {high}, but the map has {size}, numbered 0 to {size - 1}: "
-                    f"correct the edges or set {name.replace(' ', '_')} to {max(high + 1, size)}"
+                    + (
+                        "correct the edges"
+                        if low < 0
+                        else f"correct the edges or set {name.replace(' ', '_')} to {high + 1}"
+                    )
                 )
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:

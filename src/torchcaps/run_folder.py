@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import lightning
 import numpy as np
@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 from torch import nn
 
+from torchcaps.checkpoints import load_checkpoint
 from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
@@ -108,7 +109,7 @@ def existing_run(folder: Path, resume: bool) -> Run | None:
         BadInput: it holds a run that is not to be resumed, or files of somebody else.
     """
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    others = [name for name in names if name != LOCK and not LEFTOVER.fullmatch(name)]
+    others = [name for name in names if not name.startswith(".") and not LEFTOVER.fullmatch(name)]
     if (folder / "recipe.json").is_file():
         run = read_run(folder)
         if not resume:
@@ -122,11 +123,26 @@ def existing_run(folder: Path, resume: bool) -> Run | None:
     return None
 
 
-def begin_run(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> None:
-    """Write recipe.json: the recipe's settings, what the data are, the environments. Remove what a killed run left.
+class Begun(NamedTuple):
+    """A run that may begin or go on.
+
+    Arguments:
+        run: what recipe.json will hold.
+        digests: of the images of each split.
+        last: the checkpoint to go on from; None at the start.
+    """
+
+    run: Run
+    digests: dict[str, Any]
+    last: Path | None
+
+
+def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
+    """Whether a run may begin in a folder, or go on; nothing is written.
 
     Raises:
-        BadInput: see `existing_run`; or the run was begun with other settings or other data.
+        BadInput: see `existing_run`; the run was begun with other settings or other data; a checkpoint or metrics.csv
+            is absent or damaged.
     """
     before = existing_run(folder, resume)
     data, digests = fingerprint(splits)
@@ -139,12 +155,29 @@ def begin_run(folder: Path, recipe: Recipe, splits: Splits, resume: bool) -> Non
                 f"{folder} was begun with other data: {changed}; resume with the same data, or name another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
+    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
+    last, rows = folder / "last.ckpt", len(read_rows(folder / "metrics.csv"))
+    first = rows < 2 and not last.exists()  # an epoch may end, and its checkpoint not yet be written
+    if before is None or first or finished(folder, recipe):
+        return Begun(run, digests, None)
+    trained = load_checkpoint(last, module)["epoch"] + 1
+    load_checkpoint(folder / "best.ckpt", module)
+    if rows < trained:
+        raise BadInput(
+            f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt {trained}: put back a copy, or train again in "
+            "another folder"
+        )
+    return Begun(run, digests, last)
+
+
+def begin_run(folder: Path, begun: Begun) -> None:
+    """Write recipe.json: settings, what the data are, the environments. Remove what a killed run left."""
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
-    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
-    write_json(folder / "recipe.json", {**vars(run), "recipe": recipe.plain()})  # first: it makes the folder a run's
+    # recipe.json first: it makes the folder a run's
+    write_json(folder / "recipe.json", {**vars(begun.run), "recipe": begun.run.recipe.plain()})
     with atomically(folder / DIGESTS) as stream:
-        stream.write(safetensors.numpy.save(digests))
+        stream.write(safetensors.numpy.save(begun.digests))
 
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
@@ -162,7 +195,6 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:
         raise BadInput(f"{folder} has trained {trained} epochs already: give --epochs {trained} or more")
-    print(f"epochs changed from {before.epochs} to {recipe.epochs}", flush=True)
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import Pretrained, create_model
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, finished, locked, read_metrics, read_rows
+from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.training_module import TrainingModule
 
 
@@ -115,10 +115,7 @@ def fit(
         Diverged: the loss is not finite.
         KeyboardInterrupt: as sent; Lightning turns it into an exit, and this turns it back.
     """
-    if devices < 1 or recipe.batch_size % devices:
-        raise BadInput(
-            f"devices is {devices}: use 1, or a larger number that divides the batch size {recipe.batch_size}"
-        )
+    check_devices(devices, recipe)
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"there are no {name} images: give each class more images")
@@ -130,14 +127,28 @@ def fit(
         len(splits.train.class_names),
         recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size),
     )
+    last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
-        return _train(recipe, splits, folder, module, devices, resume, watch)
+        return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, watch)
     with locked(folder):
-        begin_run(folder, recipe, splits, resume)
+        begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
             print(f"{folder} is finished: nothing is left to train; for more epochs, raise --epochs", flush=True)
             return done
-        return _train(recipe, splits, folder, module, devices, resume, watch)
+        begin_run(folder, begun)
+        return _train(recipe, splits, folder, module, devices, begun.last, watch)
+
+
+def check_devices(devices: int, recipe: Recipe) -> None:
+    """Refuse a number of processes that the batches cannot be shared by.
+
+    Raises:
+        BadInput: it is below 1 or does not divide the batch size.
+    """
+    if devices < 1 or recipe.batch_size % devices:
+        raise BadInput(
+            f"devices is {devices}: use 1, or a larger number that divides the batch size {recipe.batch_size}"
+        )
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
@@ -159,18 +170,14 @@ def _train(
     folder: Path,
     module: TrainingModule,
     devices: int,
-    resume: bool,
+    last: Path | None,
     watch: Callable[[nn.Module], Mapping[str, float]] | None,
 ) -> dict[str, Any]:
     trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), watch))
     data = SplitBatches(splits, recipe)
-    last = folder / "last.ckpt"
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
-    if go_on := resume and last.exists():
-        load_checkpoint(last, module)
-        load_checkpoint(folder / "best.ckpt", module)
     try:
-        trainer.fit(module, data, ckpt_path=last if go_on else None)
+        trainer.fit(module, data, ckpt_path=last)
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
     chosen = load_checkpoint(folder / "best.ckpt", module)

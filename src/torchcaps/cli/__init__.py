@@ -18,8 +18,10 @@ class Interrupted(Exception):
 
 def main() -> None:
     """Entry point: bad input is one line on standard error and exit code 2, an interruption one line and 130."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted_once)
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupt = _OneInterrupt()
+    if heeded:
+        signal.signal(signal.SIGINT, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
@@ -27,7 +29,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
     first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+    fabric = "lightning.fabric.utilities"
+    names = (
+        "lightning.pytorch",
+        "lightning.pytorch.utilities.rank_zero",
+        f"{fabric}.rank_zero",
+        f"{fabric}.distributed",
+    )
+    for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
     show_warning, show_thread = warnings.showwarning, threading.excepthook
     warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
@@ -40,8 +49,8 @@ def main() -> None:
         code, said = 130, f"interrupted: {interrupted}"
     finally:
         warnings.showwarning, threading.excepthook = show_warning, show_thread
-        if signal.getsignal(signal.SIGINT) is _interrupted_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if heeded:
+            signal.signal(signal.SIGINT, signal.SIG_IGN if interrupt.seen else signal.default_int_handler)
     if said:
         print(said, file=sys.stderr)
     raise SystemExit(code)
@@ -66,9 +75,7 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             return 2
-        return _refuse(
-            f"{error.format_message()} `torchcaps --help` and `torchcaps COMMAND --help` list commands and options"
-        )
+        return _refuse(f"{error.format_message().rstrip('.')}. See `torchcaps --help` and `torchcaps COMMAND --help`")
 
 
 def _refuse(message: str) -> int:
@@ -77,10 +84,16 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def _interrupted_once(number: int, frame: FrameType | None) -> None:
-    """Stop, and let no second Ctrl-C disturb the tidying up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise KeyboardInterrupt
+class _OneInterrupt:
+    """Ctrl-C stops the command; another one does not disturb the tidying up."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.seen:
+            self.seen = True
+            raise KeyboardInterrupt
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:

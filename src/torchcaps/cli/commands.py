@@ -58,7 +58,7 @@ def train(
     from torchcaps.data import load_splits
     from torchcaps.recipes import create_recipe
     from torchcaps.run_folder import existing_run
-    from torchcaps.training import fit
+    from torchcaps.training import check_devices, fit
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
@@ -69,9 +69,12 @@ def train(
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
+    check_devices(devices, chosen)
     if _first_process():
-        existing_run(folder, resume)
+        before = existing_run(folder, resume)
         writable(folder)
+        if before is not None and before.recipe.epochs != chosen.epochs:
+            print(f"{folder} was begun with {before.recipe.epochs} epochs; now {chosen.epochs}", flush=True)
     try:
         splits = load_splits(
             chosen.data,

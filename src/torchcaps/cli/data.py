@@ -63,8 +63,10 @@ def data_show(
         if not key.startswith("data."):
             raise BadInput(f"--set {key}: a picture depends on settings of the data alone, such as data.image_size")
     options = create_recipe("capsnet-images", changes).data_options
-    images = load_splits(name, data_dir, **options).train
     path = out or Path(f"{Path(name).name}.png")
+    if out is None and path.exists():
+        raise BadInput(f"{path} exists already: name the picture with --out, which overwrites it")
+    images = load_splits(name, data_dir, **options).train
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 
 

@@ -91,7 +91,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
         raise BadInput(
             f"{path} could not be written ({error.strerror or error}): free some space or name another folder, then "
-            "run the command again; what the file held before is untouched"
+            "try again (a training with --resume); what the file held before is untouched"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)

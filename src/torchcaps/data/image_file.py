@@ -78,6 +78,8 @@ def read_with_facts(
 
     if channels not in (None, 1, 3):
         raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+    if path.is_dir():
+        raise BadInput(f"{path} is a folder; give the path of an image")
     if not path.is_file():
         raise BadInput(f"{path}: no such file; give the path of an image")
     try:

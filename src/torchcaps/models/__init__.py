@@ -62,10 +62,10 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     except BadInput:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
-        reason = str(error).strip().splitlines()
-        raise BadInput(
-            f"model {name} cannot be made with these options: {reason[0] if reason else type(error).__name__}"
-        ) from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, MemoryError) or "allocate memory" in reason:
+            reason = "there is not enough memory for so many weights"
+        raise BadInput(f"model {name} cannot be made with these options: {reason}") from error
 
 
 __all__ = [
