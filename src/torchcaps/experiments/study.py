@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
-from torchcaps.data import Images, Preparation, Splits, load_splits
+from torchcaps.data import Images, Preparation, Splits, difference, fingerprint, load_splits
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
@@ -118,6 +118,8 @@ class Study:
         run = existing_run(folder, resume=True)
         if run is not None and run.recipe.plain() != recipe.plain():
             raise BadInput(f"{folder} was trained with other settings: remove it, or name another folder with --out")
+        if run is not None and (changed := difference(run.data, fingerprint(splits)[0])):
+            raise BadInput(f"{folder} was trained on other data ({changed}): remove it, or name another --out")
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
