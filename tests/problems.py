@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laws import Case
 from torchcaps import RoutingMap
+from torchcaps.testing import Case
 
 MAPS = {
     "dense": RoutingMap.dense(4),

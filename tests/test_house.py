@@ -22,6 +22,7 @@ FLOORS = {
     "convolution": 2,
     "decoder": 2,
     "layers": 2,
+    "testing": 2,
     "losses": 2,
     "models": 3,
     "data": 3,

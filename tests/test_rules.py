@@ -1,6 +1,8 @@
 """Rules written on moments of votes: the laws, and their papers' procedures in plain loops."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import laws
 from problems import MAPS, cases, random_case
 from torchcaps import (
+    ROUTINGS,
     Agreement,
     AttentionRouting,
     Capsules,
@@ -23,6 +25,8 @@ from torchcaps import (
     Votes,
     dynamic_routing,
 )
+from torchcaps import testing as laws
+from torchcaps.testing import check_rule
 
 NUMBERS = 5  # columns of a vote in tests/problems.py, of one row
 
@@ -273,3 +277,37 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
         half = rule.bfloat16()(Capsules(*(x.bfloat16() for x in children)), transform.bfloat16(), RoutingMap.dense(6))
         assert half.pose.dtype == torch.float32
         assert torch.isfinite(half.pose).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_rule_passes_the_check_for_rules(name):
+    """In a process of its own: the run-time check of types cannot be traced."""
+    script = f"from torchcaps import ROUTINGS, testing; testing.check_rule(ROUTINGS[{name!r}].for_layer)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_the_check_for_rules_finds_what_is_wrong():
+    class Leaking(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose + pose.mean(dim=0), activation)
+
+    class Undefined(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose / pose.norm(), activation)
+
+    class Impatient(Rule):
+        def route(self, votes):
+            found = votes.moments()
+            return Capsules(found.mean, found.mass.round())
+
+    for rule, law in (
+        (Leaking, "dense map, samples apart"),
+        (Undefined, "dense map, samples apart|poses of 0"),
+        (Impatient, "dense map, gradients|activation"),
+    ):
+        with pytest.raises(AssertionError, match=law):
+            check_rule(lambda layer, rule=rule: rule())

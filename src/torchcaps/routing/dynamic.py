@@ -161,6 +161,8 @@ class DynamicRouting(nn.Module):
         torch.Size([2, 1, 10])
     """
 
+    weighs_activations = False
+
     def __init__(
         self,
         iterations: int = 3,

@@ -1,0 +1,265 @@
+"""Laws that every routing rule keeps on every routing map, for the rules of this library and for your own.
+
+A routed function is (pose, transform, routing_map) → (Capsules, couplings). A case is such a triple of arguments.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules
+from torchcaps.routing import LayerShape
+from torchcaps.routing_map import RoutingMap
+
+Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
+
+
+class Case(NamedTuple):
+    """What a rule is given, with activations left to the rule.
+
+    Arguments:
+        pose: ``[B, S, C, R, Q]``.
+        transform: ``[K, C, J, Q, N]``.
+        routing_map: which child site feeds which parent site.
+    """
+
+    pose: Tensor
+    transform: Tensor
+    routing_map: RoutingMap
+
+
+def tolerance(case: Case) -> dict[str, Any]:
+    """How far two results may be apart that are equal but for rounding."""
+    return {"rtol": 1e-4, "atol": 1e-5} if case.pose.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
+
+
+def couplings_of_children(rule: Routed, case: Case) -> Tensor:
+    """Per child, the sum of its couplings over all the parents that it reaches: ``[B, S, C]``."""
+    _, couplings = rule(*case)
+    per_edge = couplings.sum(dim=1)
+    per_child = per_edge.new_zeros(per_edge.shape[0], case.routing_map.child_sites, per_edge.shape[2])
+    return per_child.index_add(1, case.routing_map.edges[:, 0], per_edge)
+
+
+def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
+    """The couplings of a child sum to 1 over all the parents that it reaches; to less where a rule is leaky."""
+    total = couplings_of_children(rule, case)
+    reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
+    reached[case.routing_map.edges[:, 0]] = True
+    if leaky:
+        assert (total[:, reached] > 0).all()
+        assert (total[:, reached] <= 1 + tolerance(case)["atol"]).all()
+    else:
+        torch.testing.assert_close(total[:, reached], torch.ones_like(total[:, reached]), **tolerance(case))
+
+
+def invariant_to_order_of_children(rule: Routed, case: Case) -> None:
+    """Another order of child sites, child types and edges gives the same parents."""
+    pose, transform, routing_map = case
+    sites, types = torch.randperm(pose.shape[1]), torch.randperm(pose.shape[2])
+    edges = routing_map.edges.clone()
+    edges[:, 0] = torch.argsort(sites)[edges[:, 0]]
+    edges = edges[torch.randperm(len(edges))]
+    moved = rule(pose[:, sites][:, :, types], transform[:, types], replace(routing_map, edges=edges))[0]
+    for found, expected in zip(moved, rule(*case)[0], strict=True):
+        torch.testing.assert_close(found, expected, **tolerance(case))
+
+
+def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
+    """Another order of parent types gives the same parents in that order."""
+    order = torch.randperm(case.transform.shape[2])
+    moved, moved_couplings = rule(case.pose, case.transform[:, :, order], case.routing_map)
+    parents, couplings = rule(*case)
+    torch.testing.assert_close(moved.pose, parents.pose[:, :, order], **tolerance(case))
+    torch.testing.assert_close(moved.activation, parents.activation[:, :, order], **tolerance(case))
+    torch.testing.assert_close(moved_couplings, couplings[:, order], **tolerance(case))
+
+
+def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
+    """A sample alone gives what it gives in its batch."""
+    together = rule(*case)[0]
+    for sample in range(case.pose.shape[0]):
+        alone = rule(case.pose[sample : sample + 1], case.transform, case.routing_map)[0]
+        torch.testing.assert_close(alone.pose, together.pose[sample : sample + 1], **tolerance(case))
+        torch.testing.assert_close(alone.activation, together.activation[sample : sample + 1], **tolerance(case))
+
+
+def zero_poses_are_finite(rule: Routed, case: Case) -> None:
+    """Poses of 0 give finite values and gradients."""
+    pose = torch.zeros_like(case.pose, requires_grad=True)
+    transform = case.transform.clone().requires_grad_()
+    parents, couplings = rule(pose, transform, case.routing_map)
+    (parents.pose.sum() + parents.activation.sum()).backward()
+    for value in (parents.pose, parents.activation, couplings, pose.grad, transform.grad):
+        assert value is not None
+        assert torch.isfinite(value).all()
+
+
+def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
+    """A child of activation 0 gives the same parents as no such child."""
+    silent = case.pose.clone()
+    silent[:, 0] = 0
+    kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
+    without = rule(case.pose, case.transform, replace(case.routing_map, edges=kept))[0]
+    with_silent = rule(silent, case.transform, case.routing_map)[0]
+    for found, expected in zip(with_silent, without, strict=True):
+        torch.testing.assert_close(found, expected, **tolerance(case))
+
+
+def gradients_are_right(rule: Routed, case: Case, fast: bool = False) -> None:
+    """Gradients equal finite differences in float64."""
+    pose = case.pose.double().requires_grad_()
+    transform = case.transform.double().requires_grad_()
+
+    def outputs(pose: Tensor, transform: Tensor) -> tuple[Tensor, ...]:
+        capsules, couplings = rule(pose, transform, case.routing_map)
+        return capsules.pose, capsules.activation, couplings
+
+    assert torch.autograd.gradcheck(outputs, (pose, transform), fast_mode=fast)
+
+
+def same_input_same_bits(rule: Routed, case: Case) -> None:
+    """The same input gives the same bits."""
+    first, again = rule(*case), rule(*case)
+    assert torch.equal(first[0].pose, again[0].pose)
+    assert torch.equal(first[1], again[1])
+
+
+ALL = [
+    invariant_to_order_of_children,
+    equivariant_to_order_of_parent_types,
+    samples_do_not_see_each_other,
+    zero_poses_are_finite,
+    a_silent_child_counts_for_nothing,
+    same_input_same_bits,
+]
+"""Those that hold whatever the options; the couplings' sum and the gradients ask for more than a rule and a case."""
+
+
+MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}
+
+
+def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: int = 4) -> None:
+    """Check a routing rule of your own on a dense, a shared and a convolutional map.
+
+    The order of child sites does not matter, samples do not see each other in evaluation mode, zero poses and a single
+    child give finite values and gradients, a child of activation 0 counts for nothing where activations weigh, the same
+    input gives the same bits, gradients equal finite differences, the result has the widest dtype and at least float32,
+    and the rule runs in one graph under `torch.compile`, to the same values.
+
+    Arguments:
+        make: gives a new rule for a layer of these sizes, such as ``lambda layer: MyRule(layer.parent_types)``.
+        rows, columns: of the poses of children and parents.
+
+    Raises:
+        AssertionError: a law does not hold; the message begins with the map and the law.
+
+    Example:
+        >>> from torchcaps import UniformRouting
+        >>> check_rule(lambda layer: UniformRouting())
+    """
+    for name, routing_map in MAPS.items():
+        generator = torch.Generator().manual_seed(0)
+        types, parents = (1, 3) if name == "shared" else (2, 3)
+        shape = LayerShape(routing_map.transforms, types, parents, (rows, columns), (rows, columns))
+        sizes = (routing_map.transforms, types, parents, columns, columns)
+        rule = make(shape).double().eval()
+        pose = torch.randn(2, routing_map.child_sites, types, rows, columns, generator=generator).double()
+        case = Case(pose, torch.randn(sizes, generator=generator).double(), routing_map)
+        activation = torch.rand(pose.shape[:3], generator=generator).double()
+        for law in (_sites, _samples, _zero, _single, _silent, _bits, _gradients, _dtypes, _compiled):
+            try:
+                law(rule, case, activation)
+            except Exception as error:
+                raise AssertionError(f"{name} map, {(law.__doc__ or '').rstrip('.')}: {error}") from error
+
+
+def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:
+    parents, couplings = rule(Capsules(pose, activation), case.transform, case.routing_map, return_couplings=True)
+    return parents.pose, parents.activation, couplings
+
+
+def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """order of child sites."""
+    order = torch.randperm(len(case.pose[0]), generator=torch.Generator().manual_seed(1))
+    edges = case.routing_map.edges.clone()
+    edges[:, 0] = torch.argsort(order)[edges[:, 0]]
+    moved = case._replace(routing_map=replace(case.routing_map, edges=edges.flip(0)))
+    found = _run(rule, case.pose[:, order], activation[:, order], moved)
+    for one, right in zip(found[:2], _run(rule, case.pose, activation, case), strict=False):
+        torch.testing.assert_close(one, right)
+
+
+def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """samples apart."""
+    together = _run(rule, case.pose, activation, case)
+    for one, right in zip(_run(rule, case.pose[1:], activation[1:], case), together, strict=True):
+        torch.testing.assert_close(one, right[1:])
+
+
+def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> None:
+    leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, case.transform)]
+    parents = rule(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
+    (parents.pose.sum() + parents.activation.sum()).backward()
+    for value in (*parents, *(leaf.grad for leaf in leaves if leaf.grad is not None)):
+        assert torch.isfinite(value).all(), "a value or a gradient is not finite"
+
+
+def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """poses of 0."""
+    _finite(rule, torch.zeros_like(case.pose), activation, case)
+
+
+def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """one child that is on."""
+    alone = torch.zeros_like(activation)
+    alone[:, 0, 0] = 1
+    _finite(rule, case.pose, alone, case)
+
+
+def _silent(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """a child of activation 0."""
+    if not getattr(rule, "weighs_activations", True):
+        return
+    silent, other = activation.clone(), case.pose.clone()
+    silent[:, 0], other[:, 0] = 0, 100
+    for one, right in zip(_run(rule, other, silent, case)[:2], _run(rule, case.pose, silent, case), strict=False):
+        torch.testing.assert_close(one, right)
+
+
+def _bits(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """the same bits twice."""
+    first, again = (_run(rule, case.pose, activation, case) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "they differ"
+
+
+def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """gradients."""
+
+    def outputs(pose: Tensor, activation: Tensor, transform: Tensor) -> tuple[Tensor, ...]:
+        return _run(rule, pose, activation, case._replace(transform=transform))[:2]
+
+    leaves = [x.clone().requires_grad_() for x in (case.pose, activation, case.transform)]
+    torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
+
+
+def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """dtypes."""
+    for dtype, expected in ((torch.float64, torch.float64), (torch.float32, torch.float32)):
+        narrow = case._replace(transform=case.transform.to(dtype))
+        found = _run(rule.to(dtype), case.pose.to(dtype), activation.to(dtype), narrow)
+        assert {x.dtype for x in found} == {expected}, f"{dtype} in, {[x.dtype for x in found]} out"
+    rule.double()
+
+
+def _compiled(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """torch.compile in one graph."""
+    torch.compiler.reset()
+    compiled = torch.compile(rule, fullgraph=True, backend="aot_eager")
+    found = compiled(Capsules(case.pose, activation), case.transform, case.routing_map)
+    right = rule(Capsules(case.pose, activation), case.transform, case.routing_map)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other)
