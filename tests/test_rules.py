@@ -279,8 +279,9 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
         assert torch.isfinite(half.pose).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "uniform" else [pytest.mark.slow]) for name in ROUTINGS]
+)
 def test_every_rule_passes_the_check_for_rules(name):
     """In a process of its own: the run-time check of types cannot be traced."""
     script = f"from torchcaps import ROUTINGS, testing; testing.check_rule(ROUTINGS[{name!r}].for_layer)"
