@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
@@ -77,6 +77,7 @@ class RoutingMap:
     transforms: int
     parent_grid: tuple[int, int]
     constant: Constant = field(init=False, repr=False)
+    edge_lists: Constant = field(init=False, repr=False)
     _one_edge_a_child: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class RoutingMap:
             raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
+        object.__setattr__(self, "edge_lists", Constant(self._sorted(edges)))
 
     def _check_values(self, edges: Tensor) -> None:
         check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)
@@ -121,6 +123,21 @@ class RoutingMap:
                         else f"correct the edges or set {name.replace(' ', '_')} to {high + 1}"
                     )
                 )
+
+    def _sorted(self, edges: Tensor) -> Int32[Tensor, " lists"]:
+        """The edges as the fused kernels read them: one after the other, the columns of the edges sorted by child site;
+        where in them each child site begins; and for parent sites and for transforms, where the edges of each begin in
+        a list of edges sorted by it, and that list."""
+        by_child = edges[edges[:, 0].argsort(stable=True)]
+        lists = [*by_child.unbind(1), self._begins(by_child[:, 0], self.child_sites)]
+        for column, count in ((1, self.parent_sites), (2, self.transforms)):
+            order = by_child[:, column].argsort(stable=True)
+            lists += [self._begins(by_child[order, column], count), order]
+        return torch.cat(lists).int()
+
+    @staticmethod
+    def _begins(ascending: Tensor, count: int) -> Tensor:
+        return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
         """The edges on a device; they are copied to it once."""
