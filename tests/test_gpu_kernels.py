@@ -6,200 +6,183 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import combinations
 
 import pytest
 import torch
 
 from problems import MAPS as ALL_MAPS
 from problems import far, full_problem
-from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
+from torchcaps import RoutingMap
+from torchcaps.kernels import moments as operators
+from torchcaps.kernels import padded
+from torchcaps.routing.votes import Agreement, Moments, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-BACKENDS = ("fused", "reference")
 MAPS = {
     "dense": RoutingMap.dense(3),
     "shared": RoutingMap.shared(5),
     "conv": RoutingMap.conv((3, 2), 3, padding=1, stride=2),
     **{name: ALL_MAPS[name] for name in ("one-parent", "irregular", "no-edges")},
 }
-POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5)}
-DYNAMIC = {
-    "sabour": {},
-    "su": {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"},
-    "leaky": {"leaky": True, "inner_squash_form": "none", "iterations": 4},
-    "last-gradient": {"gradient_passes": "last"},
-}
+POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5), "odd": (3, 2, 2)}
+PARTS = Agreement._fields
+SUBSETS = [parts for count in range(5) for parts in combinations(PARTS, count)]
+CHILDREN = ("pose", "activation", "transform")
 
 
 @pytest.fixture(scope="module")
 def device():
     """Where the kernels run. The interpreter reads their source: they are imported without what the run-time check of
-    types puts around a function."""
+    types puts around a function; and the operators are told to take them for the CPU too."""
     if torch.cuda.is_available():
-        return "cuda"
+        yield "cuda"
+        return
     finders = sys.meta_path[:]
     sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
-    for rule in ("em", "dynamic"):
-        import_module(f"torchcaps.kernels.gpu.{rule}")
+    import_module("torchcaps.kernels.gpu.moments")
     sys.meta_path[:] = finders
-    return "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("moments", "moments_backward", "votes_backward", "couplings"):
+            kernels = getattr(operators, name)._backend_fns
+            patch.setitem(kernels, "cpu", kernels["cuda"])
+        yield "cpu"
 
 
-class Interpreted(torch.autograd.Function):
-    """An operator as it runs on a GPU, on the CPU."""
+class Fused:
+    """What `Votes` does, by the operators."""
 
-    @staticmethod
-    def forward(ctx, rule, edges, parent_sites, options, *leaves):
-        ctx.kernels = import_module(f"torchcaps.kernels.gpu.{rule}")
-        *outputs, kept, log_sums = ctx.kernels.forward(*leaves, edges, parent_sites, *options)
-        ctx.edges, ctx.options = edges, options
-        ctx.save_for_backward(*leaves, kept, log_sums)
-        return tuple(outputs)
+    def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
+        self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
+        self.detached = [None if x is None else x.detach() for x in self.children]
+        self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above)
+        self.tokens = operators.open_votes(*self.children, self.sites, 3, *self.options)
 
-    @staticmethod
-    def backward(ctx, *gradients):
-        *leaves, kept, log_sums = ctx.saved_tensors
-        return (
-            None,
-            None,
-            None,
-            None,
-            *ctx.kernels.backward(*leaves, ctx.edges, kept, log_sums, *gradients, *ctx.options),
+    def moments(self, agreement=None, *, variance=True, constant_couplings=False):
+        size = len(operators.Record._fields)
+        tokens, self.tokens = self.tokens[:size], self.tokens[size:]
+        even = agreement is None
+        options = (even, *self.options, variance, constant_couplings)
+        mass, mean, second, *_ = operators.moments(
+            tokens, *self.detached, self.sites, *(agreement or Agreement()), *options
         )
+        return Moments(mass, mean, second if variance else None)
+
+    def couplings(self, agreement):
+        pose, _, *others = self.detached
+        return operators.couplings(pose, *others, self.sites, *agreement, *self.options)
 
 
-def em(leaves, routing_map, iterations, parent_activation="logistic", backend="fused"):
-    pose, activation, transform, *betas = leaves
-    if backend == "reference" or pose.is_cuda:
-        options = {"iterations": iterations, "parent_activation": parent_activation, "backend": backend}
-        return em_routing(Capsules(pose, activation), transform, routing_map, *betas, **options)
-    data = routing_map.child_sites * transform.shape[1] / (routing_map.parent_sites * transform.shape[2])
-    options = ([1 - 0.95 ** (t + 1) for t in range(iterations)], 1e-4, data, parent_activation == "mixing")
-    return Interpreted.apply("em", routing_map.edges, routing_map.parent_sites, options, *leaves)
+def problem(routing_map, parent_types=3, pose="vector", batch=2):
+    """Children, transforms and an agreement, by name, in float64."""
+    rows, _, columns = POSES[pose]
+    pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSES[pose], child_types=2, batch=batch)
+    parents = (batch, routing_map.parent_sites, parent_types)
+    constant, *vectors = (
+        torch.randn(parents).double(),
+        *(0.5 * torch.randn(*parents, rows, columns).double() for _ in range(3)),
+    )
+    return dict(zip((*CHILDREN, *PARTS), (0.5 * pose, activation, transform, constant, *vectors), strict=True))
 
 
-def dynamic(
-    leaves,
-    routing_map,
-    iterations=3,
-    logits="cumulative",
-    squash_form="sabour",
-    inner_squash_form="sabour",
-    gradient_passes="all",
-    leaky=False,
-    backend="fused",
-):
-    forms = (squash_form, inner_squash_form)
-    if backend == "reference" or leaves[0].is_cuda:
-        options = (iterations, logits, gradient_passes, *forms, leaky)
-        names = ("iterations", "logits", "gradient_passes", "squash_form", "inner_squash_form", "leaky")
-        return [dynamic_routing(*leaves, routing_map, **dict(zip(names, options, strict=True)), backend=backend).pose]
-    options = (iterations, logits == "cumulative", *forms, gradient_passes == "all", leaky)
-    return Interpreted.apply("dynamic", routing_map.edges, routing_map.parent_sites, options, *leaves)
-
-
-def everything(rule, tensors, routing_map, device, dtype=torch.float64, **options):
-    """Outputs and the gradients of all tensors, of a random weighting."""
-    leaves = [x.to(device, dtype, copy=True).requires_grad_() for x in tensors]
-    outputs = rule(leaves, replace(routing_map, edges=routing_map.edges.to(device)), **options)
+def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64, **options):
+    """What a rule gives, and the gradients of all tensors, of a random weighting."""
+    statistics = torch.promote_types(dtype, torch.float32)
+    leaves = {
+        name: x.to(device, dtype if name in CHILDREN else statistics, copy=True).requires_grad_()
+        for name, x in case.items()
+    }
+    children = (leaves["pose"], leaves.get("activation"), leaves["transform"])
+    routing_map = replace(routing_map, edges=routing_map.edges.to(device))
+    found = rule(votes(*children, routing_map, **options), Agreement(*(leaves.get(name) for name in PARTS)))
+    outputs = [x for x in found if x is not None]
     random = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=random, dtype=torch.float64).to(x) for x in outputs]
     sum((x * weight).sum() for x, weight in zip(outputs, weights, strict=True)).backward()
-    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
     return [x.detach().double().cpu() for x in (*outputs, *gradients)]
 
 
-def problem(routing_map, parent_types, pose):
-    pose, *others = full_problem(routing_map, parent_types, POSES[pose], child_types=2, batch=2)
-    return 0.5 * pose, *others
+def compare(device, case, routing_map, rule, rtol=1e-9, atol=1e-10, **options):
+    found = everything(Fused, case, routing_map, rule, device, **options)
+    for one, right in zip(found, everything(Votes, case, routing_map, rule, **options), strict=True):
+        torch.testing.assert_close(one, right, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("routing_map", "pose", "parent_types", "iterations"),
-    [
-        *(("dense", "matrix", 1, 3), ("shared", "vector", 17, 2), ("conv", "matrix", 5, 3), ("conv", "vector", 3, 1)),
-        *(("one-parent", "vector", 3, 3), ("irregular", "vector", 3, 3), ("no-edges", "vector", 3, 2)),
-    ],
-)
-def test_em_equals_the_reference(device, routing_map, pose, parent_types, iterations):
-    case, routing_map = problem(MAPS[routing_map], parent_types, pose), MAPS[routing_map]
-    for parent_activation in ("logistic", "mixing"):
-        options = {"iterations": iterations, "parent_activation": parent_activation}
-        both = [everything(em, case, routing_map, device, **options, backend=b) for b in BACKENDS]
-        for found, right in zip(*both, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
+def even(votes, agreement):
+    return votes.moments()
 
 
-@pytest.mark.parametrize(
-    ("routing_map", "options"), [*((name, "sabour") for name in MAPS), *(("conv", options) for options in DYNAMIC)]
-)
-def test_dynamic_equals_the_reference(device, routing_map, options):
-    case, routing_map = problem(MAPS[routing_map], 3, "vector")[::2][:2], MAPS[routing_map]
-    both = [everything(dynamic, case, routing_map, device, **DYNAMIC[options], backend=b) for b in BACKENDS]
-    for found, right in zip(*both, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
+def one_pass(votes, agreement):
+    return votes.moments(agreement)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_children_have_float32_statistics(device, dtype):
-    case = [x.to(dtype).double() for x in problem(MAPS["conv"], 5, "matrix")]
-    for rule, tensors in ((em, case), (dynamic, (case[0], case[2]))):
-        options = {"iterations": 2}
-        exact = everything(rule, tensors, MAPS["conv"], device, **options, backend="reference")
-        narrow = everything(rule, tensors, MAPS["conv"], device, dtype, **options)
-        assert all(far(x, y) < (1e-4 if dtype == torch.float32 else 1e-2) for x, y in zip(narrow, exact, strict=True))
+def without_variance(votes, agreement):
+    return votes.moments(agreement, variance=False)
 
 
-@pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
-def test_faint_children_have_their_mean(device, faint):
-    pose, activation, *others = problem(MAPS["conv"], 5, "vector")
-    activation[0, :, :], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
-    case = (pose, activation.float().double(), *others)
-    for parent_activation in ("logistic", "mixing"):
-        options = {"iterations": 2, "parent_activation": parent_activation}
-        exact = everything(em, case, MAPS["conv"], device, **options, backend="reference")
-        found = everything(em, case, MAPS["conv"], device, torch.float32, **options)
-        kept = (0, 1, 2, *((3,) if faint > 1e-37 else ()), 4, 5, 6)
-        assert all(far(found[part], exact[part]) < 1e-3 for part in kept)
+def constant_couplings(votes, agreement):
+    return votes.moments(agreement, constant_couplings=True)
 
 
-def test_an_empty_batch_has_no_gradients(device):
-    case = problem(MAPS["conv"], 5, "matrix")
-    found = everything(em, (case[0][:0], case[1][:0], *case[2:]), MAPS["conv"], device, iterations=2)
-    assert found[0].shape[0] == 0
-    assert not any(x.any() for x in found)
+def as_in_em(votes, agreement):
+    """Three passes in one sweep; the last does not see the second one's mass."""
+    first = votes.moments()
+    variance = first.variance + 0.1
+    constant = torch.log1p(first.mass) - 0.5 * variance.log().sum(dim=(3, 4))
+    second = votes.moments(Agreement(constant, quadratic=0.5 / variance, centre=first.mean))
+    variance = second.variance + 0.1
+    last = votes.moments(agreement._replace(quadratic=0.5 / variance, centre=second.mean))
+    return *last, second.mean
 
 
-@pytest.mark.parametrize(("rule", "children", "parent_types"), [("em", "*bf16", 5), ("dynamic", "*fp32", 16)])
-def test_they_compile_for_gpus(rule, children, parent_types, tmp_path):
-    """Down to machine code, without a GPU: the interpreter lets more pass than the compiler."""
-    script = """
-import sys
-from importlib import import_module
+def as_in_dynamic_routing(votes, agreement):
+    """Sums, squashed: the loss reaches the middle pass through its mean alone, and the last one's variance is not."""
+    even = votes.moments(variance=False)
+    parents = torch.tanh(even.mass[..., None, None] * even.mean)
+    middle = votes.moments(Agreement(linear=parents), variance=False)
+    parents = parents + torch.tanh(middle.mean)
+    return votes.moments(Agreement(linear=parents), variance=False)[1:2]
 
-import torch
-from triton import JITFunction
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
-from torchcaps.kernels.gpu.problem import shape_of
+def last_alone(votes, agreement):
+    """The loss does not reach the first pass."""
+    found = votes.moments()
+    return votes.moments(Agreement(quadratic=0.5 / (found.variance.detach() + 0.1), centre=found.mean.detach()))
 
-rule, children, parent_types = sys.argv[1:]
-shape = shape_of(torch.empty(8, 9, 2, 4, 4), torch.empty(9, 2, int(parent_types), 4, 4), 4, 2)
-constants = {"z": shape, "is_first": False, "is_leaky": False, "all_passes": True}
-constants |= {"pass_index": 1} if rule == "dynamic" else {}
-kinds = dict.fromkeys(("pose", "activation", "transform"), children)
-kinds |= dict.fromkeys(("begin", "parent_site_of", "child_site_of", "kernel_of"), "*i32")
-kinds |= dict.fromkeys(("samples", "pass_index", "group_count"), "i32") | dict.fromkeys(constants, "constexpr")
-built = 0
-for name, kernel in vars(import_module(f"torchcaps.kernels.gpu.{rule}")).items():
-    if isinstance(kernel, JITFunction) and name.startswith(("_find_", "_gather_", "_undo_")):
-        names = [parameter.name for parameter in kernel.params]
-        signature = {name: kinds.get(name, "*fp32") for name in names}
-        fixed = {(names.index(name),): value for name, value in constants.items() if name in names}
-        built += bool(compile(ASTSource(kernel, signature, fixed), target=GPUTarget("cuda", 90, 32)).asm["cubin"])
-assert built == 6
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", script, rule, children, str(parent_types)]
-    subprocess.run(command, check=True, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
+
+@pytest.mark.parametrize("competition", ["parents", "types"])
+@pytest.mark.parametrize("routing_map", MAPS)
+def test_passes_equal_the_reference(device, routing_map, competition):
+    routing_map = MAPS[routing_map]
+    for rule in (even, one_pass):
+        compare(device, problem(routing_map), routing_map, rule, competition=competition)
+
+
+@pytest.mark.parametrize("pose", POSES)
+@pytest.mark.parametrize("parent_types", [1, 5, 17])
+def test_shapes_of_votes_equal_the_reference(device, pose, parent_types):
+    routing_map = MAPS["one-parent"]
+    compare(device, problem(routing_map, parent_types, pose), routing_map, one_pass)
+
+
+@pytest.mark.parametrize("parts", SUBSETS, ids="-".join)
+def test_parts_of_an_agreement_equal_the_reference(device, parts):
+    routing_map = MAPS["one-parent"]
+    case = {name: x for name, x in problem(routing_map).items() if name in CHILDREN + parts}
+    compare(device, case, routing_map, one_pass)
+
+
+@pytest.mark.parametrize("rule", [even, one_pass, without_variance, constant_couplings])
+def test_kinds_of_passes_equal_the_reference(device, rule):
+    routing_map = MAPS["irregular"]
+    case = problem(routing_map)
+    compare(device, case, routing_map, rule, none_of_the_above=True)
+    del case["activation"]
+    compare(device, case, routing_map, rule)
+
+
+@pytest.mark.parametrize("competition", ["parents", "types"])
+@pytest.mark.parametrize("rule", [as_in_em, as_in_dynamic_routing, last_alone])
+def test_several_passes_equal_the_reference(device, rule, competition):
+    compare(device, problem(MAPS["conv"]), MAPS["conv"], rule, competition=competition)

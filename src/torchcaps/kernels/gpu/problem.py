@@ -1,48 +1,76 @@
-"""A problem as the Triton kernels take it: sorted edges, sizes and grids."""
+"""A layer's votes as the Triton kernels take them: sizes, blocks and grids."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from torchcaps.kernels import statistics_dtype
+from torchcaps.kernels import padded, statistics_dtype
+from torchcaps.kernels.moments import Record, groups_of
 
 TILE = 1024
+"""Numbers of votes that a program holds at a time: eight registers a thread."""
 MOST_TYPES = 16
+"""Parent types in a tile; the rest of it are samples, which share the transforms that they load."""
 PROGRAMS = 512
+"""Enough for the largest processors; a grid of fewer programs is cut into groups that share a parent or transform."""
+STEPS = 8
+"""The fewest steps that a group is worth."""
 
 
-class Lists(NamedTuple):
-    """Edges sorted by one of their columns: where each value's begin, and the other two columns."""
+class Layer(NamedTuple):
+    pose: Tensor
+    activation: Tensor | None
+    transform: Tensor
+    lists: Tensor
 
-    begin: Tensor
-    first: Tensor
-    second: Tensor
 
+class Pass(NamedTuple):
+    """A `Record` in one dtype and contiguous, what is not there None; and Σ variance · its gradient, ``[B, P, J]``."""
 
-def lists(edges: Tensor, column: int, count: int) -> Lists:
-    """Edges ``[E, 3]`` sorted by a column that counts up to `count`."""
-    order = edges[:, column].argsort(stable=True)
-    begin = torch.searchsorted(edges[order, column], torch.arange(count + 1, device=edges.device))
-    first, second = (edges[order, other].int() for other in range(3) if other != column)
-    return Lists(begin.int(), first, second)
+    constant: Tensor | None = None
+    linear: Tensor | None = None
+    quadratic: Tensor | None = None
+    centre: Tensor | None = None
+    log_sums: Tensor | None = None
+    coupling_grads: Tensor | None = None
+    mean: Tensor | None = None
+    log_mass: Tensor | None = None
+    mass_grad: Tensor | None = None
+    mean_grad: Tensor | None = None
+    variance_grad: Tensor | None = None
+    offset: Tensor | None = None
+
+    @classmethod
+    def of(cls, record: Record, dtype: torch.dtype) -> "Pass":
+        there = {
+            name: values.to(dtype).contiguous()
+            for name, values in record._asdict().items()
+            if values is not None and values.numel()
+        }
+        variance = there.pop("variance", None)
+        if variance is not None and "variance_grad" in there:
+            there["offset"] = (variance * there["variance_grad"]).sum(dim=(3, 4))
+        return cls(**there)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: the sizes of a problem but the batch, and of the tile."""
+    """What a kernel is compiled for: all sizes but the batch, and those of a tile."""
 
     sites: int
     types: int
-    parent_sites: int
-    parent_types: int
     rows: int
     inner: int
+    parent_sites: int
+    parent_types: int
     columns: int
-    passes: int
+    transforms: int
+    edges: int
+    types_compete: bool
+    none_of_the_above: int
     block_samples: int
     block_types: int
     block_rows: int
@@ -54,68 +82,97 @@ class Shape:
         """Of a vote."""
         return self.rows * self.columns
 
+    @property
+    def block_numbers(self) -> int:
+        return self.block_rows * self.block_columns
 
-def shape_of(pose: Tensor, transform: Tensor, parent_sites: int, passes: int) -> Shape:
-    batch, sites, types, rows, inner = pose.shape
-    parent_types, columns = transform.shape[2], transform.shape[4]
-    block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
-    block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
-    block_samples = max(1, TILE // (block_types * block_rows * block_columns))
-    block_samples = min(block_samples, triton.next_power_of_2(max(1, batch)))
-    own = (sites, types, parent_sites, parent_types, rows, inner, columns, passes)
-    return Shape(*own, block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
+    @property
+    def type_blocks(self) -> int:
+        return -(-self.parent_types // self.block_types)
+
+    @property
+    def softmaxes(self) -> int:
+        """G, see `torchcaps.kernels.moments.groups_of`."""
+        return self.edges if self.types_compete else self.sites
+
+    # Where each of the edge lists begins: see RoutingMap.
+
+    @property
+    def child_begin(self) -> int:
+        return 3 * self.edges
+
+    @property
+    def parent_begin(self) -> int:
+        return self.child_begin + self.sites + 1
+
+    @property
+    def parent_edge(self) -> int:
+        return self.parent_begin + self.parent_sites + 1
+
+    @property
+    def kernel_begin(self) -> int:
+        return self.parent_edge + self.edges
+
+    @property
+    def kernel_edge(self) -> int:
+        return self.kernel_begin + self.transforms + 1
 
 
 class Problem:
-    """A problem's edges and sizes in the form that the kernels take, and the grids that they are launched on."""
+    """A layer as every kernel takes it first, and how many programs a kernel is run by.
 
-    def __init__(self, pose: Tensor, transform: Tensor, edges: Tensor, parent_sites: int, passes: int, leaky: bool):
-        self.z = z = shape_of(pose, transform, parent_sites, passes)
-        self.samples, self.kernels, self.edges = pose.shape[0], transform.shape[0], edges
+    Launch grids have one dimension: CUDA allows 2³¹ programs in it, and 65,535 in the others.
+    """
+
+    def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
+        batch, sites, child_types, rows, inner = pose.shape
+        transforms, _, parent_types, _, columns = transform.shape
+        edges = groups_of(lists, pose, transform, parent_sites, types=True)
+        block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
+        block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
+        block_samples = max(1, TILE // (block_types * block_rows * block_columns))
+        block_samples = min(block_samples, triton.next_power_of_2(max(1, batch)))
+        sizes = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
+        blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
+        self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks)
+        self.samples, self.padded_samples = batch, padded(batch, pose)
         self.dtype = statistics_dtype(pose.dtype)
-        self.by_child = lists(edges, 0, z.sites)
-        self.by_parent = lists(edges, 1, z.parent_sites)
-        reached = self.by_child.begin.diff() * z.parent_types + leaky
-        self.log_even = -reached.clamp_min(1).to(self.dtype).log()
-        self.sample_blocks = triton.cdiv(self.samples, z.block_samples)
-        self.type_blocks = triton.cdiv(z.parent_types, z.block_types)
-        self.parent_groups = self._groups(z.parent_sites * self.sample_blocks, len(edges) * z.types // z.parent_sites)
-        self.transform_groups = self._groups(self.kernels * z.types, len(edges) * self.sample_blocks // self.kernels)
-
-    @cached_property
-    def by_kernel(self) -> Lists:
-        """The backward pass alone asks for them."""
-        return lists(self.edges, 2, self.kernels)
-
-    def _groups(self, programs: int, steps: int) -> int:
-        """Groups that the steps of each of some programs are cut into, so that there is work for a whole processor."""
-        return max(1, min(PROGRAMS // max(1, programs * self.type_blocks), steps // 8))
+        activation = None if activation is None else activation.contiguous()
+        self.layer = Layer(pose.contiguous(), activation, transform.contiguous(), lists)
+        self.sample_blocks = triton.cdiv(batch, block_samples)
+        self.parent_programs = parent_sites * z.type_blocks * self.sample_blocks
+        self.parent_groups = _groups(self.parent_programs, edges * child_types // parent_sites)
+        self.transform_programs = transforms * child_types * z.type_blocks
+        self.transform_groups = _groups(self.transform_programs, edges * self.sample_blocks // transforms)
 
     def empty(self, *shape: int) -> Tensor:
-        return self.log_even.new_empty(shape)
+        return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
-    def records(self, size: int) -> Tensor:
-        """Of every pass and parent."""
-        return self.empty(self.samples, self.z.passes, self.z.parent_sites, self.z.parent_types, size)
+    def per_softmax(self, *sizes: int) -> Tensor:
+        """``[padded B, …, G, C]``; 0 beyond the batch."""
+        values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
+        values[self.samples :] = 0
+        return values
 
-    def group_sums(self, *size: int) -> Tensor:
-        return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *size)
+    def parent_sums(self, *sizes: int) -> Tensor:
+        """``[groups, B, P, J, …]``."""
+        return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *sizes)
 
-    def child_sums(self, *shape: int) -> Tensor:
-        return self.empty(self.samples, *shape, self.z.sites, self.z.types)
+    def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
+        """Runs a child-side kernel for so many sites, softmaxes or edges."""
+        self._launch(kernel, count * self.z.types * self.sample_blocks, *arguments)
 
-    def per_child(self, kernel, *arguments) -> None:
-        if self.samples:
-            kernel[(self.z.sites * self.z.types, self.sample_blocks)](*arguments, self.samples, self.z)
+    def per_parent(self, kernel: Any, *arguments: Any) -> None:
+        self._launch(kernel, self.parent_programs * self.parent_groups, *arguments, self.parent_groups)
 
-    def per_parent(self, kernel, *arguments) -> None:
-        if self.samples:
-            grid = (self.z.parent_sites * self.type_blocks, self.sample_blocks, self.parent_groups)
-            kernel[grid](*arguments, self.samples, self.parent_groups, self.z)
+    def per_transform(self, kernel: Any, *arguments: Any) -> None:
+        self._launch(kernel, self.transform_programs * self.transform_groups, *arguments, self.transform_groups)
 
-    def transforms_grad(self, kernel, *arguments) -> Tensor:
-        """``[K, C, J, Q, N]``: the sum over all groups."""
-        z, count = self.z, self.transform_groups
-        grads = self.empty(count, self.kernels, z.types, z.parent_types, z.inner, z.columns)
-        kernel[(self.kernels * z.types, self.type_blocks, count)](*arguments, grads, self.samples, count, z)
-        return grads.sum(dim=0)
+    def _launch(self, kernel: Any, programs: int, *arguments: Any) -> None:
+        if programs:
+            kernel[(programs,)](self.layer, *arguments, self.samples, self.z)
+
+
+def _groups(programs: int, steps: int) -> int:
+    """Groups that the steps of each program are cut into."""
+    return max(1, min(PROGRAMS // max(1, programs), steps // STEPS))

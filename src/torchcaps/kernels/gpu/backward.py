@@ -1,0 +1,249 @@
+"""The gradient of the moments of votes in Triton.
+
+Of one pass, with ḡ_x for the gradient of x, votes V, couplings c and activations a::
+
+    e = V - mean        d = V - centre        share = c / mass        w = a c
+    c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       c · gradient of c, over a
+    γ = Σ_j c u                                     over all logits of one softmax; the gradient of a
+    ḡ_logit = a (c u - c γ)
+    ḡ_V = a share (ḡ_mean + 2 ḡ_variance e) + ḡ_logit (linear - 2 quadratic d)
+    ḡ_constant = Σ ḡ_logit        ḡ_linear = Σ ḡ_logit d        ḡ_quadratic = -Σ ḡ_logit d²         sums over children
+    ḡ_centre = 2 quadratic Σ ḡ_logit d - linear Σ ḡ_logit
+
+With constant couplings γ is the gradient of a alone, and ḡ_logit is 0.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchcaps.kernels.gpu.problem import Pass, Problem
+from torchcaps.kernels.gpu.votes import (
+    activations,
+    edges_of_site,
+    edges_of_softmax,
+    log_couplings,
+    own_parents,
+    own_samples,
+    own_steps,
+    pose_column,
+    samples_of_block,
+    scalars,
+    softmax_of,
+    tile_of_edge,
+    tile_of_step,
+    tiny_of,
+    transform_row,
+    transforms_at,
+    vectors,
+    votes_of,
+)
+from torchcaps.kernels.moments import Record
+
+
+@triton.jit
+def _unit_of(a):
+    """The gradient of a faint child's activation is in units of 1 / √tiny: it may be larger than any number."""
+    root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
+    return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)
+
+
+@triton.jit
+def _coupling_grads(votes, log_c, a, record, tile, z: tl.constexpr):
+    """share and c u, both in `_unit_of` the activations; and ḡ_mean + 2 ḡ_variance e."""
+    e = votes - vectors(record.mean, tile)
+    half = tl.zeros_like(e)
+    if record.mean_grad is not None:
+        half += vectors(record.mean_grad, tile)
+    slope = half
+    if record.variance_grad is not None:
+        bend = vectors(record.variance_grad, tile) * e
+        half, slope = half + bend, half + 2 * bend
+    bracket = tl.sum(e * half, axis=2)
+    if record.offset is not None:
+        bracket -= scalars(record.offset, tile)
+    unit = _unit_of(a)
+    log_share = log_c - scalars(record.log_mass, tile)
+    bounded = tl.where(log_share > 60, 60.0, log_share)  # of a child that is off: it may be larger than any number
+    share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(unit)))
+    share = tl.where(tile.parents.is_parent, share, 0.0)
+    c_grad = share * bracket
+    if record.mass_grad is not None:
+        c_grad += unit * tl.exp(log_c) * scalars(record.mass_grad, tile)
+    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), slope
+
+
+@triton.jit
+def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
+    """ḡ_logit; of a child that is off nothing, however large its c u is."""
+    at = (tile.parents.sample * z.softmaxes + softmax_of(tile, z)) * z.types + tile.child_type
+    gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
+    return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, a / _unit_of(a) * (c_grad - tl.exp(log_c) * gamma))
+
+
+@triton.jit
+def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
+    """γ."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
+    site, begin, end = edges_of_softmax(layer.lists, softmax, z)
+    a = activations(layer, (sample * z.sites + site) * z.types + child_type, is_sample, z, dtype)
+    gamma = tl.zeros([z.block_samples], dtype)
+    for edge in range(begin, end):
+        for first in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+            votes = votes_of(layer, tile, z, dtype)
+            log_c, _ = log_couplings(votes, record, layer, tile, z)
+            _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile, z)
+            gamma += tl.sum(c_grad, axis=1)
+    tl.store(out + (sample * z.softmaxes + softmax) * z.types + child_type, gamma, is_sample)
+
+
+@triton.jit
+def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, z: tl.constexpr):
+    """Of a group of every parent's children: Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d²."""
+    dtype: tl.constexpr = zeroths.dtype.element_ty
+    parents, parent_site, group = own_parents(samples, group_count, z)
+    zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
+    first = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    second = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
+    for step in range(from_step, to_step):
+        tile = tile_of_step(layer.lists, step, start, parents, z)
+        a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
+        votes = votes_of(layer, tile, z, dtype)
+        log_c, d = log_couplings(votes, record, layer, tile, z)
+        _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile, z)
+        logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)
+        zeroth += logit_grad
+        if firsts is not None:
+            first += logit_grad[:, :, None] * d
+        if seconds is not None:
+            second += logit_grad[:, :, None] * d * d
+    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
+    tl.store(zeroths + to + parents.at, zeroth, parents.is_parent)
+    if firsts is not None:
+        tl.store(firsts + to * z.numbers + parents.numbers, first, parents.is_number)
+    if seconds is not None:
+        tl.store(seconds + to * z.numbers + parents.numbers, second, parents.is_number)
+
+
+@triton.jit
+def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
+    """ḡ_V over all passes; and ``activation_grad`` with Σ_j c u of all passes added."""
+    votes = votes_of(layer, tile, z, a.dtype)
+    vote_grad = tl.zeros_like(votes)
+    for t in tl.static_range(len(passes)):
+        record = passes[t]
+        log_c, d = log_couplings(votes, record, layer, tile, z)
+        share, c_grad, slope = _coupling_grads(votes, log_c, a, record, tile, z)
+        vote_grad += (a / _unit_of(a) * share)[:, :, None] * slope
+        activation_grad += tl.sum(c_grad, axis=1)
+        if record.coupling_grads is not None:
+            logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)[:, :, None]
+            if record.linear is not None:
+                vote_grad += logit_grad * vectors(record.linear, tile)
+            if record.quadratic is not None:
+                vote_grad -= 2 * logit_grad * vectors(record.quadratic, tile) * d
+    return vote_grad, activation_grad
+
+
+@triton.jit
+def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.constexpr):
+    """The gradients of every child's pose and activation."""
+    dtype: tl.constexpr = passes[0].mean.dtype.element_ty
+    site, child_type, sample, is_sample = own_samples(samples, z.sites, z)
+    child = (sample * z.sites + site) * z.types + child_type
+    a = activations(layer, child, is_sample, z, dtype)
+    pose_grad = tl.zeros([z.block_samples, z.block_rows, z.block_inner], dtype)
+    activation_grad = tl.zeros([z.block_samples], dtype)
+    row, inner = tl.arange(0, z.block_rows)[None, :, None], tl.arange(0, z.block_inner)[None, None, :]
+    begin, end = edges_of_site(layer.lists, site, z)
+    for edge in range(begin, end):
+        for first in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+            vote_grad, activation_grad = _vote_grads(layer, passes, a, activation_grad, tile, z)
+            for q in tl.static_range(tl.constexpr(z.inner)):
+                column_grad = tl.sum(vote_grad * transform_row(layer, tile, q, z, dtype), axis=1)
+                column_grad = tl.reshape(column_grad, [z.block_samples, z.block_rows, z.block_columns])
+                pose_grad += tl.where(inner == q, tl.sum(column_grad, axis=2)[:, :, None], 0.0)
+    there = is_sample[:, None, None] & (row < z.rows) & (inner < z.inner)
+    tl.store(pose_grads + (child[:, None, None] * z.rows + row) * z.inner + inner, pose_grad, there)
+    if activation_grads is not None:
+        unit = tl.reshape(_unit_of(a), [z.block_samples])
+        tl.store(activation_grads + child, activation_grad / unit, is_sample)
+
+
+@triton.jit
+def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl.constexpr):
+    """Of a group of the edges and samples that use a transform, its gradient: ``[groups, K, C, J, Q, N]``."""
+    dtype: tl.constexpr = passes[0].mean.dtype.element_ty
+    index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
+    kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types
+    first = index % z.type_blocks * z.block_types
+    sample_blocks = tl.cdiv(samples, z.block_samples)
+    transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
+    type = first + tl.arange(0, z.block_types)[:, None, None]
+    inner, column = tl.arange(0, z.block_inner)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
+    start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
+    for step in range(from_step, to_step):
+        edge = tl.load(layer.lists + z.kernel_edge + start + step // sample_blocks)
+        sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
+        tile = tile_of_edge(layer.lists, edge, tl.load(layer.lists + edge), child_type, sample, is_sample, first, z)
+        a = activations(layer, tile.child, is_sample, z, dtype)
+        vote_grad, _ = _vote_grads(layer, passes, a, tl.zeros([z.block_samples], dtype), tile, z)
+        for q in tl.static_range(tl.constexpr(z.inner)):
+            row_grad = tl.sum(vote_grad * pose_column(layer, tile, q, dtype), axis=0)
+            row_grad = tl.reshape(row_grad, [z.block_types, z.block_rows, z.block_columns])
+            transform_grad += tl.where(inner == q, tl.sum(row_grad, axis=1)[:, None, :], 0.0)
+    there = (type < z.parent_types) & (inner < z.inner) & (column < z.columns)
+    to = transform_grads + transforms_at(group * z.transforms + kernel, child_type, type, z)
+    tl.store(to + inner * z.columns + column, transform_grad, there)
+
+
+def backward(
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
+):  # fmt: skip
+    """As `torchcaps.kernels.moments.moments_backward`."""
+    problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
+    z = problem.z
+    agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
+    record = Pass.of(Record(*agreement, log_sums, None, mean, variance, log_mass, *gradients), problem.dtype)
+    coupling_grads = problem.per_softmax()
+    problem.per_child(_sum_over_softmax, z.softmaxes, record, coupling_grads)
+    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in agreement)
+    if agreement_grads:
+        record = record._replace(coupling_grads=coupling_grads)
+        bent = linear is not None or quadratic is not None
+        zeroths = problem.parent_sums()
+        firsts = problem.parent_sums(z.rows, z.columns) if bent else None
+        seconds = None if quadratic is None else problem.parent_sums(z.rows, z.columns)
+        problem.per_parent(_sum_at_parents, record, zeroths, firsts, seconds)
+        zeroth, first, second = (None if sums is None else sums.sum(dim=0) for sums in (zeroths, firsts, seconds))
+        if centre is not None:
+            centre_grad = torch.zeros_like(centre)
+        if centre is not None and quadratic is not None:
+            centre_grad = 2 * quadratic * first
+        if centre is not None and linear is not None:
+            centre_grad = centre_grad - linear * zeroth[..., None, None]
+        constant_grad = constant_grad if constant is None else zeroth
+        linear_grad = linear_grad if linear is None else first
+        quadratic_grad = quadratic_grad if quadratic is None else -second
+    return coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad
+
+
+def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above):
+    """As `torchcaps.kernels.moments.votes_backward`."""
+    problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
+    size = len(Record._fields)
+    passes = (Pass.of(Record(*records[at : at + size]), problem.dtype) for at in range(0, len(records), size))
+    passes = tuple(one for one in passes if one.mean is not None)
+    pose_grad, activation_grad = (None if x is None else torch.zeros_like(x) for x in problem.layer[:2])
+    transform_grad = torch.zeros_like(problem.layer.transform)
+    if passes:
+        problem.per_child(_child_grads, problem.z.sites, passes, pose_grad, activation_grad)
+        groups = problem.empty(problem.transform_groups, *transform.shape)
+        problem.per_transform(_transform_grads, passes, groups)
+        transform_grad = groups.sum(dim=0).to(transform.dtype)
+    return pose_grad, pose.new_empty(0) if activation is None else activation_grad, transform_grad

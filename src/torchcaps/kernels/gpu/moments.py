@@ -1,0 +1,143 @@
+"""The moments of votes in Triton; `torchcaps.kernels.moments` says what each function takes and gives."""
+
+import torch
+import triton
+import triton.language as tl
+
+from torchcaps.kernels.gpu.backward import backward, votes_backward
+from torchcaps.kernels.gpu.problem import Pass, Problem
+from torchcaps.kernels.gpu.votes import (
+    activations,
+    edges_of_softmax,
+    log_couplings,
+    logits_of,
+    own_parents,
+    own_samples,
+    own_steps,
+    tile_of_edge,
+    tile_of_step,
+    tiny_of,
+    votes_of,
+)
+from torchcaps.kernels.moments import Record
+
+__all__ = ["backward", "couplings", "forward", "votes_backward"]
+
+
+@triton.jit
+def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
+    """Of every softmax the largest logit, and log Σ e^(logit - largest)."""
+    dtype: tl.constexpr = log_sums.dtype.element_ty
+    softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
+    site, begin, end = edges_of_softmax(layer.lists, softmax, z)
+    top = tl.full([z.block_samples], 0.0 if z.none_of_the_above else -float("inf"), dtype)
+    total = tl.full([z.block_samples], 1.0 if z.none_of_the_above else 0.0, dtype)
+    for edge in range(begin, end):
+        for first in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+            logits, _ = logits_of(votes_of(layer, tile, z, dtype), agreement, tile, z)
+            logits = tl.where(tile.parents.is_type[None, :], logits, -float("inf"))
+            higher = tl.maximum(top, tl.max(logits, axis=1))
+            base = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+            top = higher
+    empty = (begin == end) & (total == 0)
+    to = log_sums + (sample * (2 * z.softmaxes) + softmax) * z.types + child_type
+    tl.store(to, tl.where(empty, 0.0, top), is_sample)
+    tl.store(to + z.softmaxes * z.types, tl.log(tl.where(empty, 1.0, total)), is_sample)
+
+
+@triton.jit
+def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
+    """Of a group of every parent's children: the largest log w; and, of all w over it, Σ w, and the mean and variance
+    of the votes, carried along so that nothing cancels."""
+    dtype: tl.constexpr = tops.dtype.element_ty
+    parents, parent_site, group = own_parents(samples, group_count, z)
+    top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
+    mass = tl.zeros([z.block_samples, z.block_types], dtype)
+    mean = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    variance = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
+    for step in range(from_step, to_step):
+        tile = tile_of_step(layer.lists, step, start, parents, z)
+        a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
+        votes = votes_of(layer, tile, z, dtype)
+        log_c, _ = log_couplings(votes, agreement, layer, tile, z)
+        on = (a < tiny_of(dtype)) == 0
+        log_w = tl.where(on & parents.is_parent, log_c + tl.log(tl.where(on, a, 1.0)), -float("inf"))
+        higher = tl.maximum(top, log_w)
+        base = tl.where(higher == -float("inf"), 0.0, higher)
+        w = tl.exp(log_w - base)
+        mass = mass * tl.exp(top - base) + w
+        top = higher
+        portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
+        rest, delta = 1 - portion, votes - mean
+        mean += portion[:, :, None] * delta
+        if variances is not None:
+            variance = rest[:, :, None] * variance + (rest * portion)[:, :, None] * delta * delta
+    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
+    tl.store(tops + to + parents.at, top, parents.is_parent)
+    tl.store(masses + to + parents.at, mass, parents.is_parent)
+    tl.store(means + to * z.numbers + parents.numbers, mean, parents.is_number)
+    if variances is not None:
+        tl.store(variances + to * z.numbers + parents.numbers, variance, parents.is_number)
+
+
+@triton.jit
+def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
+    """``[B, J, E, C]``."""
+    edge, child_type, sample, is_sample = own_samples(samples, z.edges, z)
+    site = tl.load(layer.lists + edge)
+    for first in range(0, z.parent_types, z.block_types):
+        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+        log_c, _ = log_couplings(votes_of(layer, tile, z, out.dtype.element_ty), agreement, layer, tile, z)
+        to = (sample[:, None] * z.parent_types + tile.parents.type[None, :]) * z.edges + edge
+        tl.store(out + to * z.types + child_type, tl.exp(log_c), tile.parents.is_parent)
+
+
+def forward(
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    even, types, none_of_the_above, with_variance, constant_couplings,
+):  # fmt: skip
+    """As `torchcaps.kernels.moments.moments`."""
+    problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
+    z = problem.z
+    agreement = Pass() if even else _with_log_sums(problem, constant, linear, quadratic, centre)
+    tops, masses = problem.parent_sums(), problem.parent_sums()
+    means = problem.parent_sums(z.rows, z.columns)
+    variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
+    problem.per_parent(_m_step, agreement, tops, masses, means, variances)
+    mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
+    log_sums = problem.empty(0) if even else agreement.log_sums
+    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums
+
+
+def couplings(
+    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
+):  # fmt: skip
+    """As `torchcaps.kernels.moments.couplings`."""
+    problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
+    out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
+    agreement = _with_log_sums(problem, constant, linear, quadratic, centre)
+    problem.per_child(_write_couplings, problem.z.edges, agreement, out)
+    return out
+
+
+def _with_log_sums(problem, *agreement):
+    found = Pass.of(Record(*agreement), problem.dtype)
+    log_sums = problem.per_softmax(2)
+    problem.per_child(_logsumexp, problem.z.softmaxes, found, log_sums)
+    return found._replace(log_sums=log_sums)
+
+
+def _over_groups(tops, masses, means, variances):
+    """Mass, mean, variance and log_mass of parents from what `_m_step` found of every group of their children."""
+    top = tops.amax(dim=0)
+    top = top.masked_fill(top == -torch.inf, 0)
+    masses = masses * (tops - top).exp()
+    mass = masses.sum(dim=0)
+    off = mass == 0
+    shares = (masses / mass.masked_fill(off, 1))[..., None, None]
+    mean = (shares * means).sum(dim=0)
+    variance = None if variances is None else (shares * (variances + (means - mean).square())).sum(dim=0)
+    return mass * top.exp(), mean, variance, (mass.log() + top).masked_fill(off, torch.inf)
