@@ -183,7 +183,7 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
     first = index % z.type_blocks * z.block_types
     sample_blocks = tl.cdiv(samples, z.block_samples)
     transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
-    type = first + tl.arange(0, z.block_types)[:, None, None]
+    parent_type = first + tl.arange(0, z.block_types)[:, None, None]
     inner, column = tl.arange(0, z.block_inner)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
     start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
     for step in range(from_step, to_step):
@@ -196,8 +196,8 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
             row_grad = tl.sum(vote_grad * pose_column(layer, tile, q, dtype), axis=0)
             row_grad = tl.reshape(row_grad, [z.block_types, z.block_rows, z.block_columns])
             transform_grad += tl.where(inner == q, tl.sum(row_grad, axis=1)[:, None, :], 0.0)
-    there = (type < z.parent_types) & (inner < z.inner) & (column < z.columns)
-    to = transform_grads + transforms_at(group * z.transforms + kernel, child_type, type, z)
+    there = (parent_type < z.parent_types) & (inner < z.inner) & (column < z.columns)
+    to = transform_grads + transforms_at(group * z.transforms + kernel, child_type, parent_type, z)
     tl.store(to + inner * z.columns + column, transform_grad, there)
 
 

@@ -91,7 +91,7 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
     for first in range(0, z.parent_types, z.block_types):
         tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
         log_c, _ = log_couplings(votes_of(layer, tile, z, out.dtype.element_ty), agreement, layer, tile, z)
-        to = (sample[:, None] * z.parent_types + tile.parents.type[None, :]) * z.edges + edge
+        to = (sample[:, None] * z.parent_types + tile.parents.parent_type[None, :]) * z.edges + edge
         tl.store(out + to * z.types + child_type, tl.exp(log_c), tile.parents.is_parent)
 
 

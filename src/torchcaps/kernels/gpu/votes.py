@@ -11,14 +11,14 @@ class Parents(NamedTuple):
 
     Arguments:
         sample: ``[samples]``.
-        type: ``[parent types]``.
+        parent_type: ``[parent types]``.
         at: ``[samples, parent types]``, where a parent is in ``[B, P, J]``.
         numbers: ``[samples, parent types, numbers]``, where its numbers are in ``[B, P, J, R, N]``.
     """
 
     sample: Any
     is_sample: Any
-    type: Any
+    parent_type: Any
     is_type: Any
     at: Any
     is_parent: Any
@@ -98,19 +98,19 @@ def numbers_of_vote(z: tl.constexpr):
 def parents_at(parent_site, first, sample, is_sample, z: tl.constexpr):
     """Parents of the first type and those that follow."""
     row, column, is_number = numbers_of_vote(z)
-    type = first + tl.arange(0, z.block_types)
-    is_type = type < z.parent_types
-    at = ((sample * z.parent_sites + parent_site) * z.parent_types)[:, None] + type[None, :]
+    parent_type = first + tl.arange(0, z.block_types)
+    is_type = parent_type < z.parent_types
+    at = ((sample * z.parent_sites + parent_site) * z.parent_types)[:, None] + parent_type[None, :]
     is_parent = is_sample[:, None] & is_type[None, :]
     numbers = at[:, :, None] * z.numbers + (row * z.columns + column)[None, None, :]
     is_number = is_parent[:, :, None] & is_number[None, None, :]
-    return Parents(sample, is_sample, type, is_type, at, is_parent, numbers, is_number)
+    return Parents(sample, is_sample, parent_type, is_type, at, is_parent, numbers, is_number)
 
 
 @triton.jit
-def transforms_at(kernel, child_type, type, z: tl.constexpr):
+def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
     """Where the transforms to some parent types begin in ``[K, C, J, Q, N]``."""
-    return ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + type) * (z.inner * z.columns)
+    return ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def tile_of(edge, site, kernel, child_type, parents, z: tl.constexpr):
     child = (parents.sample * z.sites + site) * z.types + child_type
     poses = child[:, None] * (z.rows * z.inner) + (row * z.inner)[None, :]
     is_pose = parents.is_sample[:, None] & is_number[None, :]
-    transforms = transforms_at(kernel, child_type, parents.type, z)[:, None] + column[None, :]
+    transforms = transforms_at(kernel, child_type, parents.parent_type, z)[:, None] + column[None, :]
     is_transform = parents.is_type[:, None] & is_number[None, :]
     return Tile(edge, site, child_type, child, poses, is_pose, transforms, is_transform, parents)
 
