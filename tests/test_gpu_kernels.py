@@ -46,7 +46,21 @@ def device():
         for name in ("moments", "moments_backward", "votes_backward", "couplings"):
             kernels = getattr(operators, name)._backend_fns
             patch.setitem(kernels, "cpu", kernels["cuda"])
+        prepare_once(patch)
         yield "cpu"
+
+
+def prepare_once(patch):
+    """The interpreter prepares a module at every call of a function from it: half of its time."""
+    interpreter, prepared = import_module("triton.runtime.interpreter"), set()
+
+    def call(function, *arguments, **options):
+        if id(function.fn.__globals__) not in prepared:
+            prepared.add(id(function.fn.__globals__))
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*arguments, **options)
+
+    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
 class Fused:
@@ -186,3 +200,162 @@ def test_kinds_of_passes_equal_the_reference(device, rule):
 @pytest.mark.parametrize("rule", [as_in_em, as_in_dynamic_routing, last_alone])
 def test_several_passes_equal_the_reference(device, rule, competition):
     compare(device, problem(MAPS["conv"]), MAPS["conv"], rule, competition=competition)
+
+
+def test_couplings_equal_the_reference(device):
+    for name, none_of_the_above in (("irregular", False), ("conv", True), ("no-edges", False)):
+        case, order = problem(MAPS[name], 17), MAPS[name].edges[:, 0].argsort(stable=True)
+        children, agreement = [case[part] for part in CHILDREN], Agreement(*(case[part] for part in PARTS))
+        right = Votes(*children, MAPS[name], none_of_the_above=none_of_the_above).couplings(agreement)
+        fused = Fused(*(x.to(device) for x in children), MAPS[name], none_of_the_above=none_of_the_above)
+        found = fused.couplings([x.to(device) for x in agreement])
+        torch.testing.assert_close(found.cpu(), right[:, :, order], rtol=1e-9, atol=1e-10)
+
+
+def test_none_of_the_above_beside_the_types_at_one_site(device):
+    case, routing_map = problem(MAPS["irregular"]), MAPS["irregular"]
+    children, agreement = [case[part] for part in CHILDREN], Agreement(*(case[part] for part in PARTS))
+    logits = Votes(*children, routing_map)._logits(agreement)
+    right = torch.cat([logits, torch.zeros_like(logits[:, :1])], dim=1).softmax(dim=1)[:, :-1]
+    fused = Fused(*(x.to(device) for x in children), routing_map, "types", True)
+    order = routing_map.edges[:, 0].argsort(stable=True)
+    found = fused.couplings([x.to(device) for x in agreement]).cpu()
+    torch.testing.assert_close(found, right[:, :, order], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(fused.moments().mass.sum(dim=2), 3 / 4 * Votes(*children, routing_map).activation_sums())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_children_have_float32_statistics(device, dtype):
+    case = {name: x.to(dtype).double() for name, x in problem(MAPS["conv"], 5, "matrix").items()}
+    exact = everything(Votes, case, MAPS["conv"], one_pass)
+    narrow = everything(Fused, case, MAPS["conv"], one_pass, device, dtype)
+    close, rounded = (1e-4, 1e-4) if dtype == torch.float32 else (1e-4, 1e-2)
+    for index, (found, right) in enumerate(zip(narrow, exact, strict=True)):
+        is_of_children = 3 <= index < 6
+        assert far(found, right) < (rounded if is_of_children else close)
+
+
+@pytest.mark.parametrize("faint", [0.0, 1e-20, 1e-30, 1e-37])
+def test_faint_children_have_their_mean(device, faint):
+    case = problem(MAPS["conv"])
+    activation = case["activation"]
+    activation[0], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
+    case["activation"] = activation.float().double()
+    options = {"none_of_the_above": True}
+    exact = everything(Votes, case, MAPS["conv"], one_pass, **options)
+    found = everything(Fused, case, MAPS["conv"], one_pass, device, torch.float32, **options)
+    for index, (one, right) in enumerate(zip(found, exact, strict=True)):
+        is_of_activation = index == 4
+        if is_of_activation and faint == 1e-37:  # beyond float32
+            continue
+        assert far(one, right) < 1e-3
+
+
+def test_shares_are_right_where_every_logit_is_far_below_the_largest(device):
+    """A parent whose couplings float32 has no numbers for: log c of about -300."""
+    case = problem(MAPS["conv"])
+    case["constant"][..., 1] -= 300
+    exact = everything(Votes, case, MAPS["conv"], one_pass)
+    found = everything(Fused, case, MAPS["conv"], one_pass, device, torch.float32)
+    assert all(far(one, right) < 1e-3 for one, right in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("part", [*CHILDREN, *PARTS])
+def test_a_nan_is_never_turned_into_a_number(device, part):
+    case = problem(MAPS["conv"])
+    case[part].view(-1)[-1] = torch.nan
+    rules = (even, one_pass) if part in CHILDREN else (one_pass,)
+    for rule in rules:
+        found, right = (
+            everything(votes, case, MAPS["conv"], rule, where) for votes, where in ((Fused, device), (Votes, "cpu"))
+        )
+        for one, other in zip(found[:3], right[:3], strict=True):
+            assert torch.equal(one.isnan(), other.isnan())
+
+
+def test_an_empty_batch_has_no_gradients(device):
+    case = {name: x if name == "transform" else x[:0] for name, x in problem(MAPS["conv"]).items()}
+    for rule in (even, one_pass):
+        found = everything(Fused, case, MAPS["conv"], rule, device)
+        assert found[0].shape == (0, 2, 3)
+        assert not any(x.any() for x in found)
+
+
+def test_nothing_stands_beyond_the_batch(device):
+    fused = Fused(*(problem(MAPS["conv"])[part].to(device) for part in CHILDREN), MAPS["conv"])
+    agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
+    log_sums = operators.moments([], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False)[-1]
+    assert log_sums.shape[0] == padded(2, fused.detached[0])
+    assert not log_sums[2:].any()
+
+
+def test_many_children_are_added_up_in_groups(device):
+    routing_map = RoutingMap.shared(40)
+    compare(device, problem(routing_map, parent_types=1), routing_map, one_pass)
+
+
+@pytest.mark.parametrize(
+    ("children", "parent_types", "pose", "types"),
+    [("bfloat16", 5, (4, 4, 4), False), ("float32", 16, (1, 8, 16), True), ("float64", 3, (2, 3, 5), False)],
+)
+def test_they_compile_for_gpus(children, parent_types, pose, types, tmp_path):
+    """Down to machine code, without a GPU: the interpreter lets more pass than the compiler."""
+    script = """
+import sys
+
+import torch
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from torchcaps import RoutingMap
+from torchcaps.kernels.gpu import moments
+
+
+class Absent:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compiled(kernel, grid):
+    def run(*arguments):
+        assert kernel.warmup(*arguments, grid=grid).asm["cubin"]
+        built.add(kernel.fn.__name__)
+    return run
+
+
+driver.set_active(Absent())
+JITFunction.__getitem__ = compiled
+children, parent_types, rows, inner, columns, types = sys.argv[1:]
+dtype, types = getattr(torch, children), types == "True"
+rows, inner, columns, parent_types = int(rows), int(inner), int(columns), int(parent_types)
+routing_map, built = RoutingMap.conv((3, 3), 2), set()
+statistics = torch.promote_types(dtype, torch.float32)
+scalar = torch.ones(8, 4, parent_types, dtype=statistics)
+vector = torch.ones(8, 4, parent_types, rows, columns, dtype=statistics)
+pose, activation = torch.ones(8, 9, 2, rows, inner, dtype=dtype), torch.ones(8, 9, 2, dtype=dtype)
+transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
+if types:
+    activation, agreement, passed = None, (None, vector, None, None), (scalar, vector, None)
+else:
+    agreement, passed = (scalar, vector, vector, vector), (scalar, vector, vector)
+layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types)
+even = moments.forward(*layer, *(None,) * 4, True, *options, False, False)
+mass, mean, variance, log_mass, log_sums = moments.forward(*layer, *agreement, False, *options, not types, False)
+found = (mean, None if types else variance, log_mass)
+gradients = moments.backward(*layer, *agreement, log_sums, *found, *passed, *options, True)
+first = (None,) * 6, (even[1], None, even[3], None, even[1], None)
+records = (*first[0], *first[1], *agreement, log_sums, gradients[0], *found, *passed)
+moments.votes_backward(*layer, [torch.empty(0) if x is None else x for x in records], *options)
+moments.couplings(pose, *layer[2:], *agreement, *options)
+assert len(built) == 7, built
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", script, children, *map(str, (parent_types, *pose, types))]
+    subprocess.run(command, check=True, env={**environment, "TRITON_CACHE_DIR": str(tmp_path)})
