@@ -49,28 +49,25 @@ def _unit_of(a):
 
 
 @triton.jit
-def _coupling_grads(votes, log_c, a, record, tile, z: tl.constexpr):
+def _coupling_grads(votes, log_c, a, record, tile):
     """share and c u, both in `_unit_of` the activations; and ḡ_mean + 2 ḡ_variance e."""
-    e = votes - vectors(record.mean, tile)
-    half = tl.zeros_like(e)
-    if record.mean_grad is not None:
-        half += vectors(record.mean_grad, tile)
-    slope = half
-    if record.variance_grad is not None:
-        bend = vectors(record.variance_grad, tile) * e
-        half, slope = half + bend, half + 2 * bend
-    bracket = tl.sum(e * half, axis=2)
-    if record.offset is not None:
-        bracket -= scalars(record.offset, tile)
-    unit = _unit_of(a)
-    log_share = log_c - scalars(record.log_mass, tile)
+    unit, log_share = _unit_of(a), log_c - scalars(record.log_mass, tile)
     bounded = tl.where(log_share > 60, 60.0, log_share)  # of a child that is off: it may be larger than any number
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(unit)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
-    c_grad = share * bracket
+    e = votes - vectors(record.mean, tile)
+    mean_grad, bend = tl.zeros_like(e), tl.zeros_like(e)
+    if record.mean_grad is not None:
+        mean_grad = vectors(record.mean_grad, tile)
+    if record.variance_grad is not None:
+        bend = vectors(record.variance_grad, tile) * e
+    sums = tl.sum(e * (mean_grad + bend), axis=2)
+    if record.offset is not None:
+        sums -= scalars(record.offset, tile)
+    c_grad = share * sums
     if record.mass_grad is not None:
         c_grad += unit * tl.exp(log_c) * scalars(record.mass_grad, tile)
-    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), slope
+    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * bend
 
 
 @triton.jit
@@ -83,18 +80,18 @@ def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
 
 @triton.jit
 def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
-    """γ."""
+    """γ of every softmax."""
     dtype: tl.constexpr = out.dtype.element_ty
     softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
     a = activations(layer, (sample * z.sites + site) * z.types + child_type, is_sample, z, dtype)
     gamma = tl.zeros([z.block_samples], dtype)
     for edge in range(begin, end):
-        for first in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+        for first_type in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
             votes = votes_of(layer, tile, z, dtype)
             log_c, _ = log_couplings(votes, record, layer, tile, z)
-            _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile, z)
+            _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile)
             gamma += tl.sum(c_grad, axis=1)
     tl.store(out + (sample * z.softmaxes + softmax) * z.types + child_type, gamma, is_sample)
 
@@ -113,7 +110,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
         votes = votes_of(layer, tile, z, dtype)
         log_c, d = log_couplings(votes, record, layer, tile, z)
-        _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile, z)
+        _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile)
         logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)
         zeroth += logit_grad
         if firsts is not None:
@@ -130,15 +127,16 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 @triton.jit
 def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
-    """ḡ_V over all passes; and ``activation_grad`` with Σ_j c u of all passes added."""
+    """ḡ_V over all passes; and ``activation_grad`` plus the Σ_j c u of all passes."""
     votes = votes_of(layer, tile, z, a.dtype)
     vote_grad = tl.zeros_like(votes)
     for t in tl.static_range(len(passes)):
         record = passes[t]
         log_c, d = log_couplings(votes, record, layer, tile, z)
-        share, c_grad, slope = _coupling_grads(votes, log_c, a, record, tile, z)
-        vote_grad += (a / _unit_of(a) * share)[:, :, None] * slope
-        activation_grad += tl.sum(c_grad, axis=1)
+        share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, tile)
+        vote_grad += (a / _unit_of(a) * share)[:, :, None] * moments_grad
+        if layer.activation is not None:
+            activation_grad += tl.sum(c_grad, axis=1)
         if record.coupling_grads is not None:
             logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)[:, :, None]
             if record.linear is not None:
@@ -160,8 +158,8 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
     row, inner = tl.arange(0, z.block_rows)[None, :, None], tl.arange(0, z.block_inner)[None, None, :]
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
-        for first in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+        for first_type in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
             vote_grad, activation_grad = _vote_grads(layer, passes, a, activation_grad, tile, z)
             for q in tl.static_range(tl.constexpr(z.inner)):
                 column_grad = tl.sum(vote_grad * transform_row(layer, tile, q, z, dtype), axis=1)
@@ -180,16 +178,18 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types
-    first = index % z.type_blocks * z.block_types
+    first_type = index % z.type_blocks * z.block_types
     sample_blocks = tl.cdiv(samples, z.block_samples)
     transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
-    parent_type = first + tl.arange(0, z.block_types)[:, None, None]
+    parent_type = first_type + tl.arange(0, z.block_types)[:, None, None]
     inner, column = tl.arange(0, z.block_inner)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
     start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
     for step in range(from_step, to_step):
         edge = tl.load(layer.lists + z.kernel_edge + start + step // sample_blocks)
         sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
-        tile = tile_of_edge(layer.lists, edge, tl.load(layer.lists + edge), child_type, sample, is_sample, first, z)
+        tile = tile_of_edge(
+            layer.lists, edge, tl.load(layer.lists + edge), child_type, sample, is_sample, first_type, z
+        )
         a = activations(layer, tile.child, is_sample, z, dtype)
         vote_grad, _ = _vote_grads(layer, passes, a, tl.zeros([z.block_samples], dtype), tile, z)
         for q in tl.static_range(tl.constexpr(z.inner)):
@@ -215,18 +215,15 @@ def backward(
     constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in agreement)
     if agreement_grads:
         record = record._replace(coupling_grads=coupling_grads)
-        bent = linear is not None or quadratic is not None
         zeroths = problem.parent_sums()
-        firsts = problem.parent_sums(z.rows, z.columns) if bent else None
+        firsts = None if linear is None and quadratic is None else problem.parent_sums(z.rows, z.columns)
         seconds = None if quadratic is None else problem.parent_sums(z.rows, z.columns)
         problem.per_parent(_sum_at_parents, record, zeroths, firsts, seconds)
         zeroth, first, second = (None if sums is None else sums.sum(dim=0) for sums in (zeroths, firsts, seconds))
         if centre is not None:
-            centre_grad = torch.zeros_like(centre)
-        if centre is not None and quadratic is not None:
-            centre_grad = 2 * quadratic * first
-        if centre is not None and linear is not None:
-            centre_grad = centre_grad - linear * zeroth[..., None, None]
+            by_quadratic = 0 if quadratic is None else 2 * quadratic * first
+            by_linear = 0 if linear is None else linear * zeroth[..., None, None]
+            centre_grad = torch.zeros_like(mean) + by_quadratic - by_linear
         constant_grad = constant_grad if constant is None else zeroth
         linear_grad = linear_grad if linear is None else first
         quadratic_grad = quadratic_grad if quadratic is None else -second
@@ -239,8 +236,8 @@ def votes_backward(pose, activation, transform, edge_lists, parent_sites, record
     size = len(Record._fields)
     passes = (Pass.of(Record(*records[at : at + size]), problem.dtype) for at in range(0, len(records), size))
     passes = tuple(one for one in passes if one.mean is not None)
-    pose_grad, activation_grad = (None if x is None else torch.zeros_like(x) for x in problem.layer[:2])
-    transform_grad = torch.zeros_like(problem.layer.transform)
+    fresh = torch.empty_like if passes else torch.zeros_like
+    pose_grad, activation_grad, transform_grad = (None if x is None else fresh(x) for x in problem.layer[:3])
     if passes:
         problem.per_child(_child_grads, problem.z.sites, passes, pose_grad, activation_grad)
         groups = problem.empty(problem.transform_groups, *transform.shape)

@@ -33,8 +33,8 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
     top = tl.full([z.block_samples], 0.0 if z.none_of_the_above else -float("inf"), dtype)
     total = tl.full([z.block_samples], 1.0 if z.none_of_the_above else 0.0, dtype)
     for edge in range(begin, end):
-        for first in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+        for first_type in range(0, z.parent_types, z.block_types):
+            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
             logits, _ = logits_of(votes_of(layer, tile, z, dtype), agreement, tile, z)
             logits = tl.where(tile.parents.is_type[None, :], logits, -float("inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
@@ -88,8 +88,8 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
     """``[B, J, E, C]``."""
     edge, child_type, sample, is_sample = own_samples(samples, z.edges, z)
     site = tl.load(layer.lists + edge)
-    for first in range(0, z.parent_types, z.block_types):
-        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first, z)
+    for first_type in range(0, z.parent_types, z.block_types):
+        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
         log_c, _ = log_couplings(votes_of(layer, tile, z, out.dtype.element_ty), agreement, layer, tile, z)
         to = (sample[:, None] * z.parent_types + tile.parents.parent_type[None, :]) * z.edges + edge
         tl.store(out + to * z.types + child_type, tl.exp(log_c), tile.parents.is_parent)

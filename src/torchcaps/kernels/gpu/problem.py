@@ -1,6 +1,7 @@
 """A layer's votes as the Triton kernels take them: sizes, blocks and grids."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ STEPS = 8
 
 
 class Layer(NamedTuple):
+    """What every kernel takes first; lists are those of the edges, see RoutingMap."""
+
     pose: Tensor
     activation: Tensor | None
     transform: Tensor
@@ -45,11 +48,8 @@ class Pass(NamedTuple):
 
     @classmethod
     def of(cls, record: Record, dtype: torch.dtype) -> "Pass":
-        there = {
-            name: values.to(dtype).contiguous()
-            for name, values in record._asdict().items()
-            if values is not None and values.numel()
-        }
+        given = {name: values for name, values in record._asdict().items() if values is not None and values.numel()}
+        there = {name: values.to(dtype).contiguous() for name, values in given.items()}
         variance = there.pop("variance", None)
         if variance is not None and "variance_grad" in there:
             there["offset"] = (variance * there["variance_grad"]).sum(dim=(3, 4))
@@ -58,7 +58,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: all sizes but the batch, and those of a tile."""
+    """What a kernel is compiled for: all sizes but the batch, those of a tile, and where in lists each list begins."""
 
     sites: int
     types: int
@@ -76,6 +76,11 @@ class Shape:
     block_rows: int
     block_columns: int
     block_inner: int
+    child_begin: int
+    parent_begin: int
+    parent_edge: int
+    kernel_begin: int
+    kernel_edge: int
 
     @property
     def numbers(self) -> int:
@@ -95,28 +100,6 @@ class Shape:
         """G, see `torchcaps.kernels.moments.groups_of`."""
         return self.edges if self.types_compete else self.sites
 
-    # Where each of the edge lists begins: see RoutingMap.
-
-    @property
-    def child_begin(self) -> int:
-        return 3 * self.edges
-
-    @property
-    def parent_begin(self) -> int:
-        return self.child_begin + self.sites + 1
-
-    @property
-    def parent_edge(self) -> int:
-        return self.parent_begin + self.parent_sites + 1
-
-    @property
-    def kernel_begin(self) -> int:
-        return self.parent_edge + self.edges
-
-    @property
-    def kernel_edge(self) -> int:
-        return self.kernel_begin + self.transforms + 1
-
 
 class Problem:
     """A layer as every kernel takes it first, and how many programs a kernel is run by.
@@ -134,7 +117,8 @@ class Problem:
         block_samples = min(block_samples, triton.next_power_of_2(max(1, batch)))
         sizes = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
         blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
-        self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks)
+        begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
+        self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks, *begins)
         self.samples, self.padded_samples = batch, padded(batch, pose)
         self.dtype = statistics_dtype(pose.dtype)
         activation = None if activation is None else activation.contiguous()

@@ -95,10 +95,10 @@ def numbers_of_vote(z: tl.constexpr):
 
 
 @triton.jit
-def parents_at(parent_site, first, sample, is_sample, z: tl.constexpr):
+def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
     """Parents of the first type and those that follow."""
     row, column, is_number = numbers_of_vote(z)
-    parent_type = first + tl.arange(0, z.block_types)
+    parent_type = first_type + tl.arange(0, z.block_types)
     is_type = parent_type < z.parent_types
     at = ((sample * z.parent_sites + parent_site) * z.parent_types)[:, None] + parent_type[None, :]
     is_parent = is_sample[:, None] & is_type[None, :]
@@ -125,10 +125,10 @@ def tile_of(edge, site, kernel, child_type, parents, z: tl.constexpr):
 
 
 @triton.jit
-def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first, z: tl.constexpr):
+def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first_type, z: tl.constexpr):
     """To the first parent type and those that follow."""
     parent_site, kernel = tl.load(lists + z.edges + edge), tl.load(lists + 2 * z.edges + edge)
-    return tile_of(edge, site, kernel, child_type, parents_at(parent_site, first, sample, is_sample, z), z)
+    return tile_of(edge, site, kernel, child_type, parents_at(parent_site, first_type, sample, is_sample, z), z)
 
 
 @triton.jit
@@ -136,9 +136,9 @@ def own_parents(samples, group_count, z: tl.constexpr):
     """Of a parent-side program its parents, their site, and its group of their children."""
     count: tl.constexpr = z.parent_sites * z.type_blocks
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
-    parent_site, first = index // z.type_blocks, index % z.type_blocks * z.block_types
+    parent_site, first_type = index // z.type_blocks, index % z.type_blocks * z.block_types
     sample, is_sample = samples_of_block(rest // group_count, samples, z)
-    return parents_at(parent_site, first, sample, is_sample, z), parent_site, rest % group_count
+    return parents_at(parent_site, first_type, sample, is_sample, z), parent_site, rest % group_count
 
 
 @triton.jit
