@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.types import IntLikeType
 
 from torchcaps.kernels import padded, statistics_dtype
 from torchcaps.kernels.moments import Record, groups_of
@@ -129,7 +130,7 @@ class Problem:
         self.transform_programs = transforms * child_types * z.type_blocks
         self.transform_groups = _groups(self.transform_programs, edges * self.sample_blocks // transforms)
 
-    def empty(self, *shape: int) -> Tensor:
+    def empty(self, *shape: IntLikeType) -> Tensor:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
