@@ -145,14 +145,14 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
 
   // The logit of a vote, and what it is centred on is taken from it: of huge distances, only differences mean anything.
   V logit(const V* v, const V* record, V* d) const {
-    V x = record[constant_at()];
+    V x{};
     for (int h = 0; h < numbers(); ++h) {
       d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
       if constexpr (linear && quadratic) x += d[h] * (record[linear_at() + h] - d[h] * record[quadratic_at() + h]);
       else if constexpr (quadratic) x -= d[h] * d[h] * record[quadratic_at() + h];
       else if constexpr (linear) x += d[h] * record[linear_at() + h];
     }
-    return x;
+    return record[constant_at()] + x;
   }
   V log_coupling(V logit, const Child* log_sums, long child) const {
     return smaller<T>((logit - log_sums[child]) - log_sums[long(g.groups()) * g.C + child], V{});
@@ -245,8 +245,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
   }
 
-  // The sums of evenly shared votes, of variances around the vote of a parent's first child. A few transforms at a time
-  // serve all parents from the nearest cache.
+  // The sums of evenly shared votes, of variances around the mean of a parent's first few. A few transforms at a time serve
+  // all parents from the nearest cache.
   void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);
     for (int s = 0; s < g.S; ++s) {
@@ -265,10 +265,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
         sums[at * this->template sums_size_of<with_variance>()] = Lay::spread(mass);
-        if (with_variance && begin < end) {
-          const int e = g.parent_edge[begin];
-          vote(pose + long(g.edge_child[e]) * g.C * pose_size(), weights(g.edge_kernel[e], 0, block), centres + at * numbers());
-        }
+        if (with_variance) mean_of_first(pose, activation, p, block, centres + at * numbers());
       }
     }
     const long bytes = long(g.C) * inner() * columns() * long(sizeof(Weight));
@@ -280,6 +277,22 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           add_evenly(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
                      block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
         }
+  }
+
+  void mean_of_first(const Child* pose, const Child* activation, int p, int block, V* mean) const {
+    constexpr long MOST_VOTES = 8;
+    const long count = std::min(MOST_VOTES, long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C);
+    std::fill_n(reinterpret_cast<T*>(mean), numbers() * L, T(0));
+    V total{};
+    for (long i = 0; i < count; ++i) {
+      const int e = g.parent_edge[g.parent_begin[p] + i / g.C], c = int(i % g.C);
+      const long child = long(g.edge_child[e]) * g.C + c;
+      V v[MOST];
+      vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
+      total += activation[child];
+      for (int h = 0; h < numbers(); ++h) mean[h] += activation[child] * v[h];
+    }
+    for (int h = 0; h < numbers(); ++h) mean[h] = total > FAINT<T> ? mean[h] / total : V{};
   }
 
   void add_evenly(const Child* pose, const Child* activation, int from, int to, int block, V* sum, const V* centres) const {

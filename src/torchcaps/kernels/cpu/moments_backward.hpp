@@ -211,8 +211,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
       distance[k] = d + there * numbers();
-      logit[k] = record[constant_at()];
-      bracket[k] = V{};
+      logit[k] = bracket[k] = V{};
     }
     for (int h = 0; h < numbers(); ++h) {
       const V centre = quadratic ? record[centre_at() + h] : V{}, square = quadratic ? record[quadratic_at() + h] : V{};
@@ -227,6 +226,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         bracket[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
+    for (int k = 0; k < PAIR; ++k) logit[k] = record[constant_at()] + logit[k];
   }
 
   long sums_size() const { return this->template sums_size_of<quadratic>(); }
@@ -269,8 +269,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     for (int t = 0; t < count; ++t) {
       const Pass& pass = passes[t];
       const V* record = pass.records + at * record_size();
-      V logit[N], bracket[N]{};
-      std::fill_n(logit, N, record[constant_at()]);
+      V logit[N]{}, bracket[N]{};
       for (int h = 0; h < numbers(); ++h) {
         const V mean = record[mean_at() + h], mean_grad = record[mean_grad_at() + h];
         const V variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
@@ -291,7 +290,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       for (int i = 0; i < N; ++i) {
         V share{}, slope{};
         if (i < children) {
-          const V log_c = pass.log_sums ? log_coupling(logit[i], pass.log_sums, softmax + i) : all(log_even);
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_even);
           const V c = pass.log_sums ? exponential(log_c) : all(even);
           const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, bracket[i], c, log_c);
           share = whole[i] * of_vote;
