@@ -78,6 +78,7 @@ class RoutingMap:
     parent_grid: tuple[int, int]
     constant: Constant = field(init=False, repr=False)
     edge_lists: Constant = field(init=False, repr=False)
+    place_by_child: Constant = field(init=False, repr=False)
     _one_edge_a_child: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +100,9 @@ class RoutingMap:
             raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
-        object.__setattr__(self, "edge_lists", Constant(self._sorted(edges)))
+        order = edges[:, 0].argsort(stable=True)
+        object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
+        object.__setattr__(self, "place_by_child", Constant(order.argsort()))
 
     def _check_values(self, edges: Tensor) -> None:
         check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)
@@ -124,11 +127,10 @@ class RoutingMap:
                     )
                 )
 
-    def _sorted(self, edges: Tensor) -> Int32[Tensor, " lists"]:
+    def _sorted(self, by_child: Tensor) -> Int32[Tensor, " lists"]:
         """The edges as the fused kernels read them: one after the other, the columns of the edges sorted by child site;
         where in them each child site begins; and for parent sites and for transforms, where the edges of each begin in
         a list of edges sorted by it, and that list."""
-        by_child = edges[edges[:, 0].argsort(stable=True)]
         lists = [*by_child.unbind(1), self._begins(by_child[:, 0], self.child_sites)]
         for column, count in ((1, self.parent_sites), (2, self.transforms)):
             order = by_child[:, column].argsort(stable=True)

@@ -119,27 +119,30 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def arrays(*tensors: Tensor) -> list[Any]:
-    """Contiguous NumPy views (or copies) of tensors of one floating dtype, aligned as the kernels take them.
+def arrays(**tensors: Tensor | None) -> dict[str, Any]:
+    """Contiguous NumPy views (or copies) of tensors of one floating dtype, aligned as the kernels take them, by name.
 
     Raises:
         ValueError: the floating dtypes differ.
     """
-    if len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1:
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if len({tensor.dtype for tensor in given.values() if tensor.is_floating_point()}) > 1:
         raise ValueError("the fused kernels take tensors of one dtype")
-    whole = [tensor.detach().contiguous() for tensor in tensors]
-    return [(x.clone() if x.data_ptr() % 64 else x).numpy() for x in whole]
+    whole = {name: tensor.detach().contiguous() for name, tensor in given.items()}
+    return dict.fromkeys(tensors) | {
+        name: (x.clone() if x.data_ptr() % 64 else x).numpy() for name, x in whole.items()
+    }
 
 
-def filled(*tensors: Tensor) -> list[Any]:
-    """NumPy views of fresh tensors, for the kernels to fill.
+def filled(**tensors: Tensor) -> dict[str, Any]:
+    """NumPy views of fresh tensors, for the kernels to fill, by name.
 
     Raises:
         ValueError: the memory is not aligned as torch aligns it, to 64 bytes.
     """
-    if any(tensor.data_ptr() % 64 for tensor in tensors):
+    if any(tensor.data_ptr() % 64 for tensor in tensors.values()):
         raise ValueError("the fused kernels need memory that is aligned to 64 bytes")
-    return [tensor.numpy() for tensor in tensors]
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def once(*_: Any) -> None:

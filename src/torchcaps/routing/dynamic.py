@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, squash
 from torchcaps.checks import check_choice, check_iterations
-from torchcaps.kernels import Backend, chosen_fused, obstacle
-from torchcaps.kernels import dynamic as fused
+from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Votes
 from torchcaps.routing_map import RoutingMap
@@ -88,8 +87,8 @@ def dynamic_routing(
         gradient_passes: ``all``, or ``last``: the couplings of the last pass are constants to the gradient.
         leaky: a "none of the above" parent with logit 0 takes part in the softmax, as in the paper's CIFAR-10 net.
         return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``, in the order of the map's edges.
-        backend: ``fused`` never writes a vote to memory, returns no couplings and is not differentiated twice;
-            ``reference`` does both; ``auto`` is fused where it can be.
+        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
+            them; ``auto`` is fused where it can be.
 
     Returns:
         Capsules with pose ``[B, P, J, R, N]`` and activation = length of pose; with the couplings where asked for.
@@ -107,17 +106,9 @@ def dynamic_routing(
     routing_map.check(pose, transform)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
-    not_known = "it does not know the couplings" if return_couplings else None
-    if chosen_fused(backend, not_known or obstacle(pose, transform, dtype)):
-        options = (iterations, logits == "cumulative", squash_form, inner_form, gradient_passes == "all", leaky)
-        edges = routing_map.edges_on(pose.device)
-        with torch.autocast(pose.device.type, enabled=False):
-            parents, *_ = fused.dynamic_routing(
-                pose.to(dtype), transform.to(dtype), edges, routing_map.parent_sites, *options
-            )
-            return Capsules(parents, lengths(parents))
     with torch.autocast(pose.device.type, enabled=False):
-        votes = Votes(pose.to(dtype), None, transform.to(dtype), routing_map, none_of_the_above=leaky)
+        options = {"none_of_the_above": leaky, "passes": iterations if gradient_passes == "all" else 1}
+        votes = Votes(pose.to(dtype), None, transform.to(dtype), routing_map, **options, backend=backend)
         constant = gradient_passes == "last"
         earlier = votes.detach() if constant else votes
         agreement = None
@@ -128,7 +119,7 @@ def dynamic_routing(
                 parents = parents + cast(Tensor, agreement.linear)
             agreement = Agreement(linear=parents)
         fitted = votes.moments(agreement, variance=False, constant_couplings=constant)
-        parents = squash(fitted.mass[..., None, None] * fitted.mean, squash_form)
+        parents = squash(fitted.mass[..., None, None] * fitted.mean, squash_form).to(dtype)
         capsules = Capsules(parents, lengths(parents))
         return (capsules, earlier.couplings(agreement)) if return_couplings else capsules
 
@@ -211,7 +202,7 @@ class DynamicRouting(nn.Module):
             gradient_passes=self.gradient_passes,
             leaky=self.leaky,
             return_couplings=return_couplings,
-            backend="reference" if return_couplings else self.backend,
+            backend=self.backend,
         )
 
     @property

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
-from torchcaps.kernels import Backend, chosen_fused, obstacle
-from torchcaps.kernels import em as fused
+from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Competition, Votes
 from torchcaps.routing_map import RoutingMap
@@ -131,8 +130,8 @@ def em_routing(
         parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
         mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
         return_passes: also return what every pass found.
-        backend: ``fused`` never writes a vote to memory; it knows no damping, keeps no passes, and is not
-            differentiated twice. ``reference`` knows all. ``auto`` is fused where it can be.
+        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
+            them; ``auto`` is fused where it can be.
 
     Returns:
         The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last pass; with one `EMPass` a pass
@@ -164,32 +163,16 @@ def em_routing(
     if normalise_data:
         capsules_below = routing_map.child_sites * transform.shape[1]
         mean_data = capsules_below / (routing_map.parent_sites * transform.shape[2])
-    heats = [
+    inverse_temperatures = [
         inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
         for t in range(iterations)
     ]
-    unknown = {
-        "the passes": return_passes,
-        f"mean_damping={mean_damping}": mean_damping != 0,
-    }
-    not_known = next((f"it does not know {name}" for name, there in unknown.items() if there), None)
-    if chosen_fused(backend, not_known or obstacle(children.pose, transform, dtype)):
-        with torch.autocast(children.pose.device.type, enabled=False):
-            edges = routing_map.edges_on(children.pose.device)
-            if competition == "types" and len(edges):  # a child site an edge: it reaches the types at one site alone
-                children = Capsules(*(part[:, edges[:, 0]] for part in children))
-                edges = torch.cat([torch.arange(len(edges), device=edges.device)[:, None], edges[:, 1:]], dim=1)
-            tensors = (x.to(dtype) for x in (*children, transform, beta_u, beta_a))
-            mixing = parent_activation == "mixing"
-            mean, activation, *_ = fused.em_routing(
-                *tensors, edges, routing_map.parent_sites, heats, variance_floor, mean_data, mixing
-            )
-        return Capsules(mean, activation)
     with torch.autocast(children.pose.device.type, enabled=False):
         pose, activation = children.pose.to(dtype), children.activation.to(dtype)
-        votes = Votes(pose, activation, transform.to(dtype), routing_map, competition)
+        options = {"passes": iterations, "backend": backend}
+        votes = Votes(pose, activation, transform.to(dtype), routing_map, competition, **options)
         agreement, passes = None, []
-        for inverse_temperature in heats:
+        for inverse_temperature in inverse_temperatures:
             fitted = votes.moments(agreement)
             mean = fitted.mean
             variance = cast(Tensor, fitted.variance)
@@ -201,14 +184,14 @@ def em_routing(
             log_volume = 0.5 * variance.log().sum(dim=(3, 4))
             if parent_activation == "logistic":
                 numbers = variance.shape[3] * variance.shape[4]
-                cost = (numbers * beta_u.to(dtype) + log_volume) * fitted.mass / mean_data
-                log_activation = functional.logsigmoid(inverse_temperature * (beta_a.to(dtype) - cost))
+                cost = (numbers * beta_u.to(fitted.mass.dtype) + log_volume) * fitted.mass / mean_data
+                log_activation = functional.logsigmoid(inverse_temperature * (beta_a.to(fitted.mass.dtype) - cost))
             else:
                 log_activation = _log_proportions(fitted.mass)
             if return_passes:
                 passes.append(EMPass(votes.couplings(agreement), mean, variance, log_activation.exp()))
             agreement = Agreement(log_activation - log_volume, quadratic=0.5 / variance, centre=mean)
-        parents = Capsules(mean, log_activation.exp())
+        parents = Capsules(mean.to(dtype), log_activation.exp().to(dtype))
     return (parents, passes) if return_passes else parents
 
 

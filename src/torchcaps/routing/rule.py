@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules
-from torchcaps.routing.votes import Competition, Votes
+from torchcaps.kernels import Backend
+from torchcaps.routing.agreement import Competition
+from torchcaps.routing.votes import Votes
 from torchcaps.routing_map import RoutingMap
 
 
@@ -53,6 +55,13 @@ class Rule(nn.Module):
     """Whether a child's votes are weighted with its activation."""
     competition: Competition = "parents"
     """The parents that share a child: all that it reaches, or the types at one site alone."""
+    backend: Backend = "auto"
+    """Which kernels compute the votes; see `Votes`."""
+
+    @property
+    def passes(self) -> int:
+        """How often `route` calls `Votes.moments`: ``self.iterations`` where there is one, else 1. See `Votes`."""
+        return getattr(self, "iterations", 1)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
@@ -92,6 +101,7 @@ class Rule(nn.Module):
         activation = children.activation.to(dtype) if self.weighs_activations else None
         with torch.autocast(children.pose.device.type, enabled=False):
             pose, transform = self.prepare(children.pose.to(dtype), transform.to(dtype))
-            votes = Votes(pose, activation, transform, routing_map, self.competition)
+            options = {"competition": self.competition, "passes": self.passes, "backend": self.backend}
+            votes = Votes(pose, activation, transform, routing_map, **options)
             parents = self.route(votes)
             return (parents, votes.last_couplings()) if return_couplings else parents

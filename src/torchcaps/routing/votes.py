@@ -1,62 +1,41 @@
 """The votes of a layer as a routing rule sees them: summed at the parents under an agreement, never handed out."""
 
-from typing import Literal, NamedTuple
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from torchcaps.checks import check_choice, described
+from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
+from torchcaps.kernels import moments as fused
+from torchcaps.routing.agreement import Agreement, Competition, Moments
+from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
 
-Competition = Literal["parents", "types"]
-
-
-class Agreement(NamedTuple):
-    """How well a vote fits each parent: the logit of a child's coupling to it, a quadratic function of the vote.
-
-    ::
-
-        logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre, sums over the numbers of a vote
-
-    What is None is 0. An agreement of which all is None gives even couplings.
-
-    Arguments:
-        constant: ``[B, P, J]``.
-        linear, quadratic, centre: ``[B, P, J, R, N]``.
-    """
-
-    constant: Float[Tensor, "B P J"] | None = None
-    linear: Float[Tensor, "B P J R N"] | None = None
-    quadratic: Float[Tensor, "B P J R N"] | None = None
-    centre: Float[Tensor, "B P J R N"] | None = None
-
-
-class Moments(NamedTuple):
-    """What a parent learns of its votes, each weighted by coupling and activation of its child: ``w_ij = a_i c_ij``.
-
-    Arguments:
-        mass: Σ w, ``[B, P, J]``.
-        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 where all children are off.
-        variance: Σ w (V - mean)² / Σ w, of the same shape; None where it was not asked for.
-    """
-
-    mass: Float[Tensor, "B P J"]
-    mean: Float[Tensor, "B P J R N"]
-    variance: Float[Tensor, "B P J R N"] | None
+__all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
 
 class Votes:
     """The votes of children for parents along every edge of a map, ``V = pose · transform``.
 
+    Fused kernels compute a vote wherever it is needed and never store it. Where they cannot run, all votes are written
+    to memory.
+
     Arguments:
-        children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``; an activation of None counts as 1 everywhere.
+        pose: ``[B, S, C, R, Q]``, of the children.
+        activation: ``[B, S, C]``, of the children; None counts as 1 everywhere.
         transform: ``[K, C, J, Q, N]``.
         routing_map: which child site feeds which parent site.
         competition: the parents that share a child: ``parents``, all that it reaches, or ``types`` at one site alone.
         none_of_the_above: a further parent with logit 0 takes part in every softmax.
+        passes: how often `moments` will be called. The gradients of so many calls share one sweep over the votes; more
+            calls are right too, only slower.
+        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
+            them; ``auto`` is fused where it can be.
 
     Raises:
-        ValueError: shapes disagree with the map.
+        ValueError: shapes disagree with the map, or the backend cannot.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -75,34 +54,45 @@ class Votes:
         routing_map: RoutingMap,
         competition: Competition = "parents",
         none_of_the_above: bool = False,
+        passes: int = 1,
+        backend: Backend = "auto",
     ) -> None:
-        self.routing_map = routing_map
-        self.competition = competition
-        self.none_of_the_above = none_of_the_above
-        self._votes = routing_map.votes(pose, transform)
-        self._last: Agreement | None = None
-        self._activation = None
+        check_choice("competition", competition, get_args(Competition))
+        routing_map.check(pose, transform)
+        dtype = torch.promote_types(pose.dtype, transform.dtype)
         if activation is not None:
-            child = routing_map.edges_on(pose.device)[:, 0]
-            self._activation = activation[:, child].unsqueeze(1)
+            dtype = torch.promote_types(dtype, activation.dtype)
+        self.routing_map = routing_map
+        self._activation = None if activation is None else activation.to(dtype)
+        self._pose, self._transform = pose.to(dtype), transform.to(dtype)
+        self._competition: Competition = competition
+        self._none_of_the_above = none_of_the_above
+        self._passes = passes
+        self._fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        self._edge_lists = routing_map.edge_lists.on(pose.device) if self._fused else None
+        self._tokens: list[Tensor] = []
+        self._written: WrittenVotes | None = None
+        self._last: Agreement | None = None
 
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
         """(B, P, J, R, N) of the parents' poses."""
-        batch, types, _, _, rows, columns = self._votes.shape
+        batch, _, _, rows, _ = self._pose.shape
+        _, _, types, _, columns = self._transform.shape
         return batch, self.routing_map.parent_sites, types, rows, columns
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the votes, and of all that is computed from them."""
-        return self._votes.dtype
+        """Of the moments, and of agreements."""
+        return statistics_dtype(self._pose.dtype) if self._fused else self._pose.dtype
 
     def detach(self) -> "Votes":
         """The same votes as constants to the gradient."""
         votes = object.__new__(Votes)
         votes.__dict__ = dict(self.__dict__)
-        votes._votes = self._votes.detach()
+        votes._pose, votes._transform = self._pose.detach(), self._transform.detach()
         votes._activation = None if self._activation is None else self._activation.detach()
+        votes._tokens, votes._written = [], None
         return votes
 
     def moments(
@@ -114,74 +104,86 @@ class Votes:
             agreement: None shares every child evenly.
             variance: compute it too; a pass without is cheaper.
             constant_couplings: no gradient goes through the couplings, and so none through the agreement.
+
+        Raises:
+            ValueError: a part of the agreement has another shape than the parents.
         """
         self._last = agreement
-        log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
+        if not self._fused:
+            return self._written_out.moments(agreement, variance=variance, constant_couplings=constant_couplings)
+        parts = self._parts(agreement)
         if constant_couplings:
-            log_couplings = log_couplings.detach()
-        weights = log_couplings.exp()
-        if self._activation is not None:
-            weights = weights * self._activation
-        mass = routing_map.sum_at_parents(weights.sum(dim=3))
-        shares = self._shares(log_couplings)
-        mean = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, self._votes))
-        second = None
-        if variance:
-            squares = (self._votes - routing_map.at_edges(mean).unsqueeze(3)).square()
-            second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares)).transpose(1, 2)
-        return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
+            parts = [None if part is None else part.detach() for part in parts]
+        children = [None if x is None else x.detach() for x in (self._pose, self._activation, self._transform)]
+        mass, mean, second, *_ = fused.moments(
+            self._next_tokens(),
+            *children,
+            self._edge_lists,
+            self.routing_map.parent_sites,
+            *parts,
+            all(part is None for part in parts),
+            *self._softmax,
+            variance,
+            constant_couplings,
+        )
+        return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
         """Σ a_i over the children that reach each parent site: the largest mass that a parent there can have."""
-        each = self._votes.new_ones(()) if self._activation is None else self._activation
-        edges = each.expand(self._votes.shape[0], 1, *self._votes.shape[2:4])
-        return self.routing_map.sum_at_parents(edges.sum(dim=3)).squeeze(1)
+        routing_map, dtype = self.routing_map, self.dtype
+        child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
+        if self._activation is None:
+            of_sites = self._pose.new_full(self._pose.shape[:2], self._pose.shape[2], dtype=dtype)
+        else:
+            of_sites = self._activation.to(dtype).sum(dim=2)
+        return of_sites.new_zeros(len(of_sites), routing_map.parent_sites).index_add(1, parent, of_sites[:, child])
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
-        """How every child divides itself among its parents, in the order of the map's edges."""
-        return self._log_couplings(agreement).exp()
+        """How every child divides itself among its parents, in the order of the map's edges.
+
+        Where a gradient is asked of them, all votes are written to memory.
+        """
+        given = (self._pose, self._transform, *(agreement or Agreement()))
+        differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+        if not self._fused or differentiated:
+            return self._written_out.couplings(agreement)
+        sites, parts = self.routing_map.parent_sites, self._parts(agreement)
+        by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._softmax)
+        return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
         """The couplings behind the last `moments`."""
         return self.couplings(self._last)
 
-    def _log_couplings(self, agreement: Agreement | None) -> Tensor:
-        logits = self._logits(agreement or Agreement())
-        if self.competition == "types":
-            return logits.log_softmax(dim=1)
-        return self.routing_map.log_couplings(logits, none_of_the_above=self.none_of_the_above)
+    @property
+    def _softmax(self) -> tuple[bool, bool]:
+        """Whether types at one site compete alone; whether none of the above does too."""
+        return self._competition == "types", self._none_of_the_above
 
-    def _logits(self, agreement: Agreement) -> Tensor:
-        def at_edges(values: Tensor) -> Tensor:
-            return self.routing_map.at_edges(values.transpose(1, 2))
+    @property
+    def _written_out(self) -> WrittenVotes:
+        if self._written is None:
+            children = self._pose, self._activation, self._transform
+            self._written = WrittenVotes(*children, self.routing_map, self._competition, self._none_of_the_above)
+        return self._written
 
-        offset = self._votes
-        if agreement.centre is not None:
-            offset = offset - at_edges(agreement.centre).unsqueeze(3)
-        logits = self._votes.new_zeros(self._votes.shape[:4])
-        if agreement.linear is not None:
-            logits = logits + torch.einsum("bjecrn,bjern->bjec", offset, at_edges(agreement.linear))
-        if agreement.quadratic is not None:
-            logits = logits - torch.einsum("bjecrn,bjern->bjec", offset.square(), at_edges(agreement.quadratic))
-        if agreement.constant is not None:
-            logits = logits + at_edges(agreement.constant).unsqueeze(3)
-        return logits
+    def _parts(self, agreement: Agreement | None) -> list[Tensor | None]:
+        """The parts of an agreement in the dtype of the moments."""
+        parts = agreement or Agreement()
+        for name, part in parts._asdict().items():
+            shape = self.parent_shape[: 3 if name == "constant" else 5]
+            if part is not None and part.shape != shape:
+                raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
+        return [None if part is None else part.to(self.dtype) for part in parts]
 
-    def _shares(self, log_couplings: Tensor) -> Tensor:
-        """``w_ij / Σ_i w_ij``, however small all the w_ij of a parent are; 0 where all its children are off."""
-        routing_map, activation = self.routing_map, self._activation
-        if activation is None:
-            activation = log_couplings.new_ones(())
-        tiny = torch.finfo(log_couplings.dtype).tiny
-        on = activation >= tiny
-        log_activation = torch.where(on, activation, 1).log()
-        logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
-        largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
-        relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
-        # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
-        weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
-        weights = weights * torch.where(on, 1, activation)
-        total = routing_map.sum_at_parents(weights.sum(dim=3))
-        some = total > tiny**0.5
-        inverse = torch.where(some, 1 / torch.where(some, total, 1), 0)
-        return weights * routing_map.at_edges(inverse).unsqueeze(3)
+    def _next_tokens(self) -> list[Tensor]:
+        """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""
+        children = self._pose, self._activation, self._transform
+        if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
+            return []
+        if not self._tokens:
+            sizes = self._edge_lists, self.routing_map.parent_sites, self._passes
+            self._tokens = list(fused.open_votes(*children, *sizes, *self._softmax))
+        entries = len(fused.Record._fields)
+        tokens, self._tokens = self._tokens[:entries], self._tokens[entries:]
+        return tokens

@@ -9,8 +9,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace TORCHCAPS_TARGET {
 
@@ -113,7 +115,8 @@ template <class T> inline void transpose(Vector<T>* x) {
   }
 }
 
-// e^x to about 1 ulp; 0 below the smallest normal number.
+// e^x to about 1 ulp; 0 below the smallest normal number. The polynomials of exponential and logarithm are those of
+// Moshier's Cephes library (expf, logf).
 inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;
@@ -180,25 +183,68 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
-// Memory aligned for any vector.
-class Scratch {
-  void* memory = nullptr;
-  std::size_t size = 0;
+// Numbers in rows that are `stride` apart → vectors with a row in each lane, zeros in the lanes beyond the rows; and back.
+template <class T> inline void load_lanes(const T* from, long stride, int rows, int count, Vector<T>* to) {
+  constexpr int L = lanes<T>;
+  int i = 0;
+  for (; i + L <= count; i += L) {
+    Vector<T> x[L]{};
+    for (int l = 0; l < rows; ++l) std::memcpy(x + l, from + l * stride + i, sizeof x[0]);
+    transpose<T>(x);
+    for (int l = 0; l < L; ++l) to[i + l] = x[l];
+  }
+  for (; i < count; ++i) {
+    T x[L]{};
+    for (int l = 0; l < rows; ++l) x[l] = from[l * stride + i];
+    std::memcpy(to + i, x, sizeof x);
+  }
+}
+template <class T> inline void store_lanes(const Vector<T>* from, int count, T* to, long stride, int rows) {
+  constexpr int L = lanes<T>;
+  int i = 0;
+  for (; i + L <= count; i += L) {
+    Vector<T> x[L];
+    for (int l = 0; l < L; ++l) x[l] = from[i + l];
+    transpose<T>(x);
+    for (int l = 0; l < rows; ++l) std::memcpy(to + l * stride + i, x + l, sizeof x[0]);
+  }
+  for (; i < count; ++i) {
+    T x[L];
+    std::memcpy(x, from + i, sizeof x);
+    for (int l = 0; l < rows; ++l) to[l * stride + i] = x[l];
+  }
+}
+
+// Memory aligned for any vector, given out piece by piece and taken back all at once.
+class Arena {
+  struct Block {
+    std::unique_ptr<void, decltype(&std::free)> memory;
+    std::size_t size;
+  };
+  std::vector<Block> blocks;
+  std::size_t used = 0;  // of the last block
+
+  void add(std::size_t size) {
+    blocks.push_back({{std::aligned_alloc(64, size), &std::free}, size});
+    if (!blocks.back().memory) throw std::bad_alloc();
+    used = 0;
+  }
 
  public:
-  ~Scratch() { std::free(memory); }
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  template <class V> V* take(std::size_t count) {
-    const std::size_t wanted = (count * sizeof(V) + 63) / 64 * 64;
-    if (wanted > size) {
-      std::free(memory);
-      memory = std::aligned_alloc(64, wanted);
-      size = memory ? wanted : 0;
-      if (!memory) throw std::bad_alloc();
+  template <class X> X* take(std::size_t count) {
+    const std::size_t size = (count * sizeof(X) + 63) / 64 * 64;
+    if (blocks.empty() || used + size > blocks.back().size) add(std::max(size, std::size_t(1) << 16));
+    used += size;
+    return reinterpret_cast<X*>(static_cast<char*>(blocks.back().memory.get()) + used - size);
+  }
+  void clear() {
+    std::size_t total = 0;
+    for (const Block& block : blocks) total += block.size;
+    if (blocks.size() > 1) {
+      blocks.clear();
+      add(total);
     }
-    return static_cast<V*>(memory);
+    used = 0;
   }
 };
 

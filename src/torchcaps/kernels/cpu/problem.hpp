@@ -1,76 +1,61 @@
-// What a kernel is told: sizes, the routing map from both its sides, the options of a rule.
+// What a kernel is given: sizes, the edges of the routing map from both sides, and the tensors of a pass.
 #pragma once
 
 constexpr int MOST_NUMBERS = 64;  // in a pose, of a child or of a parent
 
 struct Problem {
-  int B, S, C, P, J, K, R, Q, N;
-  // Edges sorted by child: those of site s are child_begin[s] … child_begin[s + 1] - 1; and sorted by parent.
-  const int *child_begin, *child_parent, *child_kernel;
-  const int *parent_begin, *parent_child, *parent_kernel;
+  int B, S, C, P, J, K, R, Q, N, E;
+  // Edges sorted by child site: those of site s are child_begin[s] … child_begin[s + 1] - 1. Those of parent site p are
+  // parent_edge[parent_begin[p]] … parent_edge[parent_begin[p + 1] - 1].
+  const int *edge_child, *edge_parent, *edge_kernel, *child_begin, *parent_begin, *parent_edge;
   bool own_transforms;  // no transform serves two child sites
+  bool types;           // a child's couplings compete among the types at one parent site, else among all its parents
+  bool none_of_the_above;
+  int threads;
+
+  // A group is what shares one softmax: all edges of a child site, or a single edge.
+  int groups() const { return types ? E : S; }
+  int group_begin(int group) const { return types ? group : child_begin[group]; }
+  int group_end(int group) const { return types ? group + 1 : child_begin[group + 1]; }
+  int group_site(int group) const { return types ? edge_child[group] : group; }
+  int group_of(int edge) const { return types ? edge : edge_child[edge]; }
 };
 
-// Numbers that a sample keeps for the backward pass. They are laid out in the lanes at work, but have the size of the
-// widest: the operators promise one shape on every processor.
-template <class T> static inline long padded_numbers(long count) {
-  const long L = 64 / long(sizeof(T));
-  return (count + L - 1) / L * L;
-}
-template <class T> static inline long em_kept(const Problem& g, int iterations) {
-  return long(g.P) * padded_numbers<T>(g.J) * (2 * g.R * g.N + 4) * iterations;
-}
-template <class T> static inline long dynamic_kept(const Problem& g, int iterations) {
-  return long(g.P) * g.J * padded_numbers<T>(g.R * g.N) * iterations;
-}
-
-template <class T> struct EMOptions {
-  int iterations, threads;
-  T floor, mean_data;
-  bool mixing;  // activations are proportions of data, not logistic
-  const T *heat, *beta_u, *beta_a;  // [T], [J], [J]
+// The logit of a coupling is constant + Σ linear · d - Σ quadratic · d², d = vote - centre. What is null is 0.
+template <class T> struct Agreement {
+  const T *constant, *linear, *quadratic, *centre;
 };
 
-template <class T> struct EMForward {
-  const T *pose, *activation, *transform;
-  T *kept, *log_sums, *mean, *parent_activation;
+template <class T> struct Children {
+  const T *pose, *activation, *transform;  // an activation of null is 1 everywhere
 };
 
-template <class T> struct EMBackward {
-  const T *pose, *activation, *transform, *kept, *log_sums, *mean_grad, *parent_activation_grad;
-  T *pose_grad, *activation_grad, *transform_grad, *beta_u_grad, *beta_a_grad;
+// log_sums is null where the couplings are even; variance where it is not wanted.
+template <class T> struct MomentsOut {
+  T *mass, *mean, *variance, *log_mass, *log_sums;
 };
 
-enum class Squash { none, unit, sabour, su };
-
-struct DynamicOptions {
-  int iterations, threads;
-  bool cumulative, leaky, all_passes;
-  Squash form, inner_form;
+// A pass as its gradients need it. Gradients that are null are 0. log_sums is null where the couplings are even, and
+// coupling_grads where they are constants.
+template <class T> struct Record {
+  Agreement<T> agreement;
+  const T *log_sums, *coupling_grads, *mean, *variance, *log_mass, *mass_grad, *mean_grad, *variance_grad;
 };
 
-template <class T> struct DynamicForward {
-  const T *pose, *transform;
-  T *kept, *log_sums, *parents;
+template <class T> struct AgreementGrads {
+  T *coupling_grads, *constant, *linear, *quadratic, *centre;
 };
 
-template <class T> struct DynamicBackward {
-  const T *pose, *transform, *kept, *log_sums, *parents_grad;
-  T *pose_grad, *transform_grad;
+template <class T> struct ChildrenGrads {
+  T *pose, *activation, *transform;
 };
 
 // What one instruction set offers.
-template <class T> struct EMKernels {
-  void (*forward)(const Problem&, const EMOptions<T>&, const EMForward<T>&);
-  void (*backward)(const Problem&, const EMOptions<T>&, const EMBackward<T>&);
-};
-template <class T> struct DynamicKernels {
-  void (*forward)(const Problem&, const DynamicOptions&, const DynamicForward<T>&);
-  void (*backward)(const Problem&, const DynamicOptions&, const DynamicBackward<T>&);
-};
 template <class T> struct Kernels {
-  EMKernels<T> em;
-  DynamicKernels<T> dynamic;
+  void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
+  void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
+  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const AgreementGrads<T>&);
+  void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
 };
 struct Target {
   const char* name;

@@ -1,56 +1,15 @@
-// The kernels for one instruction set: batches over threads, between torch's layout and lanes.
-#include "dynamic.hpp"
-#include "em_backward.hpp"
+// The kernels for one instruction set: which order of lanes and which compiled shape a problem takes, and its units over
+// threads.
+#include "moments_backward.hpp"
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <exception>
 
 #include <omp.h>
 
 namespace TORCHCAPS_TARGET {
 namespace {
-
-template <class T> int padded(int J) { return (J + lanes<T> - 1) / lanes<T> * lanes<T>; }
-
-// [outer, J, inner] → [outer, JB, inner, lane], zeros in the lanes beyond J; and back. Whole squares are transposed.
-template <class T> void to_lanes(const T* from, T* to, long outer, int J, int inner) {
-  constexpr int L = lanes<T>;
-  const int JB = (J + L - 1) / L;
-  for (long block = 0; block < outer * JB; ++block) {
-    const int first = int(block % JB) * L, there = std::min(L, J - first);
-    const T* rows = from + (block / JB * J + first) * inner;
-    T* square = to + block * inner * L;
-    int i = 0;
-    for (; i + L <= inner; i += L) {
-      Vector<T> x[L]{};
-      for (int l = 0; l < there; ++l) std::memcpy(x + l, rows + long(l) * inner + i, sizeof x[0]);
-      transpose<T>(x);
-      std::memcpy(square + long(i) * L, x, sizeof x);
-    }
-    for (; i < inner; ++i)
-      for (int l = 0; l < L; ++l) square[long(i) * L + l] = l < there ? rows[long(l) * inner + i] : T(0);
-  }
-}
-template <class T> void from_lanes(const T* from, T* to, long outer, int J, int inner) {
-  constexpr int L = lanes<T>;
-  const int JB = (J + L - 1) / L;
-  for (long block = 0; block < outer * JB; ++block) {
-    const int first = int(block % JB) * L, there = std::min(L, J - first);
-    T* rows = to + (block / JB * J + first) * inner;
-    const T* square = from + block * inner * L;
-    int i = 0;
-    for (; i + L <= inner; i += L) {
-      Vector<T> x[L];
-      std::memcpy(x, square + long(i) * L, sizeof x);
-      transpose<T>(x);
-      for (int l = 0; l < there; ++l) std::memcpy(rows + long(l) * inner + i, x + l, sizeof x[0]);
-    }
-    for (; i < inner; ++i)
-      for (int l = 0; l < there; ++l) rows[long(l) * inner + i] = square[long(i) * L + l];
-  }
-}
 
 // Numbers below the smallest normal one are taken as 0 while it lives: each costs as much as a hundred others.
 class Flush {
@@ -63,18 +22,18 @@ class Flush {
 #endif
 };
 
-// Runs work(index, scratch) for every index on threads of its own; what one throws is thrown when all have ended. An
-// index is a sample, a block or a group of them with a sum of its own, or a child site with transforms of its own: none
-// writes what another reads or writes before all have ended.
+// Runs work(index, arena) for every index on threads; what one throws is thrown when all have ended. No index writes what
+// another reads or writes before all have ended.
 template <class Work> void on_threads(int count, int threads, Work work) {
   std::exception_ptr failed;
 #pragma omp parallel num_threads(std::max(1, std::min(count, threads)))
   {
     const Flush flush;
-    Scratch scratch;
+    Arena arena;
 #pragma omp for schedule(dynamic, 1)
     for (int index = 0; index < count; ++index) try {
-        work(index, scratch);
+        arena.clear();
+        work(index, arena);
       } catch (...) {
 #pragma omp critical
         failed = std::current_exception();
@@ -83,205 +42,166 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-long transform_size(const Problem& g, int J) { return long(g.K) * g.C * J * g.Q * g.N; }
-
-// [K, C, J, Q, N] → [K, C, JB, Q, N, lane].
-template <class T> void transforms_to_lanes(const Problem& g, const T* from, T* to, int threads) {
-  const long one = long(g.C) * g.J * g.Q * g.N, in_lanes = long(g.C) * padded<T>(g.J) * g.Q * g.N;
-  on_threads(g.K, threads, [&](int k, Scratch&) {
-    to_lanes(from + k * one, to + k * in_lanes, g.C, g.J, g.Q * g.N);
+// By type, transforms are put in lanes: [K, C, J, Q, N] → [K, C, JB, Q, N, lane].
+template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g, const Kernel& kernel, const T* from, Arena& arena) {
+  const int one = g.Q * g.N;
+  Vector<T>* to = arena.take<Vector<T>>(kernel.transform_size());
+  on_threads(g.K, g.threads, [&](int k, Arena&) {
+    for (int c = 0; c < g.C; ++c)
+      for (int block = 0; block < kernel.JB; ++block) {
+        const long first = (long(k) * g.C + c) * g.J + block * lanes<T>;
+        load_lanes(from + first * one, one, std::min(lanes<T>, g.J - block * lanes<T>), one,
+                   to + ((long(k) * g.C + c) * kernel.JB + block) * one);
+      }
   });
+  return to;
+}
+template <class T, class Kernel> void transforms_from_lanes(const Problem& g, const Kernel& kernel, const Vector<T>* from, T* to) {
+  const int one = g.Q * g.N;
+  for (long kc = 0; kc < long(g.K) * g.C; ++kc)
+    for (int block = 0; block < kernel.JB; ++block)
+      store_lanes(from + (kc * kernel.JB + block) * one, one, to + (kc * g.J + block * lanes<T>) * one, one,
+                  std::min(lanes<T>, g.J - block * lanes<T>));
 }
 
-// Sums of `size` numbers over samples: work(from, to, sum, scratch) adds up groups of them, at most 16, whose number
-// does not depend on the threads: the same bits for any number of them. The whole stands in the first.
-template <class T, class Work> T* sum_in_groups(int samples, long size, int threads, Scratch& memory, Work work) {
-  const long most = (64L << 20) / (size * long(sizeof(T)));
-  const int groups = int(std::max<long>(1, std::min<long>(std::min(samples, 16), most)));
+// The sum of what work(unit, sum, arena) adds to `size` numbers. Units are added up in groups whose number does not depend
+// on the threads: the same bits for any number of them.
+template <class T, class Work> T* sum_in_groups(int units, long size, int threads, Arena& memory, Work work) {
+  constexpr int MOST_GROUPS = 16;
+  constexpr long MOST_BYTES = 64L << 20;
+  const long affordable = MOST_BYTES / std::max(1L, size * long(sizeof(T)));
+  const int groups = int(std::max<long>(1, std::min<long>(std::min(units, MOST_GROUPS), affordable)));
   T* sums = memory.take<T>(size * groups);
-  on_threads(groups, threads, [&](int group, Scratch& scratch) {
+  on_threads(groups, threads, [&](int group, Arena& arena) {
     T* sum = sums + size * group;
     std::fill_n(sum, size, T(0));
-    work(int(long(samples) * group / groups), int(long(samples) * (group + 1) / groups), sum, scratch);
+    for (int unit = int(long(units) * group / groups); unit < int(long(units) * (group + 1) / groups); ++unit) {
+      arena.clear();
+      work(unit, sum, arena);
+    }
   });
   for (int group = 1; group < groups; ++group)
     for (long i = 0; i < size; ++i) sums[i] += sums[size * group + i];
   return sums;
 }
 
-template <class T, int R, int Q, int N> struct EMBatch {
-  using V = Vector<T>;
-  using Rule = EM<T, R, Q, N>;
+template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM> struct Batch {
+  using Kernel = MomentsBackward<T, Order, ROWS, INNER, COLUMNS, FORM>;
+  static constexpr bool by_type = Order<T>::by_type;
 
-  // Transforms and betas in lanes, and the rule that reads them.
-  struct Ready {
-    Scratch memory;
-    long transforms, parents, children;
-    int J;
-    EMOptions<T> options;
-    Rule rule;
-    Ready(const Problem& g, const EMOptions<T>& o, const T* transform)
-        : transforms(transform_size(g, padded<T>(g.J))), parents(long(g.P) * g.J),
-          children(long(g.S) * g.C), J(padded<T>(g.J)), options(o), rule(g, options, fill(g, o, transform)) {}
-    T* fill(const Problem& g, const EMOptions<T>& o, const T* transform) {
-      T* weights = memory.take<T>(transforms + 2 * J);
-      transforms_to_lanes(g, transform, weights, o.threads);
-      to_lanes(o.beta_u, weights + transforms, 1, g.J, 1);
-      to_lanes(o.beta_a, weights + transforms + J, 1, g.J, 1);
-      options.beta_u = weights + transforms;
-      options.beta_a = weights + transforms + J;
-      return weights;
-    }
-    long log_sums() const { return 2 * (options.iterations - 1) * children; }
-  };
+  template <class Work> static void with_kernel(const Problem& g, const T* transform, Work work) {
+    Arena memory;
+    if constexpr (by_type) work(Kernel(g, transforms_in_lanes(g, Kernel(g, nullptr), transform, memory)));
+    else work(Kernel(g, transform));
+  }
 
-  static void forward(const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
-    const Ready ready(g, o, x.transform);
-    const long kept = em_kept<T>(g, o.iterations);
-    on_threads(g.B, o.threads, [&](int b, Scratch& scratch) {
-      T* sample = x.kept + kept * b;
-      ready.rule.forward(x.pose + b * ready.children * g.R * g.Q, x.activation + b * ready.children, sample,
-                         x.log_sums + ready.log_sums() * b, scratch);
-      ready.rule.result(sample, x.mean + b * ready.parents * g.R * g.N, x.parent_activation + b * ready.parents);
+  static void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
+    with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.forward(unit, x, agreement, out, arena); });
     });
   }
 
-  static void backward(const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
-    const Ready ready(g, o, x.transform);
-    const int J = ready.J, H = g.R * g.N;
-    const long kept = em_kept<T>(g, o.iterations);
-    Scratch memory;
-    const auto add_up = [&](int from, int to, T* sum, Scratch& scratch) {
-      Scratch in_lanes;
-      T* mean_grad = in_lanes.take<T>(long(g.P) * J * (H + 1));
-      T* activation_grad = mean_grad + long(g.P) * J * H;
-      for (int b = from; b < to; ++b) {
-        to_lanes(x.mean_grad + b * ready.parents * H, mean_grad, g.P, g.J, H);
-        to_lanes(x.parent_activation_grad + b * ready.parents, activation_grad, g.P, g.J, 1);
-        ready.rule.backward(x.pose + b * ready.children * g.R * g.Q, x.activation + b * ready.children,
-                            x.kept + kept * b, x.log_sums + ready.log_sums() * b,
-                            reinterpret_cast<const V*>(mean_grad), reinterpret_cast<const V*>(activation_grad),
-                            x.pose_grad + b * ready.children * g.R * g.Q, x.activation_grad + b * ready.children,
-                            reinterpret_cast<V*>(sum), reinterpret_cast<V*>(sum + ready.transforms),
-                            reinterpret_cast<V*>(sum + ready.transforms + J), scratch);
+  static void couplings(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
+    with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.couplings(unit, x, agreement, out, arena); });
+    });
+  }
+
+  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out) {
+    with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, out, arena); });
+    });
+  }
+
+  static void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
+    using Pass = typename Kernel::Pass;
+    with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      const auto read_passes = [&](int unit, Pass* to, Arena& arena) {
+        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(unit, passes[t], arena);
+      };
+      if (!by_type && g.own_transforms) {
+        // Sites side by side: each writes the gradients of its own transforms.
+        std::fill_n(out.transform, kernel.transform_size(), T(0));
+        constexpr long MOST_BYTES = 16L << 20;
+        const long bytes = long(count) * kernel.PB * kernel.record_size() * long(sizeof(Vector<T>));
+        const int chunk = int(std::max(1L, std::min<long>(kernel.units(), MOST_BYTES / std::max(1L, bytes))));
+        for (int first = 0; first < kernel.units(); first += chunk) {
+          const int here = std::min(chunk, kernel.units() - first);
+          std::vector<Pass> read(std::size_t(here) * count);
+          std::vector<Arena> memory(here);
+          on_threads(here, g.threads, [&](int i, Arena&) { read_passes(first + i, &read[std::size_t(i) * count], memory[i]); });
+          on_threads(g.S, g.threads, [&](int s, Arena& arena) {
+            kernel.votes_grads(s, first, here, x, read.data(), count, out, out.transform, arena);
+          });
+        }
+        return;
       }
-    };
-    const T* sums = sum_in_groups<T>(g.B, ready.transforms + 2 * J, o.threads, memory, add_up);
-    from_lanes(sums, x.transform_grad, long(g.K) * g.C, g.J, g.Q * g.N);
-    from_lanes(sums + ready.transforms, x.beta_u_grad, 1, g.J, 1);
-    from_lanes(sums + ready.transforms + J, x.beta_a_grad, 1, g.J, 1);
+      Arena memory;
+      const long size = kernel.transform_size() * (by_type ? lanes<T> : 1);
+      const T* sum = sum_in_groups<T>(kernel.units(), size, g.threads, memory, [&](int unit, T* sum, Arena& arena) {
+        std::vector<Pass> read(count);
+        read_passes(unit, read.data(), arena);
+        Arena scratch;
+        for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, unit, 1, x, read.data(), count, out, sum, scratch);
+      });
+      if constexpr (by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(sum), out.transform);
+      else std::copy_n(sum, size, out.transform);
+    });
   }
 };
 
-template <class T, int INNER, int BLOCKS> struct DynamicBatch {
-  using V = Vector<T>;
-  using Rule = Dynamic<T, INNER, BLOCKS>;
-
-  // Transforms as the rule reads them: torch's own where a vote fills its vectors.
-  struct Ready {
-    Scratch memory;
-    Rule rule;
-    Ready(const Problem& g, const DynamicOptions& o, const T* transform) : rule(g, o, fill(g, o, transform)) {}
-    const T* fill(const Problem& g, const DynamicOptions& o, const T* transform) {
-      const Rule layout(g, o, nullptr);
-      if (layout.same_layout()) return transform;
-      T* weights = memory.take<T>(layout.transform_size());
-      const long rows = long(g.C) * g.J * g.Q, wide = layout.transform_size() / std::max(1, g.K);
-      on_threads(g.K, o.threads, [&](int k, Scratch&) { layout.spread(transform + k * rows * g.N, weights + k * wide, rows); });
-      return weights;
-    }
-  };
-
-  // Blocks of samples, as many as keep the threads busy and as large as the cache allows.
-  template <class Work> static void on_blocks(const DynamicOptions& o, const Rule& rule, int from, int to, Work work) {
-    const int size = rule.block(std::max(1, (to - from + o.threads - 1) / o.threads)), count = (to - from + size - 1) / size;
-    on_threads(count, o.threads, [&](int i, Scratch& scratch) {
-      work(from + i * size, std::min(to, from + (i + 1) * size), scratch);
-    });
-  }
-
-  static void forward(const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
-    const Ready ready(g, o, x.transform);
-    on_blocks(o, ready.rule, 0, g.B, [&](int from, int to, Scratch& scratch) {
-      ready.rule.forward(from, to, x.pose, x.kept, x.log_sums, scratch);
-      for (int b = from; b < to; ++b) ready.rule.result(b, x.kept, x.parents + b * long(g.P) * g.J * g.R * g.N);
-    });
-  }
-
-  static void backward(const Problem& g, const DynamicOptions& o, const DynamicBackward<T>& x) {
-    const Ready ready(g, o, x.transform);
-    const Rule& rule = ready.rule;
-    Scratch work_memory, sums_memory;
-    V* works = work_memory.take<V>(g.B * rule.work());
-    T* kept = const_cast<T*>(x.kept);
-    const auto undo_passes = [&](int from, int to, const typename Rule::Given& given, Scratch& scratch) {
-      for (int b = from; b < to; ++b)
-        rule.pad(x.parents_grad + b * long(g.P) * g.J * g.R * g.N, reinterpret_cast<T*>(rule.parents_grad(works, b)));
-      rule.undo_passes(from, to, x.pose, kept, x.log_sums, works, given, scratch);
-    };
-    const auto in_chunks = [&](int from, int to, auto work) {
-      const int size = rule.chunk(std::max(1, to - from));
-      Scratch memory;
-      V* given = memory.template take<V>(size * rule.given_size());
-      for (; from < to; from += size) work(from, std::min(to, from + size), typename Rule::Given{given, from, size});
-    };
-    const long rows = long(g.K) * g.C * g.J * g.Q;
-    if (g.own_transforms) {
-      const bool in_place = rule.same_layout();
-      T* sum = in_place ? x.transform_grad : sums_memory.take<T>(rule.transform_size());
-      std::fill_n(sum, rule.transform_size(), T(0));
-      in_chunks(0, g.B, [&](int from, int to, const auto& given) {
-        on_blocks(o, rule, from, to, [&](int first, int last, Scratch& scratch) { undo_passes(first, last, given, scratch); });
-        on_threads(g.S, o.threads, [&](int s, Scratch& scratch) {
-          rule.undo_votes(s, s + 1, from, to, x.pose, works, given, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
-        });
-      });
-      if (!in_place) rule.gather_back(sum, x.transform_grad, rows);
-      return;
-    }
-    const auto add_up = [&](int first, int last, T* sum, Scratch& scratch) {
-      in_chunks(first, last, [&](int from, int to, const auto& given) {
-        undo_passes(from, to, given, scratch);
-        rule.undo_votes(0, g.S, from, to, x.pose, works, given, x.pose_grad, reinterpret_cast<V*>(sum), scratch);
-      });
-    };
-    rule.gather_back(sum_in_groups<T>(g.B, rule.transform_size(), o.threads, sums_memory, add_up), x.transform_grad, rows);
-  }
-};
+// Samples in the lanes where every site has transforms of its own, which are then read once for many samples; or where
+// types would leave most lanes empty, and a site's parents fit in the cache as they are then, a vector each.
+template <class T> bool by_sample(const Problem& g) {
+  if (g.own_transforms) return true;
+  constexpr long CACHE_BYTES = 256 * 1024;
+  int edges = 0;
+  for (int s = 0; s < g.S; ++s) edges = std::max(edges, g.child_begin[s + 1] - g.child_begin[s]);
+  const auto in_use = [](long count) { return double(count) / double((count + lanes<T> - 1) / lanes<T> * lanes<T>); };
+  const bool fits = 5L * edges * g.J * g.R * g.N * long(sizeof(Vector<T>)) <= CACHE_BYTES;
+  return g.B > 0 && fits && in_use(g.B) > 1.3 * in_use(g.J);
+}
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
 // The published shapes are compiled one by one, in float32; everything else runs on the general code.
-template <class T, class Use> void em_batch(const Problem& g, Use use) {
-  if constexpr (sizeof(T) == 4) {
-    if (shape_is(g, 4, 4, 4)) return use(EMBatch<T, 4, 4, 4>());
-    if (shape_is(g, 4, 5, 4)) return use(EMBatch<T, 4, 5, 4>());
+template <class T, class Use> void choose(const Problem& g, int form, Use use) {
+  constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
+  const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
+  if (by_sample<T>(g)) {
+    if constexpr (sizeof(T) == 4) {
+      if (is_linear && shape_is(g, 1, 8, 16)) return use(Batch<T, BySample, 1, 8, 16, LINEAR>());
+      if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, BySample, 4, 5, 4, GAUSSIAN>());
+    }
+    return use(Batch<T, BySample, 0, 0, 0, ALL>());
   }
-  use(EMBatch<T, 0, 0, 0>());
+  if constexpr (sizeof(T) == 4) {
+    if (is_linear && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, LINEAR>());
+    if (is_gaussian && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, GAUSSIAN>());
+    if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, ByType, 4, 5, 4, GAUSSIAN>());
+  }
+  use(Batch<T, ByType, 0, 0, 0, ALL>());
 }
-template <class T, class Use> void dynamic_batch(const Problem& g, Use use) {
-  if constexpr (sizeof(T) == 4)
-    if (shape_is(g, 1, 8, 16)) return use(DynamicBatch<T, 8, 16 / lanes<T>>());
-  use(DynamicBatch<T, 0, 0>());
+
+template <class T> int form_of(const Agreement<T>& x, bool variance) {
+  return (x.linear ? LINEAR : 0) | (x.quadratic || x.centre ? QUADRATIC : 0) | (variance ? VARIANCE : 0);
 }
 
 template <class T> constexpr Kernels<T> kernels_in() {
   return {
-      {
-          [](const Problem& g, const EMOptions<T>& o, const EMForward<T>& x) {
-            em_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
-          },
-          [](const Problem& g, const EMOptions<T>& o, const EMBackward<T>& x) {
-            em_batch<T>(g, [&](auto batch) { batch.backward(g, o, x); });
-          },
+      [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
+        choose<T>(g, form_of(agreement, out.variance), [&](auto batch) { batch.moments(g, x, agreement, out); });
       },
-      {
-          [](const Problem& g, const DynamicOptions& o, const DynamicForward<T>& x) {
-            dynamic_batch<T>(g, [&](auto batch) { batch.forward(g, o, x); });
-          },
-          [](const Problem& g, const DynamicOptions& o, const DynamicBackward<T>& x) {
-            dynamic_batch<T>(g, [&](auto batch) { batch.backward(g, o, x); });
-          },
+      [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
+        choose<T>(g, form_of(agreement, false), [&](auto batch) { batch.couplings(g, x, agreement, out); });
+      },
+      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out) {
+        choose<T>(g, form_of(pass.agreement, pass.variance_grad), [&](auto batch) { batch.moments_backward(g, x, pass, out); });
+      },
+      [](const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
+        int form = 0;
+        for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
+        choose<T>(g, form, [&](auto batch) { batch.votes_backward(g, x, passes, count, out); });
       },
   };
 }

@@ -1,4 +1,8 @@
-// A capsule layer as its kernels see it: poses, transforms in lanes, and the votes they make.
+// A capsule layer as its kernels see it: what the lanes hold, and the votes.
+//
+// The lanes of a vector hold either the types at a parent site, of one sample (by type), or samples, of one parent (by
+// sample). A kernel is written once for both: what it calls a unit is one sample, or as many as there are lanes; and what
+// it calls a block of parents is a vector full of types, or a single parent type.
 #pragma once
 
 #include "lanes.hpp"
@@ -6,58 +10,155 @@
 
 namespace TORCHCAPS_TARGET {
 
-// ROWS, INNER and COLUMNS are R, Q and N where they are known beforehand, else 0.
-template <class T, int ROWS, int INNER, int COLUMNS> class Votes {
+// Children at or above TINY are on. What is smaller than FAINT, its root, is summed as logarithms.
+template <class T> inline constexpr T TINY = std::numeric_limits<T>::min();
+template <class T> inline constexpr T FAINT = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
+
+// Of a number of a child, and of a transform, by type and by sample.
+template <class T> struct ByType {
+  using V = Vector<T>;
+  using Child = T;
+  using Weight = V;
+  static constexpr bool by_type = true;
+  static V spread(Child x) { return all(x); }
+  // Over the lanes of each of some vectors; their memory has room for a multiple of the lanes.
+  static void sums(V* x, int count, Child* out) {
+    for (int i = 0; i < count; i += lanes<T>) {
+      const V y = sums_across<T>(x + i);
+      std::memcpy(out + i, &y, sizeof y);
+    }
+  }
+  static void largest(V* x, int count, Child* out) {
+    for (int i = 0; i < count; i += lanes<T>) {
+      const V y = largest_across<T>(x + i);
+      std::memcpy(out + i, &y, sizeof y);
+    }
+  }
+  static int vectors(int count) { return (count + lanes<T> - 1) / lanes<T>; }
+};
+template <class T> struct BySample {
+  using V = Vector<T>;
+  using Child = V;
+  using Weight = T;
+  static constexpr bool by_type = false;
+  static V spread(Child x) { return x; }
+  static void sums(const V* x, int count, Child* out) { std::copy_n(x, count, out); }
+  static void largest(const V* x, int count, Child* out) { std::copy_n(x, count, out); }
+  static int vectors(int count) { return count; }
+};
+
+// ROWS, INNER and COLUMNS are R, Q and N where they are known when this is compiled, else 0.
+template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS> class Votes {
  protected:
   using V = Vector<T>;
+  using Lay = Order<T>;
+  using Child = typename Lay::Child;
+  using Weight = typename Lay::Weight;
   static constexpr int L = lanes<T>;
   static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
+  static constexpr int BLOCK = MOST % 8 == 0 && ROWS ? 8 : 1;  // numbers of a vote whose sums stay in registers
 
   const Problem& g;
-  const int H, JB, PB;  // numbers in a vote, blocks of parent types, blocks of parents
-  const V* const W;     // [K, C, JB, Q, N]
+  const Weight* const transform;  // by type [K, C, JB, Q, N], by sample [K, C, J, Q, N]
 
-  Votes(const Problem& problem, const T* transform)
-      : g(problem), H(g.R * g.N), JB((g.J + L - 1) / L), PB(g.P * JB), W(reinterpret_cast<const V*>(transform)) {}
+ public:
+  const int H, JB, PB;  // numbers in a vote, blocks of parents at a site and in all
 
-  int rows() const { return ROWS ? ROWS : g.R; }
-  int inner() const { return INNER ? INNER : g.Q; }
-  int columns() const { return COLUMNS ? COLUMNS : g.N; }
-  int height() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
+  Votes(const Problem& problem, const Weight* transform)
+      : g(problem), transform(transform), H(g.R * g.N), JB(Lay::by_type ? (g.J + L - 1) / L : g.J), PB(g.P * JB) {}
 
-  const V* weights(int k, int c, int jb) const { return W + ((long(k) * g.C + c) * JB + jb) * inner() * columns(); }
-  const T* pose_of(const T* pose, int s, int c) const { return pose + (long(s) * g.C + c) * rows() * inner(); }
-  V valid(int jb) const {
-    V x{};
-    for (int i = 0; i < L; ++i) x[i] = jb * L + i < g.J;
-    return x;
+  int units() const { return Lay::by_type ? g.B : (g.B + L - 1) / L; }
+  long children() const { return long(g.S) * g.C; }
+  long transform_size() const { return long(g.K) * g.C * JB * g.Q * g.N; }
+
+  // Of a block of parents in a unit: the number of the parent in the first lane, counted over the batch, how many parents
+  // lie between two lanes, and how many lanes are in use.
+  struct Place {
+    long first, stride;
+    int rows;
+  };
+  Place place(int unit, int at) const {
+    const int p = at / JB, block = at % JB;
+    if constexpr (Lay::by_type)
+      return {(long(unit) * g.P + p) * g.J + block * L, 1, std::min(L, g.J - block * L)};
+    else return {(long(unit) * L * g.P + p) * g.J + block, long(g.P) * g.J, samples_of(unit)};
   }
-
-  // From 0 on, so that there is one way to contract every step: votes have the same bits wherever they are computed.
-  void vote(const T* m, const V* w, V* out) const { vote_rows(m, w, rows(), out); }
-  void vote_rows(const T* m, const V* w, int count, V* out) const {
-    for (int r = 0; r < count; ++r) {
-      V row[COLUMNS ? COLUMNS : MOST]{};
-      for (int q = 0; q < inner(); ++q)
-        for (int n = 0; n < columns(); ++n) row[n] += m[r * inner() + q] * w[q * columns() + n];
-      for (int n = 0; n < columns(); ++n) out[r * columns() + n] = row[n];
+  int samples_of(int unit) const { return Lay::by_type ? 1 : std::min(L, g.B - unit * L); }
+  // Scalars or vectors of parents in torch's layout ↔ a block's lanes; null is 0.
+  void load(const T* from, const Place& at, int count, V* to) const {
+    if (from) load_lanes(from + at.first * count, at.stride * count, at.rows, count, to);
+    else std::fill_n(reinterpret_cast<T*>(to), long(count) * L, T(0));
+  }
+  void store(const V* from, int count, T* to, const Place& at) const {
+    if (to) store_lanes(from, count, to + at.first * count, at.stride * count, at.rows);
+  }
+  // Numbers of the children of sites first … last - 1, `each` a site: by type where they are, by sample in lanes in `room`.
+  const Child* load_children(const T* from, int unit, int first, int last, long each, V* room) const {
+    const long start = long(unit) * (Lay::by_type ? 1 : L) * g.S * each + first * each;
+    if constexpr (Lay::by_type) return from + start;
+    else {
+      load_lanes(from + start, g.S * each, samples_of(unit), int((last - first) * each), room);
+      return room;
     }
   }
 
-  // The gradient of a vote, added to those of its pose [R, Q], lanes apart, and of its transform.
-  void undo_vote(const T* __restrict m, const V* __restrict w, const V* __restrict v_grad, V* __restrict m_grad,
-                 V* __restrict w_grad) const {
-    for (int n = 0; n < columns(); ++n)
-      for (int q = 0; q < inner(); ++q) {
-        V x = w_grad[q * columns() + n];
-        for (int r = 0; r < rows(); ++r) x += m[r * inner() + q] * v_grad[r * columns() + n];
-        w_grad[q * columns() + n] = x;
+ protected:
+  int rows() const { return ROWS ? ROWS : g.R; }
+  int inner() const { return INNER ? INNER : g.Q; }
+  int columns() const { return COLUMNS ? COLUMNS : g.N; }
+  int numbers() const { return ROWS * COLUMNS ? ROWS * COLUMNS : H; }
+  long pose_size() const { return long(rows()) * inner(); }
+
+  const Weight* weights(int kernel, int c, int block) const {
+    return transform + ((long(kernel) * g.C + c) * JB + block) * inner() * columns();
+  }
+  // Lanes that hold a parent; by sample, lanes without a sample count too: nothing is read from them.
+  V valid(int block) const {
+    V x{};
+    for (int i = 0; i < L; ++i) x[i] = !Lay::by_type || block * L + i < g.J;
+    return x;
+  }
+  T even_coupling(int group) const {
+    const T parents = T(g.J) * T(g.group_end(group) - g.group_begin(group));
+    return T(1) / (parents + T(g.none_of_the_above));
+  }
+
+  // Every step is contracted in one way, so that a vote has the same bits wherever it is computed.
+  void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
+  void vote_rows(const Child* pose, const Weight* w, int count, V* out) const {
+    constexpr int STEP = COLUMNS ? COLUMNS : 4;
+    for (int r = 0; r < count; ++r, pose += inner(), out += columns()) {
+      int n = 0;
+      for (; n + STEP <= columns(); n += STEP) {
+        V x[STEP]{};
+        for (int q = 0; q < inner(); ++q)
+          for (int i = 0; i < STEP; ++i) x[i] += pose[q] * w[q * columns() + n + i];
+        for (int i = 0; i < STEP; ++i) out[n + i] = x[i];
       }
+      for (; n < columns(); ++n) {
+        V x{};
+        for (int q = 0; q < inner(); ++q) x += pose[q] * w[q * columns() + n];
+        out[n] = x;
+      }
+    }
+  }
+
+  // Σ_n vote_grad · w, added to the gradient of the pose, whose lanes are still apart by type.
+  void add_pose_grad(const Weight* __restrict w, const V* __restrict vote_grad, V* __restrict pose_grad) const {
     for (int r = 0; r < rows(); ++r)
       for (int q = 0; q < inner(); ++q) {
-        V x = m_grad[r * inner() + q];
-        for (int n = 0; n < columns(); ++n) x += v_grad[r * columns() + n] * w[q * columns() + n];
-        m_grad[r * inner() + q] = x;
+        V x = pose_grad[r * inner() + q];
+        for (int n = 0; n < columns(); ++n) x += vote_grad[r * columns() + n] * w[q * columns() + n];
+        pose_grad[r * inner() + q] = x;
+      }
+  }
+  // Σ_r pose · vote_grad, added to the gradient of a transform; by type.
+  void add_transform_grad(const Child* __restrict pose, const V* __restrict vote_grad, V* __restrict w_grad) const {
+    for (int q = 0; q < inner(); ++q)
+      for (int n = 0; n < columns(); ++n) {
+        V x = w_grad[q * columns() + n];
+        for (int r = 0; r < rows(); ++r) x += pose[r * inner() + q] * vote_grad[r * columns() + n];
+        w_grad[q * columns() + n] = x;
       }
   }
 };

@@ -1,0 +1,405 @@
+// The moments of votes under an agreement, forward; torchcaps.routing.votes is their specification.
+//
+// All couplings even: every block of parents adds up its own votes. Else every child visits its edges: vote, logit,
+// softmax, sums at the parents. Sums are centred, on the agreement's centre or on some vote. Where too little would be
+// left of a variance, or a mass is so small that its sum underflows, a block of parents computes its moments again from
+// its own side, in log space.
+#pragma once
+
+#include "votes.hpp"
+
+namespace TORCHCAPS_TARGET {
+
+// What an agreement may hold, and whether variances are computed: a kernel is compiled for some of the combinations.
+constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: or a centre
+
+template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
+class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
+ protected:
+  using Base = Votes<T, Order, ROWS, INNER, COLUMNS>;
+  using V = typename Base::V;
+  using Lay = typename Base::Lay;
+  using Child = typename Base::Child;
+  using Weight = typename Base::Weight;
+  using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
+      Base::weights, Base::valid, Base::even_coupling, Base::vote;
+  static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
+  // Children of a group are taken together, as many as keep their votes in the nearest cache.
+  static constexpr int CACHE_BYTES = 32 * 1024, MOST_TOGETHER = 16;
+
+ public:
+  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load, Base::place, Base::store, Base::units;
+
+  // One unit's agreement, a record a block of parents: centre and quadratic [H], linear [H], constant, as far as the form
+  // has them. The constant is -∞ in lanes without a parent.
+  long centre_at() const { return 0; }
+  long quadratic_at() const { return numbers(); }
+  long linear_at() const { return quadratic ? 2 * numbers() : 0; }
+  long constant_at() const { return linear_at() + (linear ? numbers() : 0); }
+  long agreement_size() const { return constant_at() + 1; }
+  void load_agreement(int unit, const Agreement<T>& from, V* records, long size) const {
+    for (int at = 0; at < PB; ++at, records += size) {
+      const auto place = this->place(unit, at);
+      if (quadratic) load(from.centre, place, numbers(), records + centre_at());
+      if (quadratic) load(from.quadratic, place, numbers(), records + quadratic_at());
+      if (linear) load(from.linear, place, numbers(), records + linear_at());
+      load(from.constant, place, 1, records + constant_at());
+      V& constant = records[constant_at()];
+      constant = valid(at % JB) > 0 ? constant : all(lowest<T>);
+    }
+  }
+
+  // Of every group's softmax and child the largest logit, then log Σ e^(logit - largest): of huge logits, their sum would
+  // lose the second. [2, G, C] a unit.
+  long log_sums_size() const { return 2L * g.groups() * g.C; }
+
+  void forward(int unit, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
+    const Child* activation = activations_of(x, unit, arena);
+    V* parents = arena.take<V>(PB * agreement_size());
+    V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
+    V* centres = with_variance && !out.log_sums ? arena.take<V>(PB * numbers()) : nullptr;
+    const bool even = !out.log_sums;
+    Child* log_sums = even ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
+    if (even) {
+      sum_evenly(pose, activation, sums, centres, arena);
+    } else {
+      load_agreement(unit, agreement, parents, agreement_size());
+      visit_groups(pose, activation, parents, log_sums, arena,
+                   [&](int group, int, int together, const V* d, const V* w) { this->template add_up_of<with_variance>(group, together, d, w, sums); });
+    }
+    for (int at = 0; at < PB; ++at) {
+      const V* centre = even ? (with_variance ? centres + at * numbers() : nullptr)
+                             : (quadratic ? parents + at * agreement_size() + centre_at() : nullptr);
+      const auto place = this->place(unit, at);
+      Found found;
+      if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
+        found = computed_again(pose, activation, parents + at * agreement_size(), log_sums, at);
+      store(&found.mass, 1, out.mass, place);
+      store(found.mean, numbers(), out.mean, place);
+      if (with_variance) store(found.variance, numbers(), out.variance, place);
+      store(&found.log_mass, 1, out.log_mass, place);
+    }
+  }
+
+  // [B, J, E, C]
+  void couplings(int unit, const Children<T>& x, const Agreement<T>& agreement, T* out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
+    const Child* activation = activations_of(x, unit, arena);
+    V* parents = arena.take<V>(PB * agreement_size());
+    load_agreement(unit, agreement, parents, agreement_size());
+    Child* log_sums = arena.take<Child>(log_sums_size());
+    const long one = long(g.E) * g.C, first = long(unit) * (Lay::by_type ? 1 : L) * g.J * one;
+    visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int c, int together, const V*, const V* w) {
+      for (int e = g.group_begin(group); e < g.group_end(group); ++e)
+        for (int block = 0; block < JB; ++block, w += together)
+          for (int i = 0; i < together; ++i)
+            for (int l = 0; l < this->place(unit, block).rows; ++l)
+              out[first + (Lay::by_type ? (block * L + l) : (long(l) * g.J + block)) * one + long(e) * g.C + c + i] = w[i][l];
+    });
+  }
+
+ protected:
+  struct Found {
+    V mass, log_mass, mean[MOST], variance[MOST];
+  };
+
+  const Child* children_of(const T* from, int unit, long each, Arena& arena) const {
+    V* room = Lay::by_type ? nullptr : arena.template take<V>(children() * each);
+    return this->load_children(from, unit, 0, g.S, g.C * each, room);
+  }
+  const Child* activations_of(const Children<T>& x, int unit, Arena& arena) const {
+    if (x.activation) return children_of(x.activation, unit, 1, arena);
+    Child* ones = arena.template take<Child>(children());
+    std::fill_n(reinterpret_cast<T*>(ones), children() * long(sizeof(Child) / sizeof(T)), T(1));
+    return ones;
+  }
+
+  // Σ w, Σ w d [H], and Σ w d² [H] where asked for.
+  template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
+  static V* zeros(long count, Arena& arena) {
+    V* x = arena.take<V>(count);
+    std::fill_n(reinterpret_cast<T*>(x), count * L, T(0));
+    return x;
+  }
+  static V in_use(int rows) {
+    V x{};
+    for (int i = 0; i < L; ++i) x[i] = i < rows;
+    return x;
+  }
+
+  int together(int edges) const {
+    const long bytes = long(edges) * JB * (H + 1) * long(sizeof(V));
+    const long most = std::max(1L, std::min<long>(MOST_TOGETHER, CACHE_BYTES / std::max(1L, bytes)));
+    const long turns = (g.C + most - 1) / most;
+    return int((g.C + turns - 1) / turns);
+  }
+  long most_visited() const {
+    long most = 1;
+    for (int group = 0; group < g.groups(); ++group) {
+      const int edges = g.group_end(group) - g.group_begin(group);
+      most = std::max(most, long(together(edges)) * edges * JB);
+    }
+    return most;
+  }
+
+  // The logit of a vote, and what it is centred on is taken from it: of huge distances, only differences mean anything.
+  V logit(const V* v, const V* record, V* d) const {
+    V x{};
+    for (int h = 0; h < numbers(); ++h) {
+      d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
+      if constexpr (linear && quadratic) x += d[h] * (record[linear_at() + h] - d[h] * record[quadratic_at() + h]);
+      else if constexpr (quadratic) x -= d[h] * d[h] * record[quadratic_at() + h];
+      else if constexpr (linear) x += d[h] * record[linear_at() + h];
+    }
+    return record[constant_at()] + x;
+  }
+  V log_coupling(V logit, const Child* log_sums, long child) const {
+    return smaller<T>((logit - log_sums[child]) - log_sums[long(g.groups()) * g.C + child], V{});
+  }
+
+  // Calls use(group, child type, children, d, w) for some children of a group after the others. d [edge, block, child, H]
+  // are their votes, centred, and w [edge, block, child] their couplings times their activations.
+  template <class Use>
+  void visit_groups(const Child* pose, const Child* activation, const V* parents, Child* log_sums, Arena& arena, Use use) const {
+    const long most = most_visited();
+    V *d = arena.take<V>(most * numbers()), *w = arena.take<V>(most);
+    for (int group = 0; group < g.groups(); ++group) {
+      const int begin = g.group_begin(group), end = g.group_end(group), s = g.group_site(group);
+      if (begin == end) {
+        for (int part = 0; part < 2; ++part)
+          std::fill_n(log_sums + (long(part) * g.groups() + group) * g.C, g.C, Child{});
+        continue;
+      }
+      const int step = together(end - begin);
+      for (int c0 = 0; c0 < g.C; c0 += step) {
+        const int children = std::min(step, g.C - c0);
+        const long child = long(s) * g.C + c0;
+        V top[MOST_TOGETHER];
+        std::fill_n(top, MOST_TOGETHER, all(g.none_of_the_above ? T(0) : std::numeric_limits<T>::lowest()));
+        long i = 0;
+        for (int e = begin; e < end; ++e)
+          for (int block = 0; block < JB; ++block) {
+            const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
+            for (int c = 0; c < children; ++c, ++i) {
+              V v[MOST];
+              vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
+              w[i] = logit(v, record, d + i * numbers());
+              top[c] = larger<T>(w[i], top[c]);
+            }
+          }
+        softmax(children, i, top, activation + child, w, log_sums + long(group) * g.C + c0);
+        use(group, c0, children, d, w);
+      }
+    }
+  }
+
+  // Logits [block, child], whose largest over blocks are in top → couplings, times activations.
+  void softmax(int children, long blocks, V* top, const Child* activation, V* w, Child* log_sums) const {
+    V total[MOST_TOGETHER]{};
+    alignas(64) Child high[MOST_TOGETHER], sum[MOST_TOGETHER], scale[MOST_TOGETHER];
+    Lay::largest(top, children, high);
+    for (long i = 0; i < blocks; i += children)
+      for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - high[c]);
+    Lay::sums(total, children, sum);
+    const auto in_vectors = [](Child* x) { return reinterpret_cast<V*>(x); };
+    for (int i = 0; i < Lay::vectors(children); ++i) {
+      if (g.none_of_the_above) in_vectors(sum)[i] += exponential(-in_vectors(high)[i]);
+      in_vectors(scale)[i] = T(1) / in_vectors(sum)[i];
+      in_vectors(sum)[i] = logarithm(in_vectors(sum)[i]);
+    }
+    for (int c = 0; c < children; ++c) {
+      log_sums[c] = high[c];
+      log_sums[long(g.groups()) * g.C + c] = sum[c];
+      scale[c] *= activation[c];
+    }
+    for (long i = 0; i < blocks; i += children)
+      for (int c = 0; c < children; ++c) w[i + c] *= scale[c];
+  }
+
+  // Adds Σ w, Σ w d and, where asked for, Σ w d² of some children of a group to its parents' sums.
+  template <bool SECOND> void add_up_of(int group, int children, const V* d, const V* w, V* sums) const {
+    for (int e = g.group_begin(group); e < g.group_end(group); ++e)
+      for (int block = 0; block < JB; ++block, d += children * numbers(), w += children) {
+        V *mass = sums + (long(g.edge_parent[e]) * JB + block) * sums_size_of<SECOND>(), *first = mass + 1, *second = first + numbers();
+        V total = *mass;
+        for (int c = 0; c < children; ++c) total += w[c];
+        *mass = total;
+        for (int h = 0; h < numbers(); h += BLOCK) {
+          V one[BLOCK], two[BLOCK];
+          for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i];
+          if (SECOND)
+            for (int i = 0; i < BLOCK; ++i) two[i] = second[h + i];
+          for (int c = 0; c < children; ++c) {
+            const V* dc = d + long(c) * numbers() + h;
+            for (int i = 0; i < BLOCK; ++i) {
+              const V x = w[c] * dc[i];
+              one[i] += x;
+              if (SECOND) two[i] += x * dc[i];
+            }
+          }
+          for (int i = 0; i < BLOCK; ++i) first[h + i] = one[i];
+          if (SECOND)
+            for (int i = 0; i < BLOCK; ++i) second[h + i] = two[i];
+        }
+      }
+  }
+
+  // The sums of evenly shared votes, of variances around the mean of a parent's first few. A few transforms at a time serve
+  // all parents from the nearest cache.
+  void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
+    Child* site_sums = arena.take<Child>(g.S);
+    for (int s = 0; s < g.S; ++s) {
+      site_sums[s] = Child{};
+      for (int c = 0; c < g.C; ++c) site_sums[s] += activation[long(s) * g.C + c];
+    }
+    int most_edges = 0;
+    for (int p = 0; p < g.P; ++p) {
+      const int begin = g.parent_begin[p], end = g.parent_begin[p + 1];
+      most_edges = std::max(most_edges, end - begin);
+      Child mass{};
+      for (int i = begin; i < end; ++i) {
+        const int e = g.parent_edge[i];
+        mass += even_coupling(g.group_of(e)) * site_sums[g.edge_child[e]];
+      }
+      for (int block = 0; block < JB; ++block) {
+        const long at = long(p) * JB + block;
+        sums[at * this->template sums_size_of<with_variance>()] = Lay::spread(mass);
+        if (with_variance) mean_of_first(pose, activation, p, block, centres + at * numbers());
+      }
+    }
+    const long bytes = long(g.C) * inner() * columns() * long(sizeof(Weight));
+    const int step = int(std::max(1L, CACHE_BYTES / bytes));
+    for (int block = 0; block < JB; ++block)
+      for (int from = 0; from < most_edges; from += step)
+        for (int p = 0; p < g.P; ++p) {
+          const long at = long(p) * JB + block;
+          add_evenly(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
+                     block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
+        }
+  }
+
+  void mean_of_first(const Child* pose, const Child* activation, int p, int block, V* mean) const {
+    constexpr long MOST_VOTES = 8;
+    const long count = std::min(MOST_VOTES, long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C);
+    std::fill_n(reinterpret_cast<T*>(mean), numbers() * L, T(0));
+    V total{};
+    for (long i = 0; i < count; ++i) {
+      const int e = g.parent_edge[g.parent_begin[p] + i / g.C], c = int(i % g.C);
+      const long child = long(g.edge_child[e]) * g.C + c;
+      V v[MOST];
+      vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
+      total += activation[child];
+      for (int h = 0; h < numbers(); ++h) mean[h] += activation[child] * v[h];
+    }
+    for (int h = 0; h < numbers(); ++h) mean[h] = total > FAINT<T> ? mean[h] / total : V{};
+  }
+
+  void add_evenly(const Child* pose, const Child* activation, int from, int to, int block, V* sum, const V* centres) const {
+    constexpr int TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
+    constexpr int NUMBERS = TOGETHER ? TOGETHER * COLUMNS : MOST;
+    const int step = TOGETHER ? TOGETHER : rows(), count = step * columns();
+    for (int r = 0; r < rows(); r += step) {
+      const long at = long(r) * columns();
+      V *first = sum + 1 + at, *second = first + numbers(), one[NUMBERS], two[NUMBERS], centre[NUMBERS];
+      for (int h = 0; h < count; ++h) {
+        one[h] = first[h];
+        if (with_variance) two[h] = second[h], centre[h] = centres[at + h];
+      }
+      for (int i = from; i < to; ++i) {
+        const int e = g.parent_edge[i], s = g.edge_child[e];
+        const T share = even_coupling(g.group_of(e));
+        for (int c = 0; c < g.C; ++c) {
+          const Child weight = share * activation[long(s) * g.C + c];
+          V v[NUMBERS];
+          this->vote_rows(pose + (long(s) * g.C + c) * pose_size() + r * inner(), weights(g.edge_kernel[e], c, block), step, v);
+          for (int h = 0; h < count; ++h) {
+            if constexpr (with_variance) {
+              const V d = v[h] - centre[h], x = weight * d;
+              one[h] += x;
+              two[h] += x * d;
+            } else one[h] += weight * v[h];
+          }
+        }
+      }
+      for (int h = 0; h < count; ++h) {
+        first[h] = one[h];
+        if (with_variance) second[h] = two[h];
+      }
+    }
+  }
+
+  // Moments from sums around a centre (null: 0); false where they would not be exact.
+  bool from_sums(const V* sum, const V* centre, V mask, Found& found) const {
+    const V mass = mask > 0 ? sum[0] : all(T(1));  // lanes that are not in use must not ask for more
+    if (any(mass < T(10) * FAINT<T>)) return false;
+    const V inverse = T(1) / mass;
+    typename Lane<T>::bits lost{};
+    found.mass = mass;
+    found.log_mass = logarithm(mass);
+    for (int h = 0; h < numbers(); ++h) {
+      const V first = sum[1 + h] * inverse, moved = first * first;
+      found.mean[h] = centre ? centre[h] + first : first;
+      if (!with_variance) continue;
+      found.variance[h] = larger<T>(sum[1 + numbers() + h] * inverse - moved, V{});
+      lost |= mask * moved > T(1000) * found.variance[h];
+    }
+    return !any(lost);
+  }
+
+  // A block of parents from its own side, its weights relative to the largest.
+  Found computed_again(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
+    const int p = at / JB, block = at % JB;
+    V d[MOST], top = all(lowest<T>), total{}, centre[MOST]{};
+    const auto each_vote = [&](auto use) {
+      for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
+        const int e = g.parent_edge[i], group = g.group_of(e);
+        for (int c = 0; c < g.C; ++c) {
+          const long child = long(g.edge_child[e]) * g.C + c;
+          const V a = Lay::spread(activation[child]);
+          const auto off = a < TINY<T>;
+          V v[MOST];
+          vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
+          V log_c = all(std::log(even_coupling(group)));
+          if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
+          use(off, off ? all(lowest<T>) : logarithm(a) + log_c, v);
+        }
+      }
+    };
+    each_vote([&](auto off, V log_w, const V* v) {
+      for (int h = 0; h < numbers(); ++h) centre[h] = (log_w > top) & ~off ? v[h] : centre[h];
+      top = larger<T>(log_w, top);
+    });
+    top = top == lowest<T> ? V{} : top;
+    Found found{};
+    V second[MOST]{};
+    each_vote([&](auto off, V log_w, const V* v) {
+      const V w = off ? V{} : exponential(log_w - top);
+      total += w;
+      for (int h = 0; h < numbers(); ++h) found.mean[h] += off ? V{} : w * (v[h] - centre[h]);
+    });
+    const auto alive = ~(total <= T(0));
+    const V inverse = alive ? T(1) / (alive ? total : all(T(1))) : V{};
+    for (int h = 0; h < numbers(); ++h) found.mean[h] = alive ? centre[h] + found.mean[h] * inverse : V{};
+    if (with_variance) {
+      each_vote([&](auto off, V log_w, const V* v) {
+        const V w = off ? V{} : inverse * exponential(log_w - top);
+        for (int h = 0; h < numbers(); ++h) {
+          const V x = v[h] - found.mean[h], y = off ? V{} : w * x;
+          second[h] += y;
+          found.variance[h] += y * x;
+        }
+      });
+      // The mean is set right by what it misses of the votes.
+      for (int h = 0; h < numbers(); ++h) {
+        found.variance[h] = alive ? larger<T>(found.variance[h] - second[h] * second[h], V{}) : V{};
+        found.mean[h] += second[h];
+      }
+    }
+    found.mass = total * exponential(top);
+    found.log_mass = alive ? logarithm(total) + top : all(-lowest<T>);
+    return found;
+  }
+};
+
+}  // namespace TORCHCAPS_TARGET

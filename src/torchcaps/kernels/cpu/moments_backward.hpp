@@ -1,0 +1,372 @@
+// The gradients of moments. Votes and couplings are computed again from what each pass found. Of one pass, with
+// w = activation · c, e = vote - mean, d = vote - centre, and the gradients of mass, mean and variance given:
+//
+//   u          = mass_grad + Σ (mean_grad · e + variance_grad · (e² - variance)) / mass        the gradient of w
+//   γ          = Σ c u over the parents of a child                                             of its activation
+//   logit_grad = w (u - γ)
+//   constant_grad = Σ logit_grad, linear_grad = Σ logit_grad d, quadratic_grad = -Σ logit_grad d² over the children,
+//   centre_grad   = 2 quadratic Σ logit_grad d - linear Σ logit_grad
+//   vote_grad  = (w / mass) (mean_grad + 2 variance_grad e) + logit_grad (linear - 2 quadratic d)
+//
+// One sweep over children computes γ and the gradients of the agreement. When all passes have been differentiated,
+// another computes every vote once, adds up its gradients over the passes, and from them those of pose and transform.
+#pragma once
+
+#include "moments.hpp"
+
+namespace TORCHCAPS_TARGET {
+
+template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
+class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
+  using Base = Moments<T, Order, ROWS, INNER, COLUMNS, FORM>;
+  using V = typename Base::V;
+  using Lay = typename Base::Lay;
+  using Child = typename Base::Child;
+  using Weight = typename Base::Weight;
+  using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
+      Base::valid, Base::even_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
+      Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
+      Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
+  static constexpr int PAIR = 2, SIDE_BY_SIDE = 4;  // children that share what is read of a parent, in the two sweeps
+  static constexpr T ALMOST_NOTHING = -40, MOST_LOG_SHARE = 60;
+
+ public:
+  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load, Base::place, Base::store, Base::log_sums_size;
+
+  // A record a block of parents: its agreement, its mean and the gradients of its mean and variance [H]; log mass,
+  // 1 / mass, the gradient of mass, and Σ variance_grad · variance.
+  long mean_at() const { return agreement_size(); }
+  long mean_grad_at() const { return mean_at() + numbers(); }
+  long variance_grad_at() const { return mean_grad_at() + numbers(); }
+  long log_mass_at() const { return variance_grad_at() + (with_variance ? numbers() : 0); }
+  long inverse_at() const { return log_mass_at() + 1; }
+  long mass_grad_at() const { return log_mass_at() + 2; }
+  long offset_at() const { return log_mass_at() + 3; }
+  long record_size() const { return log_mass_at() + 4; }
+  void load_pass(int unit, const Record<T>& pass, V* records) const {
+    this->load_agreement(unit, pass.agreement, records, record_size());
+    for (int at = 0; at < PB; ++at, records += record_size()) {
+      const auto place = this->place(unit, at);
+      load(pass.mean, place, numbers(), records + mean_at());
+      load(pass.mean_grad, place, numbers(), records + mean_grad_at());
+      load(pass.log_mass, place, 1, records + log_mass_at());
+      load(pass.mass_grad, place, 1, records + mass_grad_at());
+      records[inverse_at()] = exponential(-records[log_mass_at()]);
+      V offset{};
+      if (with_variance) {
+        V variance[MOST];
+        load(pass.variance_grad ? pass.variance : nullptr, place, numbers(), variance);
+        load(pass.variance_grad, place, numbers(), records + variance_grad_at());
+        for (int h = 0; h < numbers(); ++h) offset += records[variance_grad_at() + h] * variance[h];
+      }
+      records[offset_at()] = offset;
+    }
+  }
+
+  // Of one unit: γ of every child, and the gradients of the agreement.
+  void agreement_grads(int unit, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
+    const Child* activation = activations_of(x, unit, arena);
+    const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * unit;
+    Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * unit;
+    V* parents = arena.take<V>(PB * record_size());
+    load_pass(unit, pass, parents);
+    V* sums = zeros(PB * sums_size(), arena);
+    const long most = this->most_visited();
+    V *d = arena.take<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
+    const bool wanted = out.constant || out.linear || out.quadratic || out.centre;
+    for (int group = 0; group < g.groups(); ++group) {
+      const int begin = g.group_begin(group), end = g.group_end(group), step = together(end - begin);
+      for (int c0 = 0; c0 < g.C; c0 += step) {
+        const int children = std::min(step, g.C - c0);
+        const long first = long(g.group_site(group)) * g.C + c0, softmax = long(group) * g.C + c0;
+        V total[MOST_TOGETHER]{};
+        long i = 0;
+        for (int e = begin; e < end; ++e)
+          for (int block = 0; block < JB; ++block) {
+            const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
+            for (int c = 0; c < children; c += PAIR) {
+              const int pair = std::min(PAIR, children - c);
+              V logit[PAIR], bracket[PAIR];
+              compare(pose + (first + c) * pose_size(), pair, record, [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
+                      logit, bracket, d + i * numbers());
+              for (int k = 0; k < pair; ++k, ++i) {
+                const V log_c = log_coupling(logit[k], log_sums, softmax + c + k);
+                couplings[i] = exponential(log_c);
+                u[i] = weight_grad(activation[first + c + k], record, bracket[k], couplings[i], log_c).c_u;
+                total[c + k] += u[i];
+              }
+            }
+          }
+        alignas(64) Child gamma[MOST_TOGETHER];
+        Lay::sums(total, children, gamma);
+        std::copy_n(gamma, children, gammas + softmax);
+        if (!wanted) continue;
+        for (long at = 0; at < i; at += children)
+          for (int c = 0; c < children; ++c)
+            u[at + c] = scaled(activation[first + c] / unit_of(activation[first + c]), u[at + c] - couplings[at + c] * gamma[c]);
+        add_up(group, children, d, u, sums);
+      }
+    }
+    if (wanted) store_agreement_grads(unit, parents, sums, out);
+  }
+
+  // The passes of one unit, as the sweep over votes reads them.
+  struct Pass {
+    const V* records;
+    const Child *log_sums, *coupling_grads;
+  };
+  Pass pass_of(int unit, const Record<T>& from, Arena& arena) const {
+    V* records = arena.take<V>(PB * record_size());
+    load_pass(unit, from, records);
+    const auto of_unit = [&](const T* x, long size) { return x ? reinterpret_cast<const Child*>(x) + size * unit : nullptr; };
+    return {records, of_unit(from.log_sums, log_sums_size()), of_unit(from.coupling_grads, long(g.groups()) * g.C)};
+  }
+
+  // Child site s of some units: the gradients of pose and activation (written) and of the transforms (added to; by type
+  // in lanes). `passes` [unit, pass].
+  void votes_grads(int s, int first_unit, int count, const Children<T>& x, const Pass* passes, int pass_count,
+                   const ChildrenGrads<T>& out, void* transform_grad, Arena& arena) const {
+    arena.clear();
+    const long size = pose_size(), whole = g.C * size;
+    const Child** poses = arena.take<const Child*>(count);
+    const Child** activations = arena.take<const Child*>(count);
+    for (int unit = 0; unit < count; ++unit) {
+      V* room = Lay::by_type ? nullptr : arena.take<V>(whole + g.C);
+      poses[unit] = this->load_children(x.pose, first_unit + unit, s, s + 1, whole, room);
+      if (x.activation) activations[unit] = this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + whole);
+      else {
+        Child* ones = arena.take<Child>(g.C);
+        std::fill_n(reinterpret_cast<T*>(ones), g.C * long(sizeof(Child) / sizeof(T)), T(1));
+        activations[unit] = ones;
+      }
+    }
+    V *pose_grads = zeros(count * whole + L, arena), *totals = zeros(long(count) * g.C + L, arena);
+    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * SIDE_BY_SIDE * MOST));
+    auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
+    for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
+      const T even = even_coupling(g.group_of(e)), log_even = std::log(even);
+      for (int block = 0; block < JB; ++block)
+        for (int c = 0; c < g.C; c += SIDE_BY_SIDE) {
+          const int children = std::min(SIDE_BY_SIDE, g.C - c);
+          const long at = long(g.edge_parent[e]) * JB + block;
+          for (int unit = 0; unit < count; ++unit) {
+            V(*grads)[MOST] = v + long(unit) * SIDE_BY_SIDE;
+            for (int i = 0; i < SIDE_BY_SIDE; ++i) {  // the last child stands in for those that do not exist
+              const int there = std::min(c + i, g.C - 1);
+              vote(poses[unit] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
+            }
+            to_grads(long(g.group_of(e)) * g.C, c, children, at, even, log_even, activations[unit],
+                     passes + long(unit) * pass_count, pass_count, totals + long(unit) * g.C + c, factors, grads);
+            for (int i = 0; i < children; ++i)
+              this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i], pose_grads + unit * whole + (c + i) * size);
+          }
+          for (int i = 0; i < children; ++i) {
+            const long to = weights(g.edge_kernel[e], c + i, block) - this->transform;
+            if constexpr (Lay::by_type)
+              this->add_transform_grad(poses[0] + (c + i) * size, v[i], static_cast<V*>(transform_grad) + to);
+            else add_over_samples(poses, (c + i) * size, v[i], count, static_cast<T*>(transform_grad) + to);
+          }
+        }
+    }
+    for (int unit = 0; unit < count; ++unit)
+      store_children_grads(s, first_unit + unit, activations[unit], passes + long(unit) * pass_count, pass_count,
+                           pose_grads + unit * whole, totals + long(unit) * g.C, out, arena);
+  }
+
+ private:
+  static Child child(T x) {
+    if constexpr (Lay::by_type) return x;
+    else return all(x);
+  }
+  // The gradient of a faint child's activation is in units of 1 / FAINT: it may be larger than any number.
+  static Child unit_of(Child a) { return (a >= TINY<T>) & (a < FAINT<T>) ? child(FAINT<T>) : child(T(1)); }
+  // Of a child that is off, nothing, however large its part would be.
+  static V scaled(Child a, V x) {
+    if constexpr (Lay::by_type) return a == 0 ? V{} : a * x;
+    else return a == T(0) ? V{} : a * x;
+  }
+
+  // In these units: c / mass, and c u.
+  struct WeightGrad {
+    V share, c_u;
+  };
+  WeightGrad weight_grad(Child a, const V* record, V bracket, V c, V log_c) const {
+    const Child unit = unit_of(a);
+    const V log_mass = record[log_mass_at()];
+    V share = unit * c * record[inverse_at()];
+    if (any(log_mass < ALMOST_NOTHING)) {
+      const V log_share = log_c - log_mass, of_on = log_share + logarithm(Lay::spread(unit));
+      share = exponential(Lay::spread(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : of_on);
+    }
+    return {share, share * (bracket - record[offset_at()]) + unit * c * record[mass_grad_at()]};
+  }
+
+  // Logits of a child or two, Σ e (mean_grad + variance_grad e), and d.
+  template <class Weights>
+  void compare(const Child* pose, int count, const V* record, Weights weights, V* logit, V* bracket, V* d) const {
+    V v[PAIR][MOST];
+    V* distance[PAIR];
+    for (int k = 0; k < PAIR; ++k) {
+      const int there = std::min(k, count - 1);
+      vote(pose + there * pose_size(), weights(there), v[k]);
+      distance[k] = d + there * numbers();
+      logit[k] = bracket[k] = V{};
+    }
+    for (int h = 0; h < numbers(); ++h) {
+      const V centre = quadratic ? record[centre_at() + h] : V{}, square = quadratic ? record[quadratic_at() + h] : V{};
+      const V slope = linear ? record[linear_at() + h] : V{}, mean = record[mean_at() + h];
+      const V mean_grad = record[mean_grad_at() + h], variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
+      for (int k = 0; k < PAIR; ++k) {
+        const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
+        distance[k][h] = x;
+        if constexpr (linear && quadratic) logit[k] += x * (slope - x * square);
+        else if constexpr (quadratic) logit[k] -= x * x * square;
+        else if constexpr (linear) logit[k] += x * slope;
+        bracket[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
+      }
+    }
+    for (int k = 0; k < PAIR; ++k) logit[k] = record[constant_at()] + logit[k];
+  }
+
+  long sums_size() const { return this->template sums_size_of<quadratic>(); }
+  void add_up(int group, int children, const V* d, const V* w, V* sums) const {
+    this->template add_up_of<quadratic>(group, children, d, w, sums);
+  }
+  void store_agreement_grads(int unit, const V* parents, const V* sums, const AgreementGrads<T>& out) const {
+    for (int at = 0; at < PB; ++at) {
+      const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
+      const auto place = this->place(unit, at);
+      V negative[MOST], centre_grad[MOST];
+      for (int h = 0; h < numbers(); ++h) {
+        negative[h] = quadratic ? -sum[1 + numbers() + h] : V{};
+        centre_grad[h] = V{};
+        if (quadratic) centre_grad[h] = T(2) * record[quadratic_at() + h] * sum[1 + h];
+        if (linear) centre_grad[h] -= record[linear_at() + h] * sum[0];
+      }
+      store(sum, 1, out.constant, place);
+      store(sum + 1, numbers(), out.linear, place);
+      store(negative, numbers(), out.quadratic, place);
+      store(centre_grad, numbers(), out.centre, place);
+    }
+  }
+
+  // Of some children and one pass: w / mass, twice it, logit_grad, and minus twice it.
+  struct Factors {
+    V share[SIDE_BY_SIDE], twice_share[SIDE_BY_SIDE], slope[SIDE_BY_SIDE], twice_slope[SIDE_BY_SIDE];
+  };
+
+  // Votes of some children for one block of parents → their gradients, in place.
+  void to_grads(long group, int c0, int children, long at, T even, T log_even, const Child* activation, const Pass* passes,
+                int count, V* totals, Factors* factors, V (*v)[MOST]) const {
+    constexpr int N = SIDE_BY_SIDE;
+    const long softmax = group + c0;
+    Child whole[N];  // activation in units
+    for (int i = 0; i < N; ++i) {
+      const Child a = activation[c0 + std::min(i, children - 1)];
+      whole[i] = i < children ? a / unit_of(a) : child(T(0));
+    }
+    for (int t = 0; t < count; ++t) {
+      const Pass& pass = passes[t];
+      const V* record = pass.records + at * record_size();
+      V logit[N]{}, bracket[N]{};
+      for (int h = 0; h < numbers(); ++h) {
+        const V mean = record[mean_at() + h], mean_grad = record[mean_grad_at() + h];
+        const V variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
+        for (int i = 0; i < N; ++i) {
+          const V e = v[i][h] - mean;
+          bracket[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
+        }
+        if (!pass.log_sums) continue;
+        const V centre = quadratic ? record[centre_at() + h] : V{}, square = quadratic ? record[quadratic_at() + h] : V{};
+        const V slope = linear ? record[linear_at() + h] : V{};
+        for (int i = 0; i < N; ++i) {
+          const V d = quadratic ? v[i][h] - centre : v[i][h];
+          if constexpr (linear && quadratic) logit[i] += d * (slope - d * square);
+          else if constexpr (quadratic) logit[i] -= d * d * square;
+          else if constexpr (linear) logit[i] += d * slope;
+        }
+      }
+      for (int i = 0; i < N; ++i) {
+        V share{}, slope{};
+        if (i < children) {
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_even);
+          const V c = pass.log_sums ? exponential(log_c) : all(even);
+          const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, bracket[i], c, log_c);
+          share = whole[i] * of_vote;
+          if (pass.coupling_grads) slope = scaled(whole[i], c_u - c * pass.coupling_grads[softmax + i]);
+          else totals[i] += c_u;
+        }
+        factors[t].share[i] = share, factors[t].twice_share[i] = T(2) * share;
+        factors[t].slope[i] = slope, factors[t].twice_slope[i] = T(-2) * slope;
+      }
+    }
+    for (int h = 0; h < numbers(); ++h) {
+      V sum[N]{};
+      for (int t = 0; t < count; ++t) {
+        const Factors& f = factors[t];
+        const V* record = passes[t].records + at * record_size() + h;
+        const V mean = record[mean_at()], mean_grad = record[mean_grad_at()];
+        const V variance_grad = with_variance ? record[variance_grad_at()] : V{};
+        for (int i = 0; i < N; ++i) {
+          sum[i] += f.share[i] * mean_grad;
+          if (with_variance) sum[i] += f.twice_share[i] * variance_grad * (v[i][h] - mean);
+        }
+        if (!passes[t].coupling_grads) continue;
+        const V centre = quadratic ? record[centre_at()] : V{}, square = quadratic ? record[quadratic_at()] : V{};
+        const V slope = linear ? record[linear_at()] : V{};
+        for (int i = 0; i < N; ++i) {
+          if (linear) sum[i] += f.slope[i] * slope;
+          if (quadratic) sum[i] += f.twice_slope[i] * square * (v[i][h] - centre);
+        }
+      }
+      for (int i = 0; i < N; ++i) v[i][h] = sum[i];
+    }
+  }
+
+  // Σ pose · vote_grad over the rows of a pose, the lanes and the units; by sample.
+  void add_over_samples(const Child* const* poses, long pose_at, const V* vote_grads, int count, T* out) const {
+    const int all_of_them = inner() * columns();
+    for (int from = 0; from < all_of_them; from += L) {
+      const int here = std::min(L, all_of_them - from);
+      V x[L]{};
+      for (int unit = 0; unit < count; ++unit) {
+        const Child* pose = poses[unit] + pose_at;
+        const V* grads = vote_grads + long(unit) * SIDE_BY_SIDE * MOST;
+        for (int r = 0; r < rows(); ++r, pose += inner(), grads += columns())
+          if constexpr (COLUMNS && L % COLUMNS == 0) {
+            const int q = from / COLUMNS;
+            for (int i = 0; i < L; ++i)
+              if (q + i / COLUMNS < inner()) x[i] += pose[q + i / COLUMNS] * grads[i % COLUMNS];
+          } else {
+            for (int i = 0; i < here; ++i) x[i] += pose[(from + i) / columns()] * grads[(from + i) % columns()];
+          }
+      }
+      const V sum = sums_across<T>(x);
+      for (int i = 0; i < here; ++i) out[from + i] += sum[i];
+    }
+  }
+
+  void store_children_grads(int s, int unit, const Child* activation, const Pass* passes, int pass_count, V* pose_grad,
+                            V* total, const ChildrenGrads<T>& out, Arena& arena) const {
+    const long whole = g.C * pose_size();
+    Child* sums = arena.take<Child>(std::max<long>(whole, g.C) + L);
+    const auto store = [&](T* to, int count) {
+      if constexpr (Lay::by_type) std::copy_n(sums, count, to + (long(unit) * g.S + s) * count);
+      else store_lanes(sums, count, to + (long(unit) * L * g.S + s) * count, long(g.S) * count, this->samples_of(unit));
+    };
+    Lay::sums(pose_grad, int(whole), sums);
+    store(out.pose, int(whole));
+    if (!out.activation) return;
+    Lay::sums(total, g.C, sums);
+    for (int t = 0; t < pass_count; ++t)
+      for (int e = g.child_begin[s]; passes[t].coupling_grads && e < g.child_begin[s + 1]; ++e) {
+        if (!g.types && e > g.child_begin[s]) break;
+        for (int c = 0; c < g.C; ++c) sums[c] += passes[t].coupling_grads[long(g.group_of(e)) * g.C + c];
+      }
+    for (int c = 0; c < g.C; ++c) sums[c] /= unit_of(activation[c]);
+    store(out.activation, g.C);
+  }
+};
+
+}  // namespace TORCHCAPS_TARGET

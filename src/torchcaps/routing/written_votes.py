@@ -1,0 +1,104 @@
+"""The votes of a layer, every one of them written to memory: the specification of the fused kernels."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from torchcaps.routing.agreement import Agreement, Competition, Moments
+from torchcaps.routing_map import RoutingMap
+
+
+class WrittenVotes:
+    """Votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
+
+    Any dtype, any kind of differentiation, any exporter; the memory of all votes, several times over.
+
+    Arguments: those of `torchcaps.Votes`.
+
+    Example:
+        >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
+        >>> WrittenVotes(pose, None, transform, RoutingMap.dense(6), "parents", False).moments(None).mean.shape
+        torch.Size([2, 1, 10, 1, 16])
+    """
+
+    def __init__(
+        self,
+        pose: Float[Tensor, "B S C R Q"],
+        activation: Float[Tensor, "B S C"] | None,
+        transform: Float[Tensor, "K C J Q N"],
+        routing_map: RoutingMap,
+        competition: Competition,
+        none_of_the_above: bool,
+    ) -> None:
+        self.routing_map = routing_map
+        self.competition = competition
+        self.none_of_the_above = none_of_the_above
+        self._votes = routing_map.votes(pose, transform)
+        self._activation = None
+        if activation is not None:
+            child = routing_map.edges_on(pose.device)[:, 0]
+            self._activation = activation[:, child].unsqueeze(1)
+
+    def moments(
+        self, agreement: Agreement | None, *, variance: bool = True, constant_couplings: bool = False
+    ) -> Moments:
+        """See `torchcaps.Votes.moments`."""
+        log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
+        if constant_couplings:
+            log_couplings = log_couplings.detach()
+        weights = log_couplings.exp()
+        if self._activation is not None:
+            weights = weights * self._activation
+        mass = routing_map.sum_at_parents(weights.sum(dim=3))
+        shares = self._shares(log_couplings)
+        mean = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, self._votes))
+        second = None
+        if variance:
+            squares = (self._votes - routing_map.at_edges(mean).unsqueeze(3)).square()
+            second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares)).transpose(1, 2)
+        return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
+
+    def couplings(self, agreement: Agreement | None) -> Float[Tensor, "B J E C"]:
+        """See `torchcaps.Votes.couplings`."""
+        return self._log_couplings(agreement).exp()
+
+    def _log_couplings(self, agreement: Agreement | None) -> Tensor:
+        logits = self._logits(agreement or Agreement())
+        if self.competition == "types":
+            return logits.log_softmax(dim=1)
+        return self.routing_map.log_couplings(logits, none_of_the_above=self.none_of_the_above)
+
+    def _logits(self, agreement: Agreement) -> Tensor:
+        def at_edges(values: Tensor) -> Tensor:
+            return self.routing_map.at_edges(values.transpose(1, 2))
+
+        offset = self._votes
+        if agreement.centre is not None:
+            offset = offset - at_edges(agreement.centre).unsqueeze(3)
+        logits = self._votes.new_zeros(self._votes.shape[:4])
+        if agreement.linear is not None:
+            logits = logits + torch.einsum("bjecrn,bjern->bjec", offset, at_edges(agreement.linear))
+        if agreement.quadratic is not None:
+            logits = logits - torch.einsum("bjecrn,bjern->bjec", offset.square(), at_edges(agreement.quadratic))
+        if agreement.constant is not None:
+            logits = logits + at_edges(agreement.constant).unsqueeze(3)
+        return logits
+
+    def _shares(self, log_couplings: Tensor) -> Tensor:
+        """``w_ij / Σ_i w_ij``, however small all the w_ij of a parent are; 0 where all its children are off."""
+        routing_map, activation = self.routing_map, self._activation
+        if activation is None:
+            activation = log_couplings.new_ones(())
+        tiny = torch.finfo(log_couplings.dtype).tiny
+        on = activation >= tiny
+        log_activation = torch.where(on, activation, 1).log()
+        logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
+        largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
+        relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
+        # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
+        weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
+        weights = weights * torch.where(on, 1, activation)
+        total = routing_map.sum_at_parents(weights.sum(dim=3))
+        some = total > tiny**0.5
+        inverse = torch.where(some, 1 / torch.where(some, total, 1), 0)
+        return weights * routing_map.at_edges(inverse).unsqueeze(3)
