@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
@@ -13,9 +14,9 @@ import torch
 
 from problems import MAPS as ALL_MAPS
 from problems import far, full_problem
-from torchcaps import RoutingMap
+from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
+from torchcaps.kernels import _cpu, padded
 from torchcaps.kernels import moments as operators
-from torchcaps.kernels import padded
 from torchcaps.routing.votes import Agreement, Moments, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -27,6 +28,7 @@ MAPS = {
 }
 SMALL = RoutingMap(torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 1]]), 2, 2, 2, (1, 2))
 POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5), "odd": (3, 2, 2)}
+Reference = partial(Votes, backend="reference")
 PARTS = Agreement._fields
 SUBSETS = [parts for count in range(5) for parts in combinations(PARTS, count)]
 CHILDREN = ("pose", "activation", "transform")
@@ -120,7 +122,7 @@ def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64
 
 def compare(device, case, routing_map, rule, rtol=1e-9, atol=1e-10, **options):
     found = everything(Fused, case, routing_map, rule, device, **options)
-    for one, right in zip(found, everything(Votes, case, routing_map, rule, **options), strict=True):
+    for one, right in zip(found, everything(Reference, case, routing_map, rule, **options), strict=True):
         torch.testing.assert_close(one, right, rtol=rtol, atol=atol)
 
 
@@ -203,32 +205,49 @@ def test_several_passes_equal_the_reference(device, rule, competition):
     compare(device, problem(SMALL), SMALL, rule, competition=competition)
 
 
+@pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
+def test_rules_equal_the_reference(device):
+    """By `Votes`, as a layer routes."""
+    tensors, results = full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2), []
+    for backend, where in (("fused", device), ("reference", "cpu")):
+        leaves = [x.to(where, copy=True).requires_grad_() for x in tensors]
+        pose, activation, transform, *betas = leaves
+        routing_map = replace(SMALL, edges=SMALL.edges.to(where))
+        by_em = em_routing(Capsules(0.3 * pose, activation), transform, routing_map, *betas, backend=backend)
+        by_agreement = dynamic_routing(pose, transform, routing_map, leaky=True, backend=backend)
+        (by_em.pose.square().sum() + by_em.activation.sum() + by_agreement.pose[..., 0].sum()).backward()
+        outputs = (*by_em, by_agreement.pose)
+        results.append([x.detach().cpu() for x in (*outputs, *(leaf.grad for leaf in leaves))])
+    for found, right in zip(*results, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
+
+
 def test_couplings_equal_the_reference(device):
     for name, none_of_the_above in (("irregular", False), ("conv", True), ("no-edges", False)):
         case, order = problem(MAPS[name], 17), MAPS[name].edges[:, 0].argsort(stable=True)
         children, agreement = [case[part] for part in CHILDREN], Agreement(*(case[part] for part in PARTS))
-        right = Votes(*children, MAPS[name], none_of_the_above=none_of_the_above).couplings(agreement)
+        right = Reference(*children, MAPS[name], none_of_the_above=none_of_the_above).couplings(agreement)
         fused = Fused(*(x.to(device) for x in children), MAPS[name], none_of_the_above=none_of_the_above)
         found = fused.couplings([x.to(device) for x in agreement])
         torch.testing.assert_close(found.cpu(), right[:, :, order], rtol=1e-9, atol=1e-10)
 
 
 def test_none_of_the_above_beside_the_types_at_one_site(device):
-    case, routing_map = problem(MAPS["irregular"]), MAPS["irregular"]
-    children, agreement = [case[part] for part in CHILDREN], Agreement(*(case[part] for part in PARTS))
-    logits = Votes(*children, routing_map)._logits(agreement)
-    right = torch.cat([logits, torch.zeros_like(logits[:, :1])], dim=1).softmax(dim=1)[:, :-1]
-    fused = Fused(*(x.to(device) for x in children), routing_map, "types", True)
-    order = routing_map.edges[:, 0].argsort(stable=True)
-    found = fused.couplings([x.to(device) for x in agreement]).cpu()
-    torch.testing.assert_close(found, right[:, :, order], rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(fused.moments().mass.sum(dim=2), 3 / 4 * Votes(*children, routing_map).activation_sums())
+    case = problem(SMALL)
+    fused = Fused(*(case[part].to(device) for part in CHILDREN), SMALL, "types", none_of_the_above=True)
+    couplings = fused.couplings(Agreement(case["constant"].to(device))).cpu()
+    constant = torch.nn.functional.pad(case["constant"], (0, 1)).softmax(dim=2)[..., :-1].transpose(1, 2)
+    by_child = SMALL.edges[SMALL.edges[:, 0].argsort(stable=True)]
+    right = constant[:, :, by_child[:, 1], None].expand_as(couplings)
+    torch.testing.assert_close(couplings, right, rtol=1e-9, atol=1e-10)
+    reached = Reference(*(case[part] for part in CHILDREN), SMALL).activation_sums()
+    torch.testing.assert_close(fused.moments().mass.cpu(), (reached / 4)[..., None].expand(2, 2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_children_have_float32_statistics(device, dtype):
     case = {name: x.to(dtype).double() for name, x in problem(SMALL, 5, "matrix").items()}
-    exact = everything(Votes, case, SMALL, one_pass)
+    exact = everything(Reference, case, SMALL, one_pass)
     narrow = everything(Fused, case, SMALL, one_pass, device, dtype)
     close, rounded = (1e-4, 1e-4) if dtype == torch.float32 else (1e-4, 1e-2)
     for index, (found, right) in enumerate(zip(narrow, exact, strict=True)):
@@ -243,7 +262,7 @@ def test_faint_children_have_their_mean(device, faint):
     activation[0], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
     case["activation"] = activation.float().double()
     options = {"none_of_the_above": True}
-    exact = everything(Votes, case, SMALL, one_pass, **options)
+    exact = everything(Reference, case, SMALL, one_pass, **options)
     found = everything(Fused, case, SMALL, one_pass, device, torch.float32, **options)
     for index, (one, right) in enumerate(zip(found, exact, strict=True)):
         is_of_activation = index == 4
@@ -256,7 +275,7 @@ def test_shares_are_right_where_every_logit_is_far_below_the_largest(device):
     """A parent whose couplings float32 has no numbers for: log c of about -300."""
     case = problem(SMALL)
     case["constant"][..., 1] -= 300
-    exact = everything(Votes, case, SMALL, one_pass)
+    exact = everything(Reference, case, SMALL, one_pass)
     found = everything(Fused, case, SMALL, one_pass, device, torch.float32)
     assert all(far(one, right) < 1e-3 for one, right in zip(found, exact, strict=True))
 
@@ -268,7 +287,7 @@ def test_a_nan_is_never_turned_into_a_number(device, part):
     rules = (even, one_pass) if part in CHILDREN else (one_pass,)
     for rule in rules:
         found, right = (
-            everything(votes, case, SMALL, rule, where) for votes, where in ((Fused, device), (Votes, "cpu"))
+            everything(votes, case, SMALL, rule, where) for votes, where in ((Fused, device), (Reference, "cpu"))
         )
         for one, other in zip(found[:3], right[:3], strict=True):
             assert torch.equal(one.isnan(), other.isnan())
