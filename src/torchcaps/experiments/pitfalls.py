@@ -30,9 +30,8 @@ def run(study: Study) -> Outcome:
         for name, options in OFF.items():
             chosen, ours = [], None
             for seed in range(study.seeds):
-                recipe = study.recipe(
-                    study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=iterations, **options
-                )
+                routing = {"iterations": iterations, **options}
+                recipe = study.recipe(study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing=routing)
                 splits = study.splits(recipe, images, study.choose(1_000, 4_000, None))
                 folder = part(f"T = {iterations}, {name}", seed)
 

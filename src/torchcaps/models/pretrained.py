@@ -191,8 +191,8 @@ def read_config(folder: Path) -> SavedConfig:
         raise BadInput(f"{path} is damaged ({error}): save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
-            f"{path} is not a torchcaps configuration of format {FORMAT}: make the network anew with the options of an "
-            f"older one, load {WEIGHTS} into it with safetensors.torch.load_model, and save it again"
+            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; in format 1, make "
+            f"the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
         )
     kinds = kinds_of(SavedConfig)
     for name in kinds:
@@ -220,9 +220,10 @@ def _rules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """A rule's name in `ROUTINGS` and its options; None where it is not in the table."""
+    """A rule's name in `ROUTINGS` and its options; None where it is not in the table, or has no ``saved_options``."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
-    return None if name is None else {"rule": name, "options": _plain(name, rule.saved_options)}  # type: ignore[arg-type]
+    options = getattr(rule, "saved_options", None)
+    return None if name is None or options is None else {"rule": name, "options": _plain(name, options)}
 
 
 def _saved_rules(model: nn.Module) -> dict[str, Any]:
@@ -237,7 +238,7 @@ def _saved_rules(model: nn.Module) -> dict[str, Any]:
         if rule is None:
             raise BadInput(
                 f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained could "
-                "not make again: add it to torchcaps.ROUTINGS, or save model.state_dict() instead"
+                "not make again: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
             )
     return found
 
