@@ -74,8 +74,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
-        if not isinstance(self.model_options.get("routing", ""), str):
-            raise BadInput("routing in model_options must be a rule's name: give its options in routing_options")
+        if not isinstance(rule := self.model_options.get("routing", ""), str):
+            raise BadInput(
+                f"routing in model_options is {rule!r}: name a rule, and give its options in routing_options"
+            )
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
         choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():

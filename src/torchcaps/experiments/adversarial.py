@@ -87,10 +87,10 @@ def run(study: Study) -> Outcome:
         recipes = {
             "CNN": study.recipe(study.toys("cnn-baseline"), seed, images=images, epochs=epochs),
             "capsules": study.recipe(
-                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing={"iterations": 2}
+                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 2}
             ),
             "uniform couplings": study.recipe(
-                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing={"iterations": 1}
+                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 1}
             ),
         }
         splits = study.splits(recipes["CNN"], images)

@@ -67,13 +67,17 @@ def run(study: Study) -> Outcome:
     toys = study.toys("matrix-capsnet")
     epochs_of_digits = study.choose(3, 8, 10)
     recipes = {
-        "CapsNet, T = 3": study.recipe(digits, 0, images=60_000, epochs=epochs_of_digits, routing={"iterations": 3}),
-        "CapsNet, uniform couplings": study.recipe(
-            digits, 0, images=60_000, epochs=epochs_of_digits, routing={"iterations": 1}
+        "CapsNet, T = 3": study.recipe(
+            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 3}
         ),
-        "matrix capsules, T = 2": study.recipe(toys, 0, images=images, epochs=epochs, routing={"iterations": 2}),
+        "CapsNet, uniform couplings": study.recipe(
+            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 1}
+        ),
+        "matrix capsules, T = 2": study.recipe(
+            toys, 0, images=images, epochs=epochs, routing_options={"iterations": 2}
+        ),
         "matrix capsules, uniform couplings": study.recipe(
-            toys, 0, images=images, epochs=epochs, routing={"iterations": 1}
+            toys, 0, images=images, epochs=epochs, routing_options={"iterations": 1}
         ),
     }
     rows: list[Row] = []

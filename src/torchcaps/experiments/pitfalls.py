@@ -31,7 +31,9 @@ def run(study: Study) -> Outcome:
             chosen, ours = [], None
             for seed in range(study.seeds):
                 routing = {"iterations": iterations, **options}
-                recipe = study.recipe(study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing=routing)
+                recipe = study.recipe(
+                    study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing
+                )
                 splits = study.splits(recipe, images, study.choose(1_000, 4_000, None))
                 folder = part(f"T = {iterations}, {name}", seed)
 

@@ -134,7 +134,7 @@ class Study:
         *,
         images: int,
         epochs: int,
-        routing: Mapping[str, Any] | None = None,
+        routing_options: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> Recipe:
         """A recipe with another seed, routing and model options, in so many epochs of so many training images.
@@ -148,7 +148,8 @@ class Study:
         options = {**recipe.model_options, **model_options}
         if recipe.model == "capsnet" and not torch.cuda.is_available() and resolve_precision("auto") == "float32":
             options["unfold"] = True
-        recipe = replace(recipe, model_options=options, routing_options={**recipe.routing_options, **(routing or {})})
+        routing = {**recipe.routing_options, **(routing_options or {})}
+        recipe = replace(recipe, model_options=options, routing_options=routing)
         return replace(recipe, epochs=epochs, decay_steps=max(1, round(steps)))
 
     def of_digits(
@@ -165,7 +166,7 @@ class Study:
         if self.budget != "paper":
             options = (NARROW_CNN if cnn else NARROW_CAPSNET) | options
         name = "cnn-baseline-mnist" if cnn else "capsnet-mnist"
-        recipe = self.recipe(name, seed, images=images, epochs=epochs, routing=routing, **options)
+        recipe = self.recipe(name, seed, images=images, epochs=epochs, routing_options=routing, **options)
         recipe = replace(recipe, data=data, shift=shift)
         batch_size = self.choose(32, 64, 128)
         steps = -(-images // batch_size) * epochs

@@ -83,7 +83,12 @@ def routing_options(name: str) -> dict[str, Any]:
 
 
 def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
-    """The routing; options of the default rule that it leaves out are those of the defaults."""
+    """The routing; options of the default rule that it leaves out are those of the defaults.
+
+    Example:
+        >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))
+        (Routing('em', iterations=2), Routing('uniform'))
+    """
     routing = Routing(routing) if isinstance(routing, str) else routing
     if isinstance(routing, Routing) and routing.name == defaults.name:
         return defaults.replace(**routing.options)
