@@ -122,6 +122,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"model.decode": "false"}, "did you mean 'model.decoder'"),
         ({"model.iterations": "1"}, "did you mean 'routing.iterations'"),
         ({"model.routing": "attenton"}, "unknown routing 'attenton'; did you mean 'attention'"),
+        ({"model": "matrix-capsnet", "model.iterations": "1"}, "did you mean 'routing.iterations'"),
         ({"routing": "attention"}, "unknown setting 'routing'; did you mean 'model.routing'"),
         ({"routing.iteration": "1"}, "did you mean 'routing.iterations'"),
         ({"routing.iterations": "many"}, "takes a whole number, such as 3; got many"),

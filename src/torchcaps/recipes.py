@@ -273,7 +273,8 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
     if f"{group}.{option}" not in own:
         if group == "model" and (routing := routing_of(chosen, {})):
             own += [f"routing.{name}" for name in routing_options(routing.name)]
-        raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")
+        meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
+        raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
     default = inspect.signature(takes).parameters[option].default
     return kinds[option], None if default is inspect.Parameter.empty else default
 
