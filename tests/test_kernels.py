@@ -173,9 +173,10 @@ from torchcaps import CapsNet, MatrixCapsNet, Routing
 
 torch.manual_seed(0)
 images = torch.rand(2, 2, 20, 20)
+em, dynamic = (Routing(name, backend="fused") for name in ("em", "dynamic"))
 for model in (
-    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=Routing("em", backend="fused")),
-    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=Routing("dynamic", backend="fused")),
+    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
+    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
 ):
     gradients = []
     for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
