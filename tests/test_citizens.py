@@ -20,6 +20,7 @@ from torchcaps import (
     Capsules,
     ConvCaps,
     Prediction,
+    Routing,
     SharedCaps,
     create_model,
     dynamic_routing,
@@ -33,7 +34,7 @@ SMALL = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4},
     "baseline-cnn": {"channels": (4, 4, 4), "hidden_sizes": (8, 8)},
     "pooled-capsnet": {"class_pose_size": 4},
-    "matrix-capsnet": {"widths": (4, 2, 3, 3), "iterations": 2},
+    "matrix-capsnet": {"widths": (4, 2, 3, 3), "routing": Routing("em", iterations=2)},
     "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
 }
 WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
@@ -108,7 +109,7 @@ def test_models_compile_as_one_graph_for_any_batch():
     """In a process of its own: the run-time check of types cannot be traced."""
     script = f"""
 import torch
-from torchcaps import create_model
+from torchcaps import Routing, create_model
 
 torch.manual_seed(0)
 for name, options in { ({name: SMALL[name] for name in WITH_CAPSULES})!r}.items():

@@ -10,7 +10,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchcaps import ROUTINGS, BadInput, CapsNet, Classifier, DynamicRouting, EMRouting, MatrixCapsNet, Preparation
+from torchcaps import (
+    ROUTINGS,
+    BadInput,
+    CapsNet,
+    Classifier,
+    DynamicRouting,
+    EMRouting,
+    MatrixCapsNet,
+    Preparation,
+    Routing,
+)
 from torchcaps.data import load_splits, read_image
 from torchcaps.recipe import Recipe
 
@@ -117,10 +127,17 @@ def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
 
 
 def test_options_can_be_changed_when_loading(tmp_path):
-    MatrixCapsNet((1, 20, 20), 3, widths=(4, 2, 3, 3)).save_pretrained(tmp_path)
-    assert MatrixCapsNet.from_pretrained(tmp_path, iterations=1).class_capsules.routing.options["iterations"] == 1
-    with pytest.raises(BadInput, match="did you mean 'iterations'"):
-        MatrixCapsNet.from_pretrained(tmp_path, iteration=1)
+    routing = Routing("em", variance_floor=0.05)
+    MatrixCapsNet((1, 20, 20), 3, widths=(4, 2, 3, 3), routing=routing).save_pretrained(tmp_path)
+    changed = MatrixCapsNet.from_pretrained(tmp_path, routing=Routing("em", iterations=1)).class_capsules.routing
+    assert changed.saved_options["iterations"] == 1
+    assert changed.saved_options["variance_floor"] == 0.05
+    with pytest.raises(BadInput, match="did you mean 'routing'"):
+        MatrixCapsNet.from_pretrained(tmp_path, routin="em")
+    with pytest.raises(BadInput, match="routing takes a Module, a Routing or a word; got 3"):
+        MatrixCapsNet.from_pretrained(tmp_path, routing=3)
+    with pytest.raises(BadInput, match="are not those of this MatrixCapsNet"):
+        MatrixCapsNet.from_pretrained(tmp_path, routing="attention")
 
 
 def test_loading_leaves_the_random_state_alone(tmp_path):
@@ -128,6 +145,10 @@ def test_loading_leaves_the_random_state_alone(tmp_path):
     before = torch.get_rng_state()
     CapsNet.from_pretrained(tmp_path)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def rule_of(content):
+    return content["routing"]["class_capsules"]
 
 
 def edited(run, change):
@@ -150,7 +171,11 @@ WRONG = {
 
 @pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in WRONG.items() for value in values])
 def test_options_of_a_wrong_kind_or_value_are_refused_in_one_line(option, value, refused, run, images):
-    edited(run, lambda content: content["options"].update({option: value}))
+    def change(content):
+        of_rule = rule_of(content)["options"]
+        (of_rule if option in of_rule else content["options"]).update({option: value})
+
+    edited(run, change)
     assert re.search(rf"{option}|capsnet|CapsNet", refused("predict", run, images / "left" / "000.png"))
 
 
@@ -158,13 +183,16 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
     whole = (run / "config.json").read_text()
     again = ("predict", run, images / "left" / "000.png")
     for change, message in (
-        (lambda content: content["options"].pop("iterations"), "lacks the option 'iterations'"),
+        (lambda content: content["options"].pop("decoder"), "lacks the option 'decoder'"),
+        (lambda content: rule_of(content)["options"].pop("iterations"), "lacks the option 'iterations'"),
+        (lambda content: rule_of(content)["options"].update(iteration=1), "did you mean 'iterations'"),
+        (lambda content: content["routing"].pop("class_capsules"), "lacks the layer 'class_capsules'"),
         (lambda content: content["options"].update(surprise=1), "no option 'surprise'"),
-        (lambda content: content["options"].update(iteration=1), "did you mean 'iterations'"),
+        (lambda content: content["options"].update(routing="em"), "no option 'routing'"),
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
-        (lambda content: content.update(format=2), "not a torchcaps configuration"),
-        (lambda content: content.update(format=True), "format takes a whole number"),
+        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 2"),
+        (lambda content: content.update(format=2.0), "format takes a whole number"),
         (lambda content: content.update(options=5), "options takes a table"),
         (lambda content: content.update(options=None), "options takes a table"),
         (lambda content: content.update(routing=[]), "routing takes a table"),
@@ -181,7 +209,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes a whole number"),
         (lambda content: content["images"]["preparation"].update(crop=18, test_crops=10**6), "use 1 to 32"),
         (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
-        (lambda content: content.update(routing={"nowhere": {}}), "no such layer"),
+        (lambda content: content["routing"].update(nowhere={}), "no layer 'nowhere'"),
         (lambda content: content.update(routing={"class_capsules": 3}), "takes a table"),
         (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "dynamic, em"),
         (

@@ -1,8 +1,10 @@
 """The command line: what it prints, and one clear line with exit code 2 for every bad input."""
 
 import gzip
+import json
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import torch
 from PIL import Image
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
-from torchcaps import MODELS, BadInput, create_model
+from torchcaps import MODELS, BadInput, Routing, create_model
 from torchcaps.recipes import RECIPES, create_recipe
 
 
@@ -23,7 +25,7 @@ def test_every_recipe_names_what_exists(name):
 
 
 def test_recipes_info_and_data_list_print(call):
-    assert all(name in call("recipes")[1] for name in RECIPES)
+    assert all(name in call("recipes")[1] for name in (*RECIPES, "em", "initial_beta_a=-25.0"))
     assert "float32" in call("info")[1] or "bf16" in call("info")[1]
     assert "mnist-5k" in call("data", "list")[1]
     assert call("data", "fetch", "mnist-5k")[0] == 0
@@ -60,11 +62,35 @@ def test_evaluate_and_predict(call, finished, images):
 
 def test_settings_reach_the_recipe():
     recipe = create_recipe(
-        "capsnet-mnist", {"model.iterations": "1", "learning_rate": "1", "loss.negative_weight": "0.25"}
+        "capsnet-mnist", {"routing.iterations": "1", "learning_rate": "1", "loss.negative_weight": "0.25"}
     )
-    assert recipe.model_options == {"iterations": 1}
+    assert (recipe.model_options, recipe.routing_options) == ({}, {"iterations": 1})
     assert recipe.learning_rate == 1.0
     assert recipe.loss_options == {"negative_weight": 0.25}
+
+
+def test_another_rule_begins_with_its_own_options():
+    settings = {"routing.iterations": "4", "model.routing": "attention"}
+    for order in (settings, dict(reversed(settings.items()))):
+        recipe = create_recipe("matrix-capsnet-mnist", order)
+        assert (recipe.model_options, recipe.routing_options) == ({"routing": "attention"}, {"iterations": 4})
+    assert create_recipe("matrix-capsnet-mnist", {"model": "capsnet"}).routing_options == {}
+    assert create_recipe("matrix-capsnet-mnist", {"model": "baseline-cnn"}).routing_options == {}
+    kept = create_recipe("matrix-capsnet-mnist", {"model.routing": "em", "routing.iterations": "1"}).routing_options
+    assert kept == {"iterations": 1, "variance_floor": 1e-4, "initial_beta_a": -25.0}
+    with pytest.raises(BadInput, match="name a rule, and give its options in routing_options"):
+        replace(create_recipe("capsnet-mnist"), model_options={"routing": Routing("em")})
+
+
+def test_a_run_is_trained_saved_and_evaluated_with_the_rule_that_was_asked_for(call, command, images, tmp_path):
+    words = ("--set", "model.routing=attention", "--set", "routing.iterations=3", *SMALL_CAPSNET)
+    done = command("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--epochs", 1, *words)
+    assert done.returncode == 0, done.stderr
+    recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
+    assert (recipe["model_options"]["routing"], recipe["routing_options"]) == ("attention", {"iterations": 3})
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())["routing"]["class_capsules"]
+    assert (saved["rule"], saved["options"]["iterations"]) == ("attention", 3)
+    assert call("evaluate", tmp_path / "run")[0] == 0
 
 
 def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_own_options():
@@ -93,8 +119,17 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"standardise": "true"}, "set reconstruction_weight=0"),
         ({"test_crops": "3"}, "set crop too"),
         ({"epoch": "1"}, "did you mean 'epochs'"),
-        ({"model.iteration": "1"}, "did you mean 'model.iterations'"),
-        ({"model.iterations": "many"}, "takes a whole number, such as 3; got many"),
+        ({"model.decode": "false"}, "did you mean 'model.decoder'"),
+        ({"model.iterations": "1"}, "did you mean 'routing.iterations'"),
+        ({"model.routing": "attenton"}, "unknown routing 'attenton'; did you mean 'attention'"),
+        ({"model": "matrix-capsnet", "model.iterations": "1"}, "did you mean 'routing.iterations'"),
+        ({"routing": "attention"}, "unknown setting 'routing'; did you mean 'model.routing'"),
+        ({"routing.iteration": "1"}, "did you mean 'routing.iterations'"),
+        ({"routing.iterations": "many"}, "takes a whole number, such as 3; got many"),
+        ({"routing.logits": "old"}, "routing.logits takes one of cumulative, latest"),
+        ({"routing.parent_types": "3", "model.routing": "em"}, "unknown setting 'routing.parent_types'"),
+        ({"routing.logits": "latest", "model.routing": "em"}, "unknown setting 'routing.logits'"),
+        ({"routing.iterations": "1", "model": "baseline-cnn"}, "model baseline-cnn has no routing rule"),
         ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
         ({"epochs": "1.5"}, "takes a whole number, such as 10"),
         ({"epochs": "0"}, "use 1 or more"),
@@ -113,13 +148,14 @@ def test_wrong_settings_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("matrix-capsnet", {"competition": "x"}),
-        ("matrix-capsnet", {"iterations": 0}),
-        ("matrix-capsnet", {"variance_floor": -1.0}),
+        ("matrix-capsnet", {"routing": Routing("em", iterations=0)}),
+        ("matrix-capsnet", {"routing": Routing("em", variance_floor=-1.0)}),
+        ("matrix-capsnet", {"routing": "x"}),
+        ("matrix-capsnet", {"routing": 3}),
+        ("matrix-capsnet", {"class_temperature_factor": 0.25, "routing": "attention"}),
         ("matrix-capsnet", {"deviation": 0.0}),
         ("matrix-capsnet", {"widths": [1, 2]}),
         ("matrix-capsnet", {"size": "huge"}),
-        ("capsnet", {"logits": "x"}),
     ],
 )
 @pytest.mark.usefixtures("untyped")
@@ -132,6 +168,8 @@ def test_unknown_names_suggest_the_nearest(refused):
     assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
     assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
     assert "--data FOLDER" in refused("train", "capsnet-images")
+    assert "did you mean 'routing.iterations'" in refused("train", "capsnet-mnist", "--set", "routing.iteration=3")
+    assert "did you mean 'attention'" in refused("train", "capsnet-mnist", "--set", "model.routing=atention")
     assert "--foo" in refused("train", "capsnet-mnist", "--foo")
     assert "--epochs" in refused("train", "capsnet-mnist", "--epochs", "ten")
     assert "key=value" in refused("train", "capsnet-mnist", "--set", "epochs")
@@ -209,7 +247,7 @@ def test_settings_beyond_the_machine_are_refused(refused, images, tmp_path):
     for setting in (
         *("model.convolution_channels=0", "model.convolution_channels=-4", "model.convolution_channels=1000000000"),
         *("model.class_pose_size=1000000000", "shift=100000000000000000000000", "weight_decay=1e300"),
-        *("data.image_size=10000000000", "data.test_fraction=0.999", "model.iterations=1000000000"),
+        *("data.image_size=10000000000", "data.test_fraction=0.999", "routing.iterations=1000000000"),
         *("batch_size=0", "crop=100000", "loss.positive_margin=true"),
     ):
         line = refused(
@@ -219,7 +257,7 @@ def test_settings_beyond_the_machine_are_refused(refused, images, tmp_path):
     assert "seed" in refused("train", "capsnet-mnist", "--data", images, "--seed", "9" * 25)
     channels = ("--set", "model.channels=[]")
     assert "channels" in refused("train", "cnn-baseline-mnist", "--data", images, "--out", tmp_path / "run", *channels)
-    wide = ("--set", "model.backend=fused", "--set", "model.class_pose_size=65")
+    wide = ("--set", "routing.backend=fused", "--set", "model.class_pose_size=65")
     line = refused("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET, *wide)
     assert "fused" in line
     assert not (tmp_path / "run").exists()

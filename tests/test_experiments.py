@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from scipy.io import loadmat, savemat
 
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, squash
+from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments import EXPERIMENTS, Row, Study, write_report
@@ -244,7 +244,7 @@ def test_a_dimension_that_is_not_moved_draws_the_same():
 
 
 def test_vote_distances_are_those_of_the_last_pass():
-    model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), iterations=2).eval()
+    model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=Routing("em", iterations=2)).eval()
     images = torch.rand(2, 2, 32, 32)
     (first, uniform), (second, couplings) = distances(model, images)
     assert first.shape == second.shape == uniform.shape == (2, 5, 16 * 3)
@@ -256,7 +256,7 @@ def test_health_of_uniform_couplings_is_an_entropy_of_one():
     recipe = create_recipe("matrix-capsnet-toys", {})
     images = Images(torch.randint(0, 256, (6, 2, 36, 36), dtype=torch.uint8), torch.arange(6) % 5, tuple("abcde"))
     for iterations in (1, 3):
-        model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), iterations=iterations)
+        model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=Routing("em", iterations=iterations))
         found = layers_of(model, images, recipe)
         assert [*found] == ["first_capsules", "second_capsules", "class_capsules"]
         for layer in found.values():

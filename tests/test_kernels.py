@@ -19,7 +19,7 @@ from problems import (
     full_problem,
     random_case,
 )
-from torchcaps import Capsules, MatrixCapsNet, RoutingMap, dynamic_routing, em_routing
+from torchcaps import Capsules, MatrixCapsNet, Routing, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -169,13 +169,14 @@ def test_models_compile_as_one_graph():
     """In a process of its own: the run-time check of types cannot be traced."""
     script = """
 import torch
-from torchcaps import CapsNet, MatrixCapsNet
+from torchcaps import CapsNet, MatrixCapsNet, Routing
 
 torch.manual_seed(0)
 images = torch.rand(2, 2, 20, 20)
+em, dynamic = (Routing(name, backend="fused") for name in ("em", "dynamic"))
 for model in (
-    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend="fused"),
-    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, backend="fused"),
+    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
+    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
 ):
     gradients = []
     for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -190,7 +191,8 @@ for model in (
 
 @pytest.mark.usefixtures("untyped")
 def test_a_model_on_the_reference_is_exported():
-    model, images = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend="reference"), torch.rand(2, 2, 20, 20)
+    model = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=Routing("em", backend="reference"))
+    images = torch.rand(2, 2, 20, 20)
     exported = torch.export.export(model, (images,)).module()
     torch.testing.assert_close(exported(images).scores, model(images).scores)
 
@@ -291,7 +293,8 @@ def test_both_rules_equal_the_papers_loops(routing_map):
 
 def test_a_model_has_the_gradients_of_the_reference():
     images = torch.rand(2, 2, 20, 20)
-    models = [MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), backend=name) for name in ("fused", "reference")]
+    rules = [Routing("em", backend=name) for name in ("fused", "reference")]
+    models = [MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=rule) for rule in rules]
     models[1].load_state_dict(models[0].state_dict())
     gradients = []
     for model in models:

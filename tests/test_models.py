@@ -1,10 +1,27 @@
+import copy
 import json
+import pickle
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from torchcaps import MODELS, BadInput, CapsNet, PooledCapsNet, create_model
+from torchcaps import (
+    MODELS,
+    ROUTINGS,
+    AttentionRouting,
+    BadInput,
+    CapsNet,
+    EMRouting,
+    GenerativeRouting,
+    MatrixCapsNet,
+    PooledCapsNet,
+    Routing,
+    SelfRouting,
+    create_model,
+    margin_loss,
+)
 
 
 def parameters(model):
@@ -54,7 +71,7 @@ def test_the_matrix_baseline_has_the_papers_parameters():
 
 
 def test_class_capsules_know_where_their_children_look():
-    model = create_model("matrix-capsnet", image_shape=(1, 32, 40), iterations=1)
+    model = create_model("matrix-capsnet", image_shape=(1, 32, 40), routing=Routing("em", iterations=1))
     assert model.first_capsules.parent_grid == (6, 8)
     assert model.second_capsules.parent_grid == (4, 6)
     coordinates = model.class_capsules.coordinates.reshape(4, 6, 2)
@@ -117,8 +134,8 @@ def test_an_image_too_small_is_refused_by_name(name, size):
 def test_unknown_models_and_options_are_refused_with_the_nearest_name():
     with pytest.raises(BadInput, match="did you mean 'capsnet'"):
         create_model("capsnett")
-    with pytest.raises(BadInput, match="did you mean 'iterations'"):
-        create_model("capsnet", iteration=2)
+    with pytest.raises(BadInput, match="did you mean 'decoder'"):
+        create_model("capsnet", decode=False)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -130,6 +147,93 @@ def test_saved_models_come_back_exactly(name, tmp_path):
     assert torch.equal(again(images).scores, model(images).scores)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["options"]["classes"] == 4
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_every_model_learns_by_every_rule_and_is_saved_with_it(name, rule, tmp_path):
+    model = create_model(name, image_shape=(1, 20, 20), classes=3, routing=rule, **SMALL[name])
+    images, labels = torch.rand(3, 1, 20, 20), torch.tensor([0, 1, 2])
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.Adam(model.parameters())
+    margin_loss(model(images, labels).scores, labels).backward()
+    optimizer.step()
+    layers = [layer for layer in model.modules() if hasattr(layer, "routing")]
+    assert all(type(layer.routing) is ROUTINGS[rule] for layer in layers)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+    assert not all(torch.equal(parameter, before[key]) for key, parameter in model.named_parameters())
+    model.eval().save_pretrained(tmp_path)
+    random_state = torch.get_rng_state()
+    again = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+    assert torch.equal(again(images).scores, model(images).scores)
+    described = [(type(x.routing), x.routing.saved_options) for x in again.modules() if hasattr(x, "routing")]
+    assert described == [(type(x.routing), x.routing.saved_options) for x in layers]
+
+
+def test_options_of_a_rule_reach_every_layer_and_the_others_are_the_models_own(tmp_path):
+    model = create_model("matrix-capsnet", routing=Routing("em", iterations=2), class_temperature_factor=0.25)
+    for layer, heat in ((model.first_capsules, 1.0), (model.second_capsules, 1.0), (model.class_capsules, 0.25)):
+        options = layer.routing.saved_options
+        assert [options[name] for name in ("iterations", "variance_floor")] == [2, 0.01]
+        assert options["inverse_temperature"] == heat
+        assert (layer.routing.beta_a == -15).all()
+    pooled = PooledCapsNet(routing=Routing("dynamic", iterations=1)).class_capsules.routing
+    own = {"iterations": 1, "logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
+    assert own.items() <= pooled.saved_options.items()
+    assert CapsNet(routing="em").class_capsules.routing.saved_options == EMRouting(10).saved_options
+    model.save_pretrained(tmp_path)
+    again = MatrixCapsNet.from_pretrained(tmp_path, routing=Routing("em", iterations=1))
+    assert again.class_capsules.routing.saved_options == {**options, "iterations": 1}
+
+
+@pytest.mark.usefixtures("untyped")
+def test_every_layer_of_a_model_gets_a_copy_of_a_rule():
+    rule = AttentionRouting(16, iterations=3)
+    model = create_model("matrix-capsnet", routing=rule, widths=(4, 2, 3, 3))
+    layers = (model.first_capsules, model.second_capsules, model.class_capsules)
+    assert len({id(part) for part in (rule, *(layer.routing for layer in layers))}) == 4
+    assert all(torch.equal(layer.routing.score.weight, rule.score.weight) for layer in layers)
+    assert "routing" not in model.options
+    for routing, message in (
+        (EMRouting(3), r"\(EMRouting\) made for parent_types=3, but the layer has parent_types=10"),
+        (AttentionRouting(8), r"\(AttentionRouting\) made for pose_size=8, but the layer has pose_size=16"),
+        (GenerativeRouting(9, 2, 3), r"\(GenerativeRouting\) made for child_types=2, but the layer has child_types=3"),
+        (SelfRouting(9, 2, 3, (2, 8)), r"child_pose_shape=\(2, 8\), but the layer has child_pose_shape=\(4, 4\)"),
+        (EMRouting, "routing takes a Module, a Routing or a word; got"),
+    ):
+        with pytest.raises(BadInput, match=message) as refused:
+            create_model("matrix-capsnet", routing=routing, widths=(4, 2, 3, 3))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_routing_is_a_name_with_options_and_does_not_change():
+    routing = Routing("em", variance_floor=0.5, iterations=2)
+    assert repr(routing) == "Routing('em', iterations=2, variance_floor=0.5)"
+    with pytest.raises(FrozenInstanceError):
+        routing.name = "dynamic"
+    routing.options["iterations"] = 5
+    assert routing == Routing("em", iterations=2, variance_floor=0.5) == pickle.loads(pickle.dumps(routing))
+    assert routing.replace(iterations=1) == Routing("em", iterations=1, variance_floor=0.5) != routing
+    assert copy.deepcopy(MatrixCapsNet(routing=routing)).class_capsules.routing.options["iterations"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("atention", {}, "unknown routing 'atention'; did you mean 'attention'"),
+        (3, {}, "takes a word; got 3"),
+        ("em", {"iteration": 2}, "routing em has no option 'iteration'; did you mean 'iterations'"),
+        ("em", {"iterations": "2"}, "iterations takes a whole number; got '2'"),
+        ("em", {"parent_types": 3}, "no option 'parent_types'"),
+        ("attention", {"pose_size": 16}, "no option 'pose_size'"),
+    ],
+)
+@pytest.mark.usefixtures("untyped")
+def test_a_routing_that_is_none_is_refused_at_once(name, options, message):
+    with pytest.raises(BadInput, match=message):
+        Routing(name, **options)
 
 
 def test_saved_weights_can_be_read_by_whom_the_other_files_can(tmp_path):
@@ -161,12 +265,13 @@ def test_three_iterations_do_not_magnify_small_changes_at_the_start():
     changed = images + 0.01 * images.std() * torch.randn_like(images)
 
     def moved(**options):
-        model = create_model("matrix-capsnet", image_shape=(2, 32, 32), classes=5, iterations=3, **options)
+        model = create_model("matrix-capsnet", image_shape=(2, 32, 32), classes=5, **options)
         with torch.no_grad():
             poses, other = (model(x).capsules.pose for x in (images, changed))
         return ((poses - other).norm() / (poses - poses.mean(dim=0)).norm()).item()
 
-    around_zero = {"around_identity": False, "deviation": 0.5, "class_deviation": 0.5, "variance_floor": 1e-4}
+    around_zero = {"around_identity": False, "deviation": 0.5, "class_deviation": 0.5}
+    around_zero["routing"] = Routing("em", variance_floor=1e-4)
     assert max(moved() for _ in range(3)) < 0.05 < min(moved(**around_zero) for _ in range(3))
 
 
@@ -176,7 +281,7 @@ def test_class_activations_begin_away_from_their_bounds():
     images[:, :, 10:18, 12:16] = torch.rand(32, 1, 8, 4)
 
     def slope(**options):
-        scores = create_model("matrix-capsnet", **options)(images).scores
+        scores = create_model("matrix-capsnet", routing=Routing("em", **options))(images).scores
         return (scores * (1 - scores)).mean().item()
 
     for iterations in (1, 2, 3):

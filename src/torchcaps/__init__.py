@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         EMRouting,
         GenerativeRouting,
         Moments,
+        Routing,
         Rule,
         SelfAttentionRouting,
         SelfRouting,
@@ -58,7 +59,7 @@ _MODULES = {
     "routing": (
         *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Moments", "Rule"),
         *("GenerativeRouting", "SelfAttentionRouting", "SelfRouting", "VariationalBayesRouting"),
-        *("UniformRouting", "Votes", "dynamic_routing", "em_routing"),
+        *("Routing", "UniformRouting", "Votes", "dynamic_routing", "em_routing"),
     ),
     "routing_map": ("RoutingMap",),
 }
@@ -94,6 +95,7 @@ __all__ = [
     "Prediction",
     "Preparation",
     "PrimaryCaps",
+    "Routing",
     "RoutingMap",
     "Rule",
     "SelfAttentionRouting",

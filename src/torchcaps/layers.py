@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
 from torchcaps.checks import check_sizes, described, has_values
 from torchcaps.convolution import UnfoldedConv2d
-from torchcaps.errors import nearest
-from torchcaps.routing import ROUTINGS, LayerShape
+from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
 
@@ -82,11 +81,11 @@ class CapsuleLayer(nn.Module):
     Arguments:
         routing_map: which child site feeds which parent site through which transform.
         transform: the initial transforms ``[K, C, J, Q, N]``.
-        routing: a rule, or its name in `ROUTINGS`.
+        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options.
         child_pose_shape: (R, Q) of the poses that reach the rule; one row by default.
 
     Raises:
-        ValueError: an unknown rule, or one that is made for another number of parent types.
+        ValueError: an unknown rule, or one that is made for a layer of other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -98,7 +97,7 @@ class CapsuleLayer(nn.Module):
         self,
         routing_map: RoutingMap,
         transform: Tensor,
-        routing: nn.Module | str,
+        routing: nn.Module | Routing | str,
         child_pose_shape: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
@@ -138,7 +137,7 @@ class DenseCaps(CapsuleLayer):
         child_pose_size: Q.
         parent_types: J.
         parent_pose_size: N.
-        routing: a rule, or its name in `ROUTINGS`; by default dynamic routing with three iterations.
+        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default dynamic routing.
 
     Example:
         >>> children = PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 10))
@@ -153,7 +152,7 @@ class DenseCaps(CapsuleLayer):
         child_pose_size: int,
         parent_types: int,
         parent_pose_size: int,
-        routing: nn.Module | str = "dynamic",
+        routing: nn.Module | Routing | str = "dynamic",
     ) -> None:
         check_sizes(
             child_sites=child_sites,
@@ -184,7 +183,7 @@ class ConvCaps(CapsuleLayer):
         around_identity: they begin around the identity, not around zero. Votes around zero cancel out in a parent's
             mean, which shrinks from layer to layer, and every further routing iteration then multiplies what little a
             child changes.
-        routing: a rule, or its name in `ROUTINGS`; by default EM routing with three iterations.
+        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default EM routing.
 
     Raises:
         ValueError: the window does not fit the grid.
@@ -207,7 +206,7 @@ class ConvCaps(CapsuleLayer):
         pose_size: tuple[int, int] = (4, 4),
         deviation: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | str = "em",
+        routing: nn.Module | Routing | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         shape = (kernel_size**2, child_types, parent_types)
@@ -233,7 +232,7 @@ class ClassCaps(CapsuleLayer):
         pose_size: (R, Q) of child and parent.
         add_coordinates: off, the positions are forgotten.
         deviation, around_identity: of the initial transforms; see `ConvCaps`.
-        routing: a rule, or its name in `ROUTINGS`; by default EM routing with three iterations.
+        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default EM routing.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
@@ -250,7 +249,7 @@ class ClassCaps(CapsuleLayer):
         add_coordinates: bool = True,
         deviation: float = 0.1,
         around_identity: bool = True,
-        routing: nn.Module | str = "em",
+        routing: nn.Module | Routing | str = "em",
     ) -> None:
         if coordinates.ndim != 2 or coordinates.shape[1] != 2 or coordinates.is_meta:
             device = ' on the meta device, without values: make them with device="cpu"' if coordinates.is_meta else ""
@@ -283,30 +282,6 @@ class ClassCaps(CapsuleLayer):
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
         children = Capsules(pose, children.activation)
         return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
-
-
-def rule_for(routing: nn.Module | str, layer: LayerShape) -> nn.Module:
-    """The rule itself, or the rule of a name with the sizes of a layer.
-
-    Raises:
-        ValueError: neither a rule nor a name in `ROUTINGS`, or a rule for another number of parent types.
-    """
-    if isinstance(routing, str):
-        if routing not in ROUTINGS:
-            raise ValueError(f"unknown routing {routing!r}{nearest(routing, ROUTINGS)}")
-        return ROUTINGS[routing].for_layer(layer)  # type: ignore[attr-defined]
-    if not isinstance(routing, nn.Module):
-        raise ValueError(
-            f"routing must be a rule, such as DynamicRouting(), or one of {', '.join(ROUTINGS)}; "
-            f"got {described(routing)}"
-        )
-    made_for = getattr(routing, "parent_types", layer.parent_types)
-    if made_for != layer.parent_types:
-        raise ValueError(
-            f"routing is made for {made_for} parent types, but the layer has {layer.parent_types}: "
-            f"use {type(routing).__name__}({layer.parent_types})"
-        )
-    return routing
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
@@ -343,7 +318,7 @@ class SharedCaps(nn.Module):
         child_pose_size: Q.
         parent_types: J.
         parent_pose_size: N.
-        routing: a rule, or its name in `ROUTINGS`; by default dynamic routing with three iterations.
+        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default dynamic routing.
 
     Example:
         >>> layer = SharedCaps(8, parent_types=10, parent_pose_size=16)
@@ -353,7 +328,11 @@ class SharedCaps(nn.Module):
     """
 
     def __init__(
-        self, child_pose_size: int, parent_types: int, parent_pose_size: int, routing: nn.Module | str = "dynamic"
+        self,
+        child_pose_size: int,
+        parent_types: int,
+        parent_pose_size: int,
+        routing: nn.Module | Routing | str = "dynamic",
     ) -> None:
         super().__init__()
         check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)

@@ -75,7 +75,7 @@ def described(kind: Any) -> str:
         return "a table of options"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return "a list of whole numbers" if int in arguments else "a list"
-    return KINDS.get(kind, str(kind))
+    return KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
 def check_kind(name: str, value: Any, kind: Any) -> None:

@@ -25,6 +25,7 @@ class Recipe:
     Arguments:
         name: of the recipe.
         model, model_options: a key of `MODELS` and arguments of that model; shape and classes come from the data.
+        routing_options: options of the model's routing rule; another rule is ``model_options["routing"]``, its name.
         data, data_options: a key of `DATASETS` or a folder of images, and options of its loader.
         loss, loss_options: a key of `LOSSES` and its arguments.
         margin_schedule: of the spread loss's margin: none, or as `spread_margin` has it, linear or official.
@@ -45,6 +46,7 @@ class Recipe:
     model: str
     data: str
     model_options: Mapping[str, Any] = field(default_factory=dict)
+    routing_options: Mapping[str, Any] = field(default_factory=dict)
     data_options: Mapping[str, Any] = field(default_factory=dict)
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +74,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
+        if not isinstance(rule := self.model_options.get("routing", ""), str):
+            raise BadInput(
+                f"routing in model_options is {rule!r}: name a rule, and give its options in routing_options"
+            )
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
         choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():

@@ -9,9 +9,12 @@ from typing import Any
 from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
-from torchcaps.models import MODELS
+from torchcaps.models import MODELS, routing_of
 from torchcaps.options import described, fits, kinds_of
 from torchcaps.recipe import Recipe
+from torchcaps.routing import ROUTINGS, routing_options
+
+GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "loss.OPTION")
 
 
 def capsnet_mnist() -> Recipe:
@@ -144,7 +147,7 @@ def matrix_capsnet_mnist() -> Recipe:
         matrix_capsnet_smallnorb(),
         name="matrix-capsnet-mnist",
         data="mnist",
-        model_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
+        routing_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
         standardise=False,
         crop=0,
         brightness=0.0,
@@ -194,22 +197,24 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
 
     Arguments:
         name: a key of `RECIPES`.
-        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``data.OPTION`` or ``loss.OPTION``, in any
-            order. Another model, data or loss begins with that one's own options.
+        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``routing.OPTION``, ``data.OPTION`` or
+            ``loss.OPTION``, in any order. ``model.routing`` names the routing rule. Another model, rule, data or loss
+            begins with that one's own options.
 
     Raises:
         BadInput: unknown recipe or key, or a value of the wrong kind; the nearest name is suggested.
 
     Example:
-        >>> create_recipe("capsnet-mnist", {"epochs": "3", "model.iterations": "1"}).epochs
+        >>> create_recipe("capsnet-mnist", {"epochs": "3", "routing.iterations": "1"}).epochs
         3
     """
     if name not in RECIPES:
         raise BadInput(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
     recipe = RECIPES[name]()
     settings = dict(settings or {})
-    plain = {f.name for f in fields(recipe)} - {"name", "model_options", "data_options", "loss_options"}
+    plain = {f.name for f in fields(recipe) if f.name != "name" and not f.name.endswith("_options")}
     changed: dict[str, Any] = {}
+    of_routing = {key: settings.pop(key) for key in [*settings] if key.startswith("routing.")}
     for key in sorted(settings, key=lambda key: "." in key):
         group, _, option = key.partition(".")
         if option and group in ("model", "data", "loss"):
@@ -228,18 +233,37 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
                 if key == "loss":
                     changed.setdefault("margin_schedule", "none")
         else:
-            raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), 'model.…', 'data.…', 'loss.…'])}")
-    return replace(recipe, **changed)
+            raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), *GROUPS])}")
+    return replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
+
+
+def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
+    """The routing options of a changed recipe: another model or another rule begins with its own."""
+    model = changed.get("model", recipe.model)
+    rule = routing_of(model, changed.get("model_options", recipe.model_options))
+    if rule is None:
+        if settings:
+            raise BadInput(f"unknown setting {min(settings)!r}: model {model} has no routing rule")
+        return {"routing_options": {}}
+    before = routing_of(recipe.model, recipe.model_options)
+    same = model == recipe.model and before is not None and before.name == rule.name
+    changes = {
+        key.partition(".")[2]: _value(key, text, *_kind("routing", rule.name, key.partition(".")[2]))
+        for key, text in settings.items()
+    }
+    return {"routing_options": {**(recipe.routing_options if same else {}), **changes}}
 
 
 def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
-    """Annotated type and default of an option of the chosen model, data or loss."""
+    """Annotated type and default of an option of the chosen model, data, loss or routing rule."""
     takes: Callable[..., Any]
     names: Sequence[str] | None = None
     if group == "data" and chosen in DATASETS:
         takes, names = DATASETS[chosen].load, DATASETS[chosen].options
     elif group == "data":
         takes, names = load_image_folder, FOLDER_OPTIONS
+    elif group == "routing":
+        takes, names = ROUTINGS[chosen], list(routing_options(chosen))
     else:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
     kinds = kinds_of(takes)
@@ -247,7 +271,10 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
         names = [name for name in kinds if name not in ("image_shape", "classes", "scores", "target")]
     own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
-        raise BadInput(f"unknown setting '{group}.{option}'{nearest(f'{group}.{option}', own)}")
+        if group == "model" and (routing := routing_of(chosen, {})):
+            own += [f"routing.{name}" for name in routing_options(routing.name)]
+        meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
+        raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
     default = inspect.signature(takes).parameters[option].default
     return kinds[option], None if default is inspect.Parameter.empty else default
 

@@ -23,7 +23,7 @@ from torchcaps.confusion import per_class, save_confusion, warn_of_one_predictio
 from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
-from torchcaps.models import Pretrained, create_model
+from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.training_module import TrainingModule
@@ -153,9 +153,11 @@ def check_devices(devices: int, recipe: Recipe) -> None:
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
     """The recipe's model for these images, tried on one of them, so that what does not fit is found before training."""
-    preparation = recipe.preparation()
-    options = {"image_shape": preparation.image_shape(images.image_shape), "classes": len(images.class_names)}
-    model = create_model(recipe.model, **{**options, **recipe.model_options}).eval()
+    shape = recipe.preparation().image_shape(images.image_shape)
+    options: dict[str, Any] = {"image_shape": shape, "classes": len(images.class_names), **recipe.model_options}
+    if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
+        options["routing"] = routing
+    model = create_model(recipe.model, **options).eval()
     try:
         with torch.inference_mode():
             model(torch.zeros(1, *cast(Pretrained, model).options["image_shape"]))

@@ -9,6 +9,7 @@ from torch import nn
 from torchcaps.benchmarks import compare
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
 from torchcaps.models import create_model
+from torchcaps.routing import Routing
 
 
 def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
@@ -30,7 +31,7 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
 def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batch: int = 100) -> Callable[[], None]:
     """Forward, losses, backward and Adam, convolutions in channels_last."""
     torch.manual_seed(0)
-    model = create_model("capsnet", backend=backend, unfold=unfold)
+    model = create_model("capsnet", routing=Routing("dynamic", backend=backend), unfold=unfold)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
@@ -52,7 +53,7 @@ def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[]
     """Forward, spread loss, backward and Adam."""
     torch.manual_seed(0)
     options = {"image_shape": (2, 32, 32), "classes": 5, **options}
-    model: nn.Module = create_model("matrix-capsnet", backend=backend, **options)
+    model: nn.Module = create_model("matrix-capsnet", routing=Routing("em", backend=backend), **options)
     images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["classes"], (batch,))
     optimizer = torch.optim.Adam(model.parameters())
 

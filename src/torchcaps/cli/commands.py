@@ -28,13 +28,16 @@ RunFolder = Annotated[Path, typer.Argument(help="A folder made by `torchcaps tra
 @app.command()
 def recipes() -> None:
     """List the recipes that `train` knows."""
+    from torchcaps.models import routing_of
     from torchcaps.recipes import RECIPES
 
     rows = []
     for name, recipe in RECIPES.items():
         summary = (recipe.__doc__ or "").strip().splitlines()[0]
-        rows.append((name, recipe().model, recipe().data, recipe().epochs, summary))
-    print_table(("recipe", "model", "data", "epochs", "what it is"), rows)
+        routing = routing_of(recipe().model, recipe().model_options, recipe().routing_options)
+        rule = "" if routing is None else " ".join([routing.name, *(f"{k}={v}" for k, v in routing.options.items())])
+        rows.append((name, recipe().model, rule, recipe().data, recipe().epochs, summary))
+    print_table(("recipe", "model", "routing", "data", "epochs", "what it is"), rows)
 
 
 @app.command()

@@ -86,9 +86,11 @@ def run(study: Study) -> Outcome:
         images, epochs = study.choose((2_000, 5), (21_870, 10), (21_870, 20))
         recipes = {
             "CNN": study.recipe(study.toys("cnn-baseline"), seed, images=images, epochs=epochs),
-            "capsules": study.recipe(study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=2),
+            "capsules": study.recipe(
+                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 2}
+            ),
             "uniform couplings": study.recipe(
-                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=1
+                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 1}
             ),
         }
         splits = study.splits(recipes["CNN"], images)

@@ -1,6 +1,7 @@
 """Matrix capsules on MNIST and CIFAR-10: Hinton, Sabour & Frosst 2018, section 5."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -28,7 +29,7 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
     for name, iterations in (("T = 2", 2), ("uniform couplings", 1)):
         found = []
         for seed in range(study.seeds):
-            options = {"iterations": iterations, "widths": (channels, 8, 16, 16)}
+            options: dict[str, Any] = {"routing_options": {"iterations": iterations}, "widths": (channels, 8, 16, 16)}
             recipe = study.recipe("matrix-capsnet-mnist", seed, images=images, epochs=epochs, **options)
             recipe = replace(recipe, data=study.data or data)
             splits = study.splits(recipe, images, study.choose(2_000, None, None))

@@ -22,16 +22,16 @@ PAPER = {
     "CNN": "94.8",
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "T = 1": {"iterations": 1},
-    "T = 2": {"iterations": 2},
+    "T = 1": {"routing_options": {"iterations": 1}},
+    "T = 2": {"routing_options": {"iterations": 2}},
     "T = 3": {},
-    "T = 5": {"iterations": 5},
+    "T = 5": {"routing_options": {"iterations": 5}},
     "T = 3, vector pose": {"pose": "vector"},
     "T = 3, no coordinates": {"coordinates": False},
     "T = 3, vector pose, no coordinates": {"pose": "vector", "coordinates": False},
     "T = 3, margin loss": {},
     "T = 3, cross-entropy": {},
-    "T = 3, mixing proportions": {"parent_activation": "mixing"},
+    "T = 3, mixing proportions": {"routing_options": {"parent_activation": "mixing"}},
 }
 LOSSES = {"T = 3, margin loss": "margin", "T = 3, cross-entropy": "activation_cross_entropy"}
 

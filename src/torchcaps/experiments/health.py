@@ -65,13 +65,20 @@ def run(study: Study) -> Outcome:
     images, epochs = study.choose((2_000, 4), (21_870, 8), (21_870, 20))
     digits = study.choose("capsnet-mnist-5k", "capsnet-mnist-5k", "capsnet-mnist")
     toys = study.toys("matrix-capsnet")
+    epochs_of_digits = study.choose(3, 8, 10)
     recipes = {
-        "CapsNet, T = 3": study.recipe(digits, 0, images=60_000, epochs=study.choose(3, 8, 10), iterations=3),
-        "CapsNet, uniform couplings": study.recipe(
-            digits, 0, images=60_000, epochs=study.choose(3, 8, 10), iterations=1
+        "CapsNet, T = 3": study.recipe(
+            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 3}
         ),
-        "matrix capsules, T = 2": study.recipe(toys, 0, images=images, epochs=epochs, iterations=2),
-        "matrix capsules, uniform couplings": study.recipe(toys, 0, images=images, epochs=epochs, iterations=1),
+        "CapsNet, uniform couplings": study.recipe(
+            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 1}
+        ),
+        "matrix capsules, T = 2": study.recipe(
+            toys, 0, images=images, epochs=epochs, routing_options={"iterations": 2}
+        ),
+        "matrix capsules, uniform couplings": study.recipe(
+            toys, 0, images=images, epochs=epochs, routing_options={"iterations": 1}
+        ),
     }
     rows: list[Row] = []
     found: dict[str, list[dict[str, Any]]] = {}

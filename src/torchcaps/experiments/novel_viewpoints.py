@@ -38,8 +38,8 @@ def run(study: Study) -> Outcome:
         for seed in range(study.seeds):
             for name in NETWORKS:
                 kind = "cnn-baseline" if name == "CNN" else "matrix-capsnet"
-                options = {} if name == "CNN" else {"iterations": 2 if name == "capsules" else 1}
-                recipe = study.recipe(study.toys(kind), seed, images=images, epochs=epochs, **options)
+                routing = {} if name == "CNN" else {"iterations": 2 if name == "capsules" else 1}
+                recipe = study.recipe(study.toys(kind), seed, images=images, epochs=epochs, routing_options=routing)
                 splits = study.splits(recipe)
                 everything = Images(
                     torch.cat([splits.train.pixels, splits.validation.pixels]),

@@ -30,8 +30,9 @@ def run(study: Study) -> Outcome:
         for name, options in OFF.items():
             chosen, ours = [], None
             for seed in range(study.seeds):
+                routing = {"iterations": iterations, **options}
                 recipe = study.recipe(
-                    study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, iterations=iterations, **options
+                    study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing
                 )
                 splits = study.splits(recipe, images, study.choose(1_000, 4_000, None))
                 folder = part(f"T = {iterations}, {name}", seed)

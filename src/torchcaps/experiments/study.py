@@ -127,8 +127,17 @@ class Study:
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), metrics
 
-    def recipe(self, name: str, seed: int, *, images: int, epochs: int, **model_options: Any) -> Recipe:
-        """A recipe with another seed and options, in so many epochs of so many training images.
+    def recipe(
+        self,
+        name: str,
+        seed: int,
+        *,
+        images: int,
+        epochs: int,
+        routing_options: Mapping[str, Any] | None = None,
+        **model_options: Any,
+    ) -> Recipe:
+        """A recipe with another seed, routing and model options, in so many epochs of so many training images.
 
         The rate falls as far as it does in the whole recipe, whose training split is taken to be 24,300 images of
         smallNORB or 60,000 of MNIST less a tenth.
@@ -139,7 +148,9 @@ class Study:
         options = {**recipe.model_options, **model_options}
         if recipe.model == "capsnet" and not torch.cuda.is_available() and resolve_precision("auto") == "float32":
             options["unfold"] = True
-        return replace(recipe, model_options=options, epochs=epochs, decay_steps=max(1, round(steps)))
+        routing = {**recipe.routing_options, **(routing_options or {})}
+        recipe = replace(recipe, model_options=options, routing_options=routing)
+        return replace(recipe, epochs=epochs, decay_steps=max(1, round(steps)))
 
     def of_digits(
         self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
@@ -150,11 +161,13 @@ class Study:
         otherwise. The rate falls by 0.96 a hundred times: short trainings settle only with it near 0.
         """
         cnn = network == "CNN"
-        options = dict(model_options) if cnn else {"iterations": 3 if network == "capsules" else 1, **model_options}
+        routing = {} if cnn else {"iterations": 3 if network == "capsules" else 1}
+        options = dict(model_options)
         if self.budget != "paper":
             options = (NARROW_CNN if cnn else NARROW_CAPSNET) | options
         name = "cnn-baseline-mnist" if cnn else "capsnet-mnist"
-        recipe = replace(self.recipe(name, seed, images=images, epochs=epochs, **options), data=data, shift=shift)
+        recipe = self.recipe(name, seed, images=images, epochs=epochs, routing_options=routing, **options)
+        recipe = replace(recipe, data=data, shift=shift)
         batch_size = self.choose(32, 64, 128)
         steps = -(-images // batch_size) * epochs
         return replace(recipe, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))

@@ -124,7 +124,7 @@ def run(study: Study) -> Outcome:
         for name, recipe_name in NETWORKS.items():
             recipe = replace(RECIPES[recipe_name](), seed=seed, data=data)
             if name == "uniform couplings":
-                recipe = replace(recipe, model_options={"iterations": 1})
+                recipe = replace(recipe, routing_options={"iterations": 1})
             epochs, decay_steps = study.choose((4, 60), (14, 300), (20, 300))
             recipe = replace(recipe, epochs=epochs, decay_steps=decay_steps)
             splits = study.splits(recipe, *study.choose((10_000, 2_000), (None, None), (None, None)))

@@ -30,7 +30,9 @@ def run(study: Study) -> Outcome:
     """Histograms, weighted by the couplings, of an image that is classed rightly and of one that is not."""
     study.one_seed()
     images, epochs = study.choose((3_000, 6), (21_870, 10), (21_870, 20))
-    recipe = study.recipe(study.toys("matrix-capsnet"), 0, images=images, epochs=epochs, iterations=3)
+    recipe = study.recipe(
+        study.toys("matrix-capsnet"), 0, images=images, epochs=epochs, routing_options={"iterations": 3}
+    )
     splits = study.splits(recipe, images)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     preparation, test = recipe.preparation(), splits.test

@@ -1,5 +1,6 @@
 """One file per paper's networks, and the table of them by name."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.options import check_options, kinds_of
+from torchcaps.routing import Routing
 
 MODELS: dict[str, type[nn.Module]] = {
     "capsnet": CapsNet,
@@ -37,10 +39,36 @@ def create_model(name: str, **options: Any) -> nn.Module:
         >>> create_model("capsnet", image_shape=(1, 28, 28), decoder=False).decoder is None
         True
     """
+    check_options(f"model {name}", options, kinds_of(_kind(name)))
+    return built(name, MODELS[name], options)
+
+
+def routing_of(
+    model: str, options: Mapping[str, Any], routing_options: Mapping[str, Any] | None = None
+) -> Routing | None:
+    """The rule of a model with these options, by name, and the rule's own options; None where it has no capsules.
+
+    Raises:
+        BadInput: no such model, rule or option of it, or options for a model that has no rule.
+
+    Example:
+        >>> routing_of("matrix-capsnet", {"routing": "attention"}, {"iterations": 3})
+        Routing('attention', iterations=3)
+    """
+    arguments = inspect.signature(_kind(model)).parameters
+    if "routing" in arguments:
+        routing = options.get("routing", arguments["routing"].default)
+        routing = routing if isinstance(routing, Routing) else Routing(routing)
+        return routing.replace(**routing_options or {})
+    if routing_options:
+        raise BadInput(f"model {model} has no routing rule: leave out the routing option {min(routing_options)!r}")
+    return None
+
+
+def _kind(name: str) -> type[nn.Module]:
     if name not in MODELS:
         raise BadInput(f"unknown model {name!r}{nearest(name, MODELS)}")
-    check_options(f"model {name}", options, kinds_of(MODELS[name]))
-    return built(name, MODELS[name], options)
+    return MODELS[name]
 
 
 def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
@@ -80,4 +108,5 @@ __all__ = [
     "Pretrained",
     "built",
     "create_model",
+    "routing_of",
 ]

@@ -1,23 +1,22 @@
 """CapsNet and the baseline it was measured against: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829)."""
 
 from collections.abc import Sequence
-from typing import Literal
+from copy import deepcopy
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Prediction, SquashForm
+from torchcaps.capsules import Prediction
 from torchcaps.convolution import UnfoldedConv2d
 from torchcaps.decoder import Decoder
-from torchcaps.kernels import Backend
 from torchcaps.layers import DenseCaps, PrimaryCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import DynamicRouting
+from torchcaps.routing import Routing
 
 
 class CapsNet(nn.Module, Pretrained):
-    """Convolution, primary capsules, class capsules by dynamic routing, decoder.
+    """Convolution, primary capsules, class capsules by dynamic or any other routing, decoder.
 
     Sabour, Frosst & Hinton 2017, figures 1 and 2: conv 9×9×256 ReLU → PrimaryCaps 9×9 stride 2, 32 types of 8-D →
     DenseCaps, one 16-D capsule a class; its length is the class's score.
@@ -31,15 +30,17 @@ class CapsNet(nn.Module, Pretrained):
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
         decoder: also draw the image from the class capsule.
-        iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend: see `dynamic_routing`.
+        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
+            options.
         unfold: convolve by `UnfoldedConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28.
 
     Raises:
-        BadInput: the image is too small for the kernels.
+        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
+        ValueError: a rule that does not fit the class capsules.
 
     Example:
         >>> import torch
-        >>> model = CapsNet(image_shape=(3, 32, 32), classes=5)
+        >>> model = CapsNet(image_shape=(3, 32, 32), classes=5, routing=Routing("dynamic", iterations=2))
         >>> model(torch.rand(2, 3, 32, 32)).scores.shape
         torch.Size([2, 5])
     """
@@ -53,13 +54,7 @@ class CapsNet(nn.Module, Pretrained):
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
         decoder: bool = True,
-        iterations: int = 3,
-        logits: Literal["cumulative", "latest"] = "cumulative",
-        squash_form: SquashForm = "sabour",
-        inner_squash_form: SquashForm | None = None,
-        gradient_passes: Literal["all", "last"] = "all",
-        leaky: bool = False,
-        backend: Backend = "auto",
+        routing: nn.Module | Routing | str = "dynamic",
         unfold: bool = False,
     ) -> None:
         super().__init__()
@@ -70,9 +65,8 @@ class CapsNet(nn.Module, Pretrained):
             convolution_channels, primary_types, primary_pose_size, 9, stride=2, unfold=unfold
         )
         sites = ((height - 8 - 9) // 2 + 1) * ((width - 8 - 9) // 2 + 1)
-        routing = DynamicRouting(iterations, logits, squash_form, inner_squash_form, gradient_passes, leaky, backend)
         self.class_capsules = DenseCaps(
-            sites, primary_types, primary_pose_size, classes, class_pose_size, routing=routing
+            sites, primary_types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
         )
         self.decoder = Decoder(classes, class_pose_size, shape) if decoder else None
 

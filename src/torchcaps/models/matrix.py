@@ -1,6 +1,7 @@
 """The matrix-capsule network and the baseline it was measured against: Hinton, Sabour & Frosst 2018."""
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Literal, get_args
 
 import torch
@@ -9,20 +10,23 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput
-from torchcaps.kernels import Backend
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import EMRouting
-from torchcaps.routing.em import Competition, ParentActivation, TemperatureSchedule
+from torchcaps.routing import Routing, with_defaults
 
 Size = Literal["small", "base"]
 WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base": (32, 32, 32, 32)}
 """Size → channels of the convolution, then capsule types of the primary and the two convolutional layers."""
 
+EM = Routing("em", variance_floor=0.01, initial_beta_a=-15.0, inverse_temperature=1.0)
+"""`MatrixCapsNet`'s own defaults. Its initial poses are so small that with a floor of 1e-4 the first couplings are near
+0 or 1, and more so with every iteration; the third then hardly learns. With β_a = 0 the scores of wrong classes do not
+fall below 1/2, or all begin so near 1 that nothing is learned."""
+
 
 class MatrixCapsNet(nn.Module, Pretrained):
-    """Convolution, primary capsules, two convolutional capsule layers, class capsules; every layer by EM routing.
+    """Convolution, primary capsules, two convolutional capsule layers, class capsules; by EM or any other routing.
 
     Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: conv 5×5×A stride 2 ReLU → B primary capsules at each
     position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one class capsule a class, whose
@@ -36,20 +40,19 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
-        class_temperature_factor: λ of the class capsules as a multiple of the others'; the authors' code has 1/4.
-        initial_beta_a: β_a of every layer at the start; see `EMRouting`. With 0 the scores of wrong classes do not fall
-            below 1/2, or all begin so near 1 that nothing is learned.
-        variance_floor: as of `em_routing`, but 0.01: initial poses are so small that with 1e-4 the first couplings are
-            near 0 or 1, and more so with every iteration; the third then hardly learns.
+        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
+            and options. Options of ``"em"`` that are left out are those of `EM`.
+        class_temperature_factor: for ``"em"``: λ of the class capsules as a multiple of the others'; the authors' code
+            has 1/4.
         primary_deviation, activation_deviation: standard deviations of the initial weights of the primary poses and
             activations; None for PyTorch's own. The authors' code has 0.5 and 3.
         deviation, class_deviation, around_identity: of the initial transforms, convolutional and class; see `ConvCaps`.
             The authors' code has 0.3 and 0.01 around zero.
-        iterations, competition, normalise_data, inverse_temperature, temperature_schedule,
-            parent_activation, mean_damping, backend: see `em_routing`.
 
     Raises:
-        BadInput: the image is too small for the kernels, or an unknown size or pose.
+        BadInput: the image is too small for the kernels; an unknown size, pose, routing or option of it; or a
+            class_temperature_factor for another rule than ``"em"``.
+        ValueError: a rule that does not fit a layer.
 
     Example:
         >>> import torch
@@ -65,17 +68,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: Sequence[int] | None = None,
         pose: Literal["matrix", "vector"] = "matrix",
         coordinates: bool = True,
-        iterations: int = 3,
-        competition: Competition = "parents",
-        variance_floor: float = 0.01,
-        normalise_data: bool = True,
-        inverse_temperature: float = 1.0,
+        routing: nn.Module | Routing | str = EM,
         class_temperature_factor: float = 1.0,
-        initial_beta_a: float = -15.0,
-        temperature_schedule: TemperatureSchedule = "rising",
-        parent_activation: ParentActivation = "logistic",
-        mean_damping: float = 0.0,
-        backend: Backend = "auto",
         primary_deviation: float | None = None,
         activation_deviation: float | None = None,
         deviation: float = 0.1,
@@ -91,22 +85,15 @@ class MatrixCapsNet(nn.Module, Pretrained):
             raise BadInput(f"widths are {list(widths)}: give four numbers, such as {list(WIDTHS[size])}")
         features, primary, first, second = WIDTHS[size] if widths is None else widths
         pose_size = (4, 4) if pose == "matrix" else (1, 16)
-
-        def routing(parents: int, factor: float = 1.0) -> EMRouting:
-            return EMRouting(
-                parents,
-                iterations,
-                competition,
-                variance_floor,
-                normalise_data,
-                factor * inverse_temperature,
-                temperature_schedule,
-                parent_activation,
-                mean_damping,
-                backend,
-                initial_beta_a,
-            )
-
+        routing = class_routing = with_defaults(routing, EM)
+        if class_temperature_factor != 1:
+            if not isinstance(routing, Routing) or routing.name != "em":
+                raise BadInput(
+                    f"class_temperature_factor is {class_temperature_factor}: only routing 'em', by name, has one; "
+                    "leave it at 1"
+                )
+            heat = class_temperature_factor * routing.options["inverse_temperature"]
+            class_routing = routing.replace(inverse_temperature=heat)
         self.convolution = nn.Sequential(nn.Conv2d(channels, features, 5, stride=2), nn.ReLU())
         self.primary_capsules = PrimaryCaps(
             features, primary, pose_size, 1, bias=False, squash_form="none", activation="sigmoid"
@@ -124,7 +111,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             pose_size=pose_size,
             deviation=deviation,
             around_identity=around_identity,
-            routing=routing(first),
+            routing=deepcopy(routing),
         )
         self.second_capsules = ConvCaps(
             self.first_capsules.parent_grid,
@@ -132,7 +119,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             pose_size=pose_size,
             deviation=deviation,
             around_identity=around_identity,
-            routing=routing(second),
+            routing=deepcopy(routing),
         )
         kernels = ((5, 2), (3, 2), (3, 1))
         rows, columns = (
@@ -147,7 +134,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             add_coordinates=coordinates,
             deviation=class_deviation,
             around_identity=around_identity,
-            routing=routing(classes, class_temperature_factor),
+            routing=deepcopy(class_routing),
         )
 
     def forward(

@@ -4,6 +4,7 @@ Both give ten independent scores, take images of any size, and differ only in ho
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import cast
 
 from jaxtyping import Float, Int64
@@ -13,7 +14,11 @@ from torchcaps.capsules import Capsules, Prediction, lengths
 from torchcaps.layers import SharedCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import DynamicRouting
+from torchcaps.routing import Routing, with_defaults
+
+SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="unit")
+"""`PooledCapsNet`'s own defaults: latest-pass logits against parents of unit length, the last pass squashed with
+``|s|² / (0.5 + |s|²)``."""
 
 
 def _trunk(channels: int) -> nn.Sequential:
@@ -65,17 +70,18 @@ class PooledCNN(nn.Module, Pretrained):
 class PooledCapsNet(nn.Module, Pretrained):
     """The same trunk; each position's 128 channels are one child of shared capsules: 279,488 parameters on MNIST.
 
-    Su 2018, with the routing of the author's code: latest-pass logits against parents of unit length, the last pass
-    squashed with ``|s|² / (0.5 + |s|²)``. The score of a class is the length of its capsule.
+    Su 2018; `SU` is the routing of the author's code. The score of a class is the activation of its capsule.
 
     Arguments:
         image_shape: (channels, height, width); at least 14×14. Other sizes may be given to `forward`.
         classes: number of classes.
         class_pose_size: length of a class capsule's pose.
-        iterations: T, at least 1.
+        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
+            options. Options of ``"dynamic"`` that are left out are those of `SU`.
 
     Raises:
-        BadInput: the image is too small for the kernels.
+        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
+        ValueError: a rule that does not fit the class capsules.
 
     Example:
         >>> import torch
@@ -88,13 +94,13 @@ class PooledCapsNet(nn.Module, Pretrained):
         image_shape: Sequence[int] = (1, 28, 28),
         classes: int = 10,
         class_pose_size: int = 16,
-        iterations: int = 3,
+        routing: nn.Module | Routing | str = SU,
     ) -> None:
         super().__init__()
         channels, _, _ = check_image_shape("PooledCapsNet", image_shape, smallest=14)
         self.trunk = _trunk(channels)
         self.apply(_glorot)
-        routing = DynamicRouting(iterations, logits="latest", squash_form="su", inner_squash_form="unit")
+        routing = deepcopy(with_defaults(routing, SU))
         self.class_capsules = SharedCaps(128, classes, class_pose_size, routing=routing)
 
     def forward(

@@ -18,10 +18,10 @@ from torch import nn
 from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, check_options, kinds_of
-from torchcaps.routing import ROUTINGS
+from torchcaps.routing import ROUTINGS, Routing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = 1
+FORMAT = 2
 Network = TypeVar("Network", bound="Pretrained")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -30,10 +30,10 @@ class SavedConfig(NamedTuple):
     """What config.json holds.
 
     Arguments:
-        format: 1.
+        format: 2.
         model: the network's name in `MODELS`.
-        options: every argument of its constructor.
-        routing: of each layer whose rule the options do not give: the rule's name in `ROUTINGS` and its options.
+        options: every argument of its constructor but routing.
+        routing: of each layer with a rule: the rule's name in `ROUTINGS` and its options.
         weights_sha256: checksum of model.safetensors, in hexadecimal.
         images: how images become the network's input and what its classes are called, as `Classifier` saves them; None
             where the network was saved without.
@@ -50,7 +50,8 @@ class SavedConfig(NamedTuple):
 class Pretrained:
     """Adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
 
-    Every argument of the constructor is remembered in ``options``; each must be plain data: numbers, words, lists.
+    Every argument of the constructor but routing is remembered in ``options``; each must be plain data: numbers, words,
+    lists. The rules are saved as the layers have them.
     """
 
     options: dict[str, Any]
@@ -65,7 +66,7 @@ class Pretrained:
             build(self, *positional, **named)
             given = signature.bind(self, *positional, **named)
             given.apply_defaults()
-            self.options = dict(list(given.arguments.items())[1:])
+            self.options = {name: value for name, value in [*given.arguments.items()][1:] if name != "routing"}
 
         cls.__init__ = remembering  # type: ignore[method-assign, assignment]
 
@@ -82,7 +83,7 @@ class Pretrained:
         """
         assert isinstance(self, nn.Module)
         folder = Path(folder)
-        routing = _foreign_rules(self)
+        routing = _saved_rules(self)
         options = _plain(type(self).__name__, self.options)
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
         content = safetensors.torch.save(weights, {"format": "pt"})
@@ -106,7 +107,8 @@ class Pretrained:
             source: a folder made by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub,
                 as ``"owner/name"``.
             revision, token: branch, tag or commit, and access token, of the repository.
-            changes: options to use in place of those saved, such as ``backend="reference"``.
+            changes: options to use in place of those saved, such as ``unfold=True``. A ``routing`` of the saved rule's
+                name changes, in every layer, the options that it gives; any other takes the place of the saved rules.
 
         Raises:
             BadInput: no such folder or repository, a file is absent or damaged, or the weights are another network's.
@@ -116,13 +118,14 @@ class Pretrained:
         if config.model != model_name(cls):
             raise BadInput(f"{folder} holds a network of the kind {config.model!r}, not {model_name(cls)!r}")
         kinds = kinds_of(cls)
+        check_options(cls.__name__, changes, kinds)
+        kinds.pop("routing", None)
         missing = [name for name in kinds if name not in config.options]
         if missing:
             raise BadInput(f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save it again")
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
-        check_options(cls.__name__, changes, kinds)
         model = _built(cls, {**config.options, **changes})
-        _restore_rules(model, config.routing, folder / CONFIG)
+        _restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
         _load_weights(model, folder / WEIGHTS, config.weights_sha256)
         return model
 
@@ -187,7 +190,10 @@ def read_config(folder: Path) -> SavedConfig:
     except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is damaged ({error}): save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise BadInput(f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again")
+        raise BadInput(
+            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; in format 1, make "
+            f"the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
+        )
     kinds = kinds_of(SavedConfig)
     for name in kinds:
         if name not in content:
@@ -214,44 +220,54 @@ def _rules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """A rule's name in `ROUTINGS` and its options; None where it is not in the table."""
+    """A rule's name in `ROUTINGS` and its options; None where it is not in the table, or has no ``saved_options``."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
-    return None if name is None else {"rule": name, "options": _plain(name, rule.saved_options)}  # type: ignore[arg-type]
+    options = getattr(rule, "saved_options", None)
+    return None if name is None or options is None else {"rule": name, "options": _plain(name, options)}
 
 
-def _foreign_rules(model: Any) -> dict[str, Any]:
-    """Of the layers whose rule is not the one that the network's options give: how it can be made again.
+def _saved_rules(model: nn.Module) -> dict[str, Any]:
+    """Of every layer with a rule: how that rule can be made again.
 
     Raises:
         BadInput: the rule is not in `ROUTINGS`.
     """
-    ordinary = {name: _described(rule) for name, rule in _rules(_built(type(model), model.options)).items()}
-    found = {name: _described(rule) for name, rule in _rules(model).items()}
-    for name, rule in found.items():
+    rules = _rules(model)
+    found = {layer: _described(rule) for layer, rule in rules.items()}
+    for layer, rule in found.items():
         if rule is None:
             raise BadInput(
-                f"layer {name} has the routing rule {type(_rules(model)[name]).__name__}, which from_pretrained could "
-                "not make again: add it to torchcaps.ROUTINGS, or save model.state_dict() instead"
+                f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained could "
+                "not make again: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
             )
-    return {name: rule for name, rule in found.items() if rule != ordinary.get(name)}
+    return found
 
 
-def _restore_rules(model: nn.Module, routing: Mapping[str, Any], path: Path) -> None:
-    rules = _rules(model)
-    for layer, saved in routing.items():
+def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
+    """Give every layer its saved rule; but one that was made with another routing keeps that."""
+    change = Routing(change) if isinstance(change, str) else change
+    layers = _rules(model).keys()
+    for layer in sorted(layers ^ saved.keys()):
+        there = "lacks the layer" if layer in layers else "the network has no layer"
+        raise BadInput(f"{path}: routing: {there} {layer!r}; save the network again")
+    for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
-        if layer not in rules:
-            raise BadInput(f"{entry}: the network has no such layer; save it again")
-        check_kind(entry, saved, Mapping[str, Any])
-        if set(saved) != {"rule", "options"} or saved["rule"] not in ROUTINGS:
+        check_kind(entry, rule, Mapping[str, Any])
+        if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
             raise BadInput(f"{entry}: give a rule, one of {', '.join(ROUTINGS)}, and its options")
-        kind = ROUTINGS[saved["rule"]]
-        check_kind(f"{entry}: options", saved["options"], Mapping[str, Any])
-        check_options(entry, saved["options"], kinds_of(kind))
+        kind = ROUTINGS[rule["rule"]]
+        check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
+        check_options(entry, rule["options"], kinds_of(kind))
+        if change is not None and (not isinstance(change, Routing) or change.name != rule["rule"]):
+            continue
         try:
-            model.get_submodule(layer).routing = kind(**saved["options"])
-        except (TypeError, ValueError) as error:
+            with torch.random.fork_rng(devices=[]):
+                made = kind(**{**rule["options"], **(change.options if change else {})})
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error
+        if missing := made.saved_options.keys() - rule["options"].keys():  # type: ignore[union-attr, operator]
+            raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
+        model.get_submodule(layer).routing = made
 
 
 def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:

@@ -1,8 +1,7 @@
-"""The routing rules. A new rule is one file beside `dynamic.py` and one line in the table."""
-
-from torch import nn
+"""The routing rules. A new rule is one file beside `dynamic.py` and one line in the table of `choice.py`."""
 
 from torchcaps.routing.attention import AttentionRouting
+from torchcaps.routing.choice import ROUTINGS, Routing, routing_options, rule_for, with_defaults
 from torchcaps.routing.dynamic import DynamicRouting, dynamic_routing
 from torchcaps.routing.em import EMPass, EMRouting, em_routing
 from torchcaps.routing.generative import GenerativeRouting
@@ -12,17 +11,6 @@ from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
 from torchcaps.routing.variational_bayes import VariationalBayesRouting
 from torchcaps.routing.votes import Agreement, Moments, Votes
-
-ROUTINGS: dict[str, type[nn.Module]] = {
-    "dynamic": DynamicRouting,
-    "em": EMRouting,
-    "uniform": UniformRouting,
-    "self_routing": SelfRouting,
-    "attention": AttentionRouting,
-    "variational_bayes": VariationalBayesRouting,
-    "generative": GenerativeRouting,
-    "self_attention": SelfAttentionRouting,
-}
 
 __all__ = [
     "ROUTINGS",
@@ -34,6 +22,7 @@ __all__ = [
     "GenerativeRouting",
     "LayerShape",
     "Moments",
+    "Routing",
     "Rule",
     "SelfAttentionRouting",
     "SelfRouting",
@@ -42,4 +31,7 @@ __all__ = [
     "Votes",
     "dynamic_routing",
     "em_routing",
+    "routing_options",
+    "rule_for",
+    "with_defaults",
 ]

@@ -1,5 +1,6 @@
 """Self-routing: Hahn, Pyeon & Kim 2019 (NeurIPS)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class SelfRouting(Rule):
 
     competition: Competition = "types"
 
-    def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: tuple[int, int]) -> None:
+    def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()
         rows, columns = child_pose_shape
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types, rows=rows)

@@ -1,0 +1,121 @@
+"""Which rule a layer or a network has: the table of rules, and a rule's name with its options."""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from torchcaps.checks import described
+from torchcaps.errors import BadInput, nearest
+from torchcaps.options import check_kind, check_options, kinds_of
+from torchcaps.routing.attention import AttentionRouting
+from torchcaps.routing.dynamic import DynamicRouting
+from torchcaps.routing.em import EMRouting
+from torchcaps.routing.generative import GenerativeRouting
+from torchcaps.routing.rule import LayerShape
+from torchcaps.routing.self_attention import SelfAttentionRouting
+from torchcaps.routing.self_routing import SelfRouting
+from torchcaps.routing.uniform import UniformRouting
+from torchcaps.routing.variational_bayes import VariationalBayesRouting
+
+ROUTINGS: dict[str, type[nn.Module]] = {
+    "dynamic": DynamicRouting,
+    "em": EMRouting,
+    "uniform": UniformRouting,
+    "self_routing": SelfRouting,
+    "attention": AttentionRouting,
+    "variational_bayes": VariationalBayesRouting,
+    "generative": GenerativeRouting,
+    "self_attention": SelfAttentionRouting,
+}
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Routing:
+    """A rule's name and options; every layer that is given it makes a rule of its own size.
+
+    Arguments:
+        name: a key of `ROUTINGS`.
+        options: arguments of that rule's class that have a default; those without are sizes, taken from the layer.
+
+    Raises:
+        BadInput: no such rule, the rule has no such option, or the option no such kind of value.
+
+    Example:
+        >>> from torchcaps import MatrixCapsNet
+        >>> model = MatrixCapsNet(routing=Routing("em", iterations=2))
+        >>> Routing("attention", iterations=3).options
+        {'iterations': 3}
+    """
+
+    name: str
+    _options: tuple[tuple[str, Any], ...]
+
+    def __init__(self, name: str, /, **options: Any) -> None:
+        check_kind("the name of a routing", name, str)
+        if name not in ROUTINGS:
+            raise BadInput(f"unknown routing {name!r}{nearest(name, ROUTINGS)}")
+        check_options(f"routing {name}", options, routing_options(name))
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "_options", tuple(sorted(options.items())))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options given, a new dictionary at every call."""
+        return dict(self._options)
+
+    def replace(self, **options: Any) -> "Routing":
+        """The same rule with some options changed."""
+        return Routing(self.name, **{**self.options, **options})
+
+    def __repr__(self) -> str:
+        return f"Routing({', '.join([repr(self.name), *(f'{name}={value!r}' for name, value in self._options)])})"
+
+
+def routing_options(name: str) -> dict[str, Any]:
+    """The options of a rule of the table, name → annotated type."""
+    rule = ROUTINGS[name]
+    arguments = inspect.signature(rule).parameters.values()
+    options = {argument.name for argument in arguments if argument.default is not argument.empty}
+    return {option: kind for option, kind in kinds_of(rule).items() if option in options}
+
+
+def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
+    """The routing; options of the default rule that it leaves out are those of the defaults.
+
+    Example:
+        >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))
+        (Routing('em', iterations=2), Routing('uniform'))
+    """
+    routing = Routing(routing) if isinstance(routing, str) else routing
+    if isinstance(routing, Routing) and routing.name == defaults.name:
+        return defaults.replace(**routing.options)
+    return routing
+
+
+def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module:
+    """The rule itself, or the rule of a name with the sizes of a layer.
+
+    Raises:
+        ValueError: neither a rule nor a name in `ROUTINGS`, or a rule made for a layer of other sizes.
+    """
+    if isinstance(routing, str):
+        routing = Routing(routing)
+    if isinstance(routing, Routing):
+        return ROUTINGS[routing.name].for_layer(layer, **routing.options)  # type: ignore[attr-defined]
+    if not isinstance(routing, nn.Module):
+        raise ValueError(
+            f"routing must be a rule, such as DynamicRouting(), a Routing, or one of {', '.join(ROUTINGS)}; "
+            f"got {described(routing)}"
+        )
+    own = {"parent_types": getattr(routing, "parent_types", layer.parent_types)} | getattr(routing, "saved_options", {})
+    for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
+        made_for = tuple(own[name]) if isinstance(own.get(name), list) else own.get(name, size)
+        if made_for != size:
+            raise ValueError(
+                f"routing is a rule ({type(routing).__name__}) made for {name}={made_for}, but the layer has "
+                f"{name}={size}: make the rule for this layer, or give its name, and each layer makes its own"
+            )
+    return routing
