@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.types import IntLikeType
 
-from torchcaps.kernels.flops import let_flops_be_counted
-
 _cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
@@ -25,7 +23,6 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
-    "expect_one_device",
     "obstacle",
     "once",
     "padded",
@@ -59,10 +56,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(get_args(Backend))}")
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" cannot run this: {obstacle}; use "auto" or "reference"')
-    fused = backend != "reference" and obstacle is None
-    if fused and not torch.compiler.is_compiling():
-        let_flops_be_counted()
-    return fused
+    return backend != "reference" and obstacle is None
 
 
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
@@ -98,16 +92,6 @@ def _in_onnx_export() -> bool:
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
 
 
-def expect_one_device(pose: Tensor, edges: Tensor) -> None:
-    """With edges on the meta device the dispatcher would take the operator's shapes for its results.
-
-    Raises:
-        ValueError: pose and edges are on different devices.
-    """
-    if pose.device != edges.device:
-        raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
-
-
 def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
     """Room for so many numbers in the lanes: on the CPU, as many as fill the widest there are, 64 bytes."""
     lanes = 64 // like.dtype.itemsize if like.device.type == "cpu" else 1
@@ -129,9 +113,7 @@ def arrays(**tensors: Tensor | None) -> dict[str, Any]:
     if len({tensor.dtype for tensor in given.values() if tensor.is_floating_point()}) > 1:
         raise ValueError("the fused kernels take tensors of one dtype")
     whole = {name: tensor.detach().contiguous() for name, tensor in given.items()}
-    return dict.fromkeys(tensors) | {
-        name: (x.clone() if x.data_ptr() % 64 else x).numpy() for name, x in whole.items()
-    }
+    return dict.fromkeys(tensors) | {name: (x.clone() if x.data_ptr() % 64 else x).numpy() for name, x in whole.items()}
 
 
 def filled(**tensors: Tensor) -> dict[str, Any]:

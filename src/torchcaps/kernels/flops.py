@@ -1,43 +1,65 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of a fused operator: the products of the reference.
+"""What `torch.utils.flop_counter.FlopCounterMode` counts of the fused operators: the products of the reference.
 
-The operator itself computes its votes again in every pass, which is not counted.
+The kernels compute every vote again in every pass, which is not counted. The votes themselves are counted once, in the
+even pass with which routing begins.
 """
 
 import sys
 from math import prod
-from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from torchcaps.kernels.moments import Record, groups_of
 
 __all__ = ["let_flops_be_counted"]
 
 
-def _votes(pose: Any, transform: Any, edges: Any) -> tuple[int, int]:
-    """All numbers in all votes, and the floating-point operations of making them."""
-    numbers = pose[0] * edges[0] * pose[3] * prod(transform[1:3]) * transform[4]
-    return numbers, 2 * transform[3] * numbers
+def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
+    """Of one product with every number of every vote, and of making the votes."""
+    edges = groups_of(edge_lists, pose, transform, parent_sites, types=True)
+    product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
+    return product, transform.shape[3] * product
 
 
-def _em(pose, activation, transform, beta_u, beta_a, edges, parent_sites, heats, *_, **__) -> int:
-    numbers, making = _votes(pose, transform, edges)
-    return making + (6 * len(heats) - 2) * numbers
+def _given(*tensors: Tensor | None) -> int:
+    return sum(x is not None and x.numel() > 0 for x in tensors)
 
 
-def _em_backward(pose, activation, transform, beta_u, beta_a, edges, *rest, **__) -> int:
-    heats = rest[4]
-    return 2 * _em(pose, activation, transform, beta_u, beta_a, edges, 0, heats)
+def _moments(
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    even, types, none_of_the_above, with_variance, *_, **__,
+):  # fmt: skip
+    product, making = _of_votes(pose, transform, edge_lists, parent_sites)
+    return even * making + (1 + with_variance + _given(linear, quadratic)) * product
 
 
-def _dynamic(pose, transform, edges, parent_sites, iterations, *_, **__) -> int:
-    numbers, making = _votes(pose, transform, edges)
-    return making + (4 * iterations - 2) * numbers
+def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quadratic, *_, **__):
+    product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
+    return _given(linear, quadratic) * product
 
 
-def _dynamic_backward(pose, transform, edges, *rest, **__) -> int:
-    iterations, all_passes = rest[3], rest[7]
-    numbers, making = _votes(pose, transform, edges)
-    return 2 * making + (8 * iterations - 6 if all_passes else 2) * numbers
+def _moments_backward(
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, *_, **__,
+):  # fmt: skip
+    """Gradients of the couplings and of the agreement."""
+    product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
+    return _given(mean_grad, variance_grad, linear, quadratic) * product
+
+
+def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
+    """Gradients of the votes in every pass, of pose and transform, and of the activations in even passes."""
+    product, making = _of_votes(pose, transform, edge_lists, parent_sites)
+    products = 0
+    for first in range(0, len(records), len(Record._fields)):
+        one = Record(*records[first : first + len(Record._fields)])
+        products += (1 + (activation is not None and not _given(one.log_sums))) * _given(
+            one.mean_grad, one.variance_grad
+        )
+        products += _given(one.coupling_grads) * _given(one.linear, one.quadratic)
+    return 2 * making + products * product
 
 
 def let_flops_be_counted() -> None:
@@ -47,11 +69,9 @@ def let_flops_be_counted() -> None:
     if module is None:
         return
     operators = torch.ops.torchcaps
-    if operators.em_routing not in module.flop_registry:
-        module.register_flop_formula(operators.em_routing)(_em)
-        module.register_flop_formula(operators.em_routing_backward)(_em_backward)
-        module.register_flop_formula(operators.dynamic_routing)(_dynamic)
-        module.register_flop_formula(operators.dynamic_routing_backward)(_dynamic_backward)
+    if operators.moments not in module.flop_registry:
+        for formula in (_moments, _couplings, _moments_backward, _votes_backward):
+            module.register_flop_formula(getattr(operators, formula.__name__[1:]), get_raw=True)(formula)
     for mode in _get_current_dispatch_mode_stack():
         if (counter := getattr(mode, "counter", None)) is not None and hasattr(counter, "flop_registry"):
             for operator, formula in module.flop_registry.items():

@@ -2,16 +2,16 @@
 
 Three operators make a differentiable pass. `moments` is the pass. Its backward pass differentiates the couplings, and
 hands on a *record*: all that the gradients of the children and transforms need of this pass. `open_votes` gives out the
-tokens through which the records of all passes travel, as gradients, to one sweep over the votes.
+tokens through which the records of all passes travel, as gradients, to one sweep over the votes. See docs/gradients.md.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
 
 
 class Record(NamedTuple):
@@ -47,246 +47,141 @@ def groups_of(edge_lists: Tensor, pose: Tensor, transform: Tensor, parent_sites:
     return (edge_lists.shape[0] - pose.shape[1] - parent_sites - transform.shape[0] - 3) // 5
 
 
-@torch.library.custom_op("torchcaps::moments", mutates_args=(), device_types="cpu")
+_LAYER = "Tensor pose, Tensor? activation, Tensor transform, Tensor edge_lists, SymInt parent_sites"
+_AGREEMENT = "Tensor? constant, Tensor? linear, Tensor? quadratic, Tensor? centre"
+_FOUND = "Tensor log_sums, Tensor mean, Tensor? variance, Tensor log_mass"
+_GRADIENTS = "Tensor? mass_grad, Tensor? mean_grad, Tensor? variance_grad"
+_SOFTMAX = "bool types, bool none_of_the_above"
+
+
+def _operator(arguments: str, outputs: str, on_gpu: str, not_on_cpu: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Makes an operator of the function that allocates its outputs, for C++ and Triton kernels to fill.
+
+    Arguments:
+        arguments: of the operator, with their types; the C++ kernels take them by these names.
+        outputs: their names in the C++ kernels.
+        on_gpu: the name of the Triton function, which takes all arguments but the tokens.
+        not_on_cpu: arguments that the C++ kernels do not take.
+    """
+    kinds = {name: kind for kind, name in (argument.split() for argument in arguments.split(", "))}
+    written = outputs.split(", ")
+    schema = f"({arguments}) -> ({', '.join('Tensor' for _ in written)})"
+
+    def define(allocate: Callable[..., Any]) -> Any:
+        def on_cpu(*values: Any) -> Any:
+            results = allocate(*values)
+            fresh = results if isinstance(results, tuple) else (results,)
+            given = {name: x for name, x in zip(kinds, values, strict=True) if name not in not_on_cpu}
+            tensors = {name: given.pop(name) for name in [*given] if kinds[name] in ("Tensor", "Tensor?")}
+            if "records" in given:
+                given["records"] = [arrays(record=record)["record"] for record in given["records"]]
+            into = filled(**dict(zip(written, fresh, strict=True)))
+            getattr(_cpu, allocate.__name__)(**arrays(**tensors), **given, **into, threads=torch.get_num_threads())
+            return results
+
+        def on_cuda(*values: Any) -> Any:
+            from torchcaps.kernels.gpu import moments
+
+            return getattr(moments, on_gpu)(*values["tokens" in kinds :])
+
+        name = f"torchcaps::{allocate.__name__}"
+        operator = torch.library.custom_op(name, on_cpu, mutates_args=(), device_types="cpu", schema=schema)
+        operator.register_kernel("cuda")(on_cuda)
+        operator.register_fake(allocate)
+        operator.__doc__ = allocate.__doc__
+        return operator
+
+    return define
+
+
+def _shapes(pose, transform, edge_lists, parent_sites, types) -> tuple[tuple[Any, ...], ...]:
+    """Of what is one number a parent, what is one vote a parent, log_sums, and coupling_grads.
+
+    Raises:
+        ValueError: pose and edge lists are on different devices. The dispatcher lets lists on the meta device pass.
+    """
+    if pose.device != edge_lists.device:
+        raise ValueError(f"pose is on {pose.device} and edge_lists on {edge_lists.device}: move both to one device")
+    batch, _, child_types, rows, _ = pose.shape
+    parents, children = (batch, parent_sites, transform.shape[2]), padded(batch, pose)
+    softmaxes = (groups_of(edge_lists, pose, transform, parent_sites, types), child_types)
+    return parents, (*parents, rows, transform.shape[4]), (children, 2, *softmaxes), (children, *softmaxes)
+
+
+@_operator(
+    f"Tensor[] tokens, {_LAYER}, {_AGREEMENT}, bool even, {_SOFTMAX}, bool with_variance, bool constant_couplings",
+    outputs="mass, mean, variance, log_mass, log_sums",
+    on_gpu="forward",
+    not_on_cpu=("tokens", "parent_sites", "with_variance", "constant_couplings"),
+)
 def moments(
-    tokens: Sequence[Tensor],
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    even: bool,
-    types: bool,
-    none_of_the_above: bool,
-    with_variance: bool,
-    constant_couplings: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    even, types, none_of_the_above, with_variance, constant_couplings,
+):  # fmt: skip
     """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
 
     The gradients of pose, activation and transform go through the tokens alone.
     """
-    outputs = _like_moments(
-        tokens, pose, activation, transform, edge_lists, parent_sites, *(constant, linear, quadratic, centre),
-        *(even, types, none_of_the_above, with_variance, constant_couplings),
-    )  # fmt: skip
-    _cpu.moments(
-        **arrays(
-            pose=pose, activation=activation, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-        ),
-        **filled(**dict(zip(("mass", "mean", "variance", "log_mass", "log_sums"), outputs, strict=True))),
-        even=even, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return outputs
+    number, vote, log_sums, _ = _shapes(pose, transform, edge_lists, parent_sites, types)
+    shapes = (number, vote, vote if with_variance else (0,), number, (0,) if even else log_sums)
+    return tuple(pose.new_empty(shape, dtype=statistics_dtype(pose.dtype)) for shape in shapes)
 
 
-@moments.register_kernel("cuda")
-def _(tokens, *arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.forward(*arguments)
-
-
-@moments.register_fake
-def _like_moments(
-    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, with_variance, constant_couplings,
-):  # fmt: skip
-    expect_one_device(pose, edge_lists)
-    batch, child_types = pose.shape[0], pose.shape[2]
-    parents = (batch, parent_sites, transform.shape[2])
-    poses = (*parents, pose.shape[3], transform.shape[4])
-    groups = groups_of(edge_lists, pose, transform, parent_sites, types)
-    dtype = statistics_dtype(pose.dtype)
-    return (
-        pose.new_empty(parents, dtype=dtype),
-        pose.new_empty(poses, dtype=dtype),
-        pose.new_empty(poses if with_variance else (0,), dtype=dtype),
-        pose.new_empty(parents, dtype=dtype),
-        pose.new_empty((0,) if even else (padded(batch, pose), 2, groups, child_types), dtype=dtype),
-    )
-
-
-@torch.library.custom_op("torchcaps::moments_backward", mutates_args=(), device_types="cpu")
+@_operator(
+    f"{_LAYER}, {_AGREEMENT}, {_FOUND}, {_GRADIENTS}, {_SOFTMAX}, bool agreement_grads",
+    outputs="coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad",
+    on_gpu="backward",
+    not_on_cpu=("parent_sites", "agreement_grads"),
+)
 def moments_backward(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    log_sums: Tensor,
-    mean: Tensor,
-    variance: Tensor | None,
-    log_mass: Tensor,
-    mass_grad: Tensor | None,
-    mean_grad: Tensor | None,
-    variance_grad: Tensor | None,
-    types: bool,
-    none_of_the_above: bool,
-    agreement_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
-    is None or where ``agreement_grads`` is False."""
-    outputs = _like_moments_backward(
-        pose, activation, transform, edge_lists, parent_sites, *(constant, linear, quadratic, centre),
-        *(log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad),
-        *(types, none_of_the_above, agreement_grads),
-    )  # fmt: skip
-    names = ("coupling_grads", "constant_grad", "linear_grad", "quadratic_grad", "centre_grad")
-    _cpu.moments_backward(
-        **arrays(
-            pose=pose, activation=activation, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-            log_sums=log_sums, mean=mean, variance=variance, log_mass=log_mass,
-            mass_grad=mass_grad, mean_grad=mean_grad, variance_grad=variance_grad,
-        ),
-        **filled(**dict(zip(names, outputs, strict=True))),
-        types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return outputs
-
-
-@moments_backward.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.backward(*arguments)
-
-
-@moments_backward.register_fake
-def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
 ):  # fmt: skip
-    batch, child_types = pose.shape[0], pose.shape[2]
-    groups = groups_of(edge_lists, pose, transform, parent_sites, types)
-    gradients = (
-        log_mass.new_empty((0,) if part is None or not agreement_grads else part.shape)
-        for part in (constant, linear, quadratic, centre)
-    )
-    return log_mass.new_empty(padded(batch, pose), groups, child_types), *gradients
+    """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
+    is None or where ``agreement_grads`` is False."""
+    parts = [part if agreement_grads else None for part in (constant, linear, quadratic, centre)]
+    *_, coupling_grads = _shapes(pose, transform, edge_lists, parent_sites, types)
+    return tuple(log_mass.new_empty(x) for x in (coupling_grads, *((0,) if x is None else x.shape for x in parts)))
 
 
-@torch.library.custom_op("torchcaps::votes_backward", mutates_args=(), device_types="cpu")
-def votes_backward(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    records: Sequence[Tensor],
-    types: bool,
-    none_of_the_above: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+@_operator(
+    f"{_LAYER}, Tensor[] records, {_SOFTMAX}",
+    outputs="pose_grad, activation_grad, transform_grad",
+    on_gpu="votes_backward",
+)
+def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above):
     """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
     None in a `Record` is an empty tensor here."""
-    outputs = _like_votes_backward(
-        pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
-    )
-    _cpu.votes_backward(
-        **arrays(pose=pose, activation=activation, transform=transform, edge_lists=edge_lists),
-        records=[arrays(record=record)["record"] for record in records],
-        **filled(**dict(zip(("pose_grad", "activation_grad", "transform_grad"), outputs, strict=True))),
-        parent_sites=parent_sites, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return outputs
+    shapes = pose.shape, (0,) if activation is None else activation.shape, transform.shape
+    return tuple(pose.new_empty(shape) for shape in shapes)
 
 
-@votes_backward.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.votes_backward(*arguments)
-
-
-@votes_backward.register_fake
-def _like_votes_backward(
-    pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
-):  # fmt: skip
-    return (
-        pose.new_empty(pose.shape),
-        pose.new_empty((0,) if activation is None else activation.shape),
-        transform.new_empty(transform.shape),
-    )
-
-
-@torch.library.custom_op("torchcaps::couplings", mutates_args=(), device_types="cpu")
+@_operator(
+    f"Tensor pose, Tensor transform, Tensor edge_lists, SymInt parent_sites, {_AGREEMENT}, {_SOFTMAX}",
+    outputs="couplings",
+    on_gpu="couplings",
+)
 def couplings(
-    pose: Tensor,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    types: bool,
-    none_of_the_above: bool,
-) -> Tensor:
-    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
-    output = _like_couplings(pose, transform, edge_lists, parent_sites, *(None,) * 4, types, none_of_the_above)
-    _cpu.couplings(
-        **arrays(
-            pose=pose, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-        ),
-        **filled(couplings=output),
-        parent_sites=parent_sites, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return output
-
-
-@couplings.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.couplings(*arguments)
-
-
-@couplings.register_fake
-def _like_couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
 ):  # fmt: skip
-    edges = groups_of(edge_lists, pose, transform, parent_sites, types=True)
-    shape = (pose.shape[0], transform.shape[2], edges, pose.shape[2])
+    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
+    *_, (_, edges, child_types) = _shapes(pose, transform, edge_lists, parent_sites, types=True)
+    shape = (pose.shape[0], transform.shape[2], edges, child_types)
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
 
 
-@torch.library.custom_op("torchcaps::open_votes", mutates_args=())
-def open_votes(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    passes: int,
-    types: bool,
-    none_of_the_above: bool,
-) -> list[Tensor]:
-    """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
-    return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above)
-
-
-@open_votes.register_fake
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above):
-    batch, child_types = pose.shape[0], pose.shape[2]
-    scalars = (batch, parent_sites, transform.shape[2])
-    vectors = (*scalars, pose.shape[3], transform.shape[4])
-    children = (groups_of(edge_lists, pose, transform, parent_sites, types), child_types)
-    shapes = Record(
-        *(scalars, vectors, vectors, vectors, (padded(batch, pose), 2, *children), (padded(batch, pose), *children)),
-        *(vectors, vectors, scalars, scalars, vectors, vectors),
-    )
+    """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
+    number, vote, log_sums, coupling_grads = _shapes(pose, transform, edge_lists, parent_sites, types)
+    record = Record(number, vote, vote, vote, log_sums, coupling_grads, vote, vote, number, number, vote, vote)
     dtype = statistics_dtype(pose.dtype)
-    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in shapes]
+    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in record]
+
+
+open_votes = torch.library.custom_op(
+    "torchcaps::open_votes", _tokens, mutates_args=(), schema=f"({_LAYER}, SymInt passes, {_SOFTMAX}) -> Tensor[]"
+)
+open_votes.register_fake(_tokens)
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -332,9 +227,7 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
             any(wanted),
         )  # fmt: skip
         agreement_grads = [grad if asked else None for grad, asked in zip(found, wanted, strict=True)]
-    record = Record(
-        *agreement, log_sums if routed else None, coupling_grads, mean, variance, log_mass, *gradients
-    )
+    record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, variance, log_mass, *gradients)
     return list(record) if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 5
 
 

@@ -5,7 +5,6 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-
 Competition = Literal["parents", "types"]
 
 

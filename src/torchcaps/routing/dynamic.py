@@ -107,9 +107,16 @@ def dynamic_routing(
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
     with torch.autocast(pose.device.type, enabled=False):
-        options = {"none_of_the_above": leaky, "passes": iterations if gradient_passes == "all" else 1}
-        votes = Votes(pose.to(dtype), None, transform.to(dtype), routing_map, **options, backend=backend)
         constant = gradient_passes == "last"
+        votes = Votes(
+            pose.to(dtype),
+            None,
+            transform.to(dtype),
+            routing_map,
+            none_of_the_above=leaky,
+            passes=1 if constant else iterations,
+            backend=backend,
+        )
         earlier = votes.detach() if constant else votes
         agreement = None
         for _ in range(iterations - 1):

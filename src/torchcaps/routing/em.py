@@ -51,6 +51,7 @@ def em_routing(
     temperature_schedule: TemperatureSchedule = ...,
     parent_activation: ParentActivation = ...,
     mean_damping: float = ...,
+    tempering: float = ...,
     return_passes: Literal[False] = ...,
     backend: Backend = ...,
 ) -> Capsules: ...
@@ -70,6 +71,7 @@ def em_routing(
     temperature_schedule: TemperatureSchedule = ...,
     parent_activation: ParentActivation = ...,
     mean_damping: float = ...,
+    tempering: float = ...,
     return_passes: Literal[True],
     backend: Backend = ...,
 ) -> tuple[Capsules, list[EMPass]]: ...
@@ -88,6 +90,7 @@ def em_routing(
     temperature_schedule: TemperatureSchedule = "rising",
     parent_activation: ParentActivation = "logistic",
     mean_damping: float = 0.0,
+    tempering: float = 1.0,
     return_passes: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, list[EMPass]]:
@@ -129,7 +132,10 @@ def em_routing(
         temperature_schedule: ``rising``, λ (1 - 0.95^(t+1)) in pass t = 0, 1, …, as the authors; or ``constant``.
         parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
         mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
-        return_passes: also return what every pass found.
+        tempering: a factor on log (a_j p_ij) in the E-step, in (0, 1]; the paper has 1. The numbers of a pose are
+            counted as independent, so that the couplings are too sure; a smaller factor makes them less so.
+        return_passes: also return what every pass found; its couplings write all votes to memory where a gradient is
+            asked for.
         backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
             them; ``auto`` is fused where it can be.
 
@@ -156,6 +162,7 @@ def em_routing(
         temperature_schedule,
         parent_activation,
         mean_damping,
+        tempering,
     )
     _check_tensors(children, transform, routing_map, beta_u, beta_a)
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
@@ -169,8 +176,9 @@ def em_routing(
     ]
     with torch.autocast(children.pose.device.type, enabled=False):
         pose, activation = children.pose.to(dtype), children.activation.to(dtype)
-        options = {"passes": iterations, "backend": backend}
-        votes = Votes(pose, activation, transform.to(dtype), routing_map, competition, **options)
+        votes = Votes(
+            pose, activation, transform.to(dtype), routing_map, competition, passes=iterations, backend=backend
+        )
         agreement, passes = None, []
         for inverse_temperature in inverse_temperatures:
             fitted = votes.moments(agreement)
@@ -190,7 +198,8 @@ def em_routing(
                 log_activation = _log_proportions(fitted.mass)
             if return_passes:
                 passes.append(EMPass(votes.couplings(agreement), mean, variance, log_activation.exp()))
-            agreement = Agreement(log_activation - log_volume, quadratic=0.5 / variance, centre=mean)
+            constant = tempering * (log_activation - log_volume)
+            agreement = Agreement(constant, quadratic=0.5 * tempering / variance, centre=mean)
         parents = Capsules(mean.to(dtype), log_activation.exp().to(dtype))
     return (parents, passes) if return_passes else parents
 
@@ -231,6 +240,7 @@ def _check_options(
     temperature_schedule: str,
     parent_activation: str,
     mean_damping: float,
+    tempering: float,
 ) -> None:
     check_iterations(iterations)
     if not 0 <= variance_floor < math.inf:
@@ -239,6 +249,8 @@ def _check_options(
         raise ValueError(f"inverse_temperature must be above 0; got {inverse_temperature}")
     if not 0 <= mean_damping < 1:
         raise ValueError(f"mean_damping must be in [0, 1); got {mean_damping}")
+    if not 0 < tempering <= 1:
+        raise ValueError(f"tempering must be in (0, 1]; got {tempering}")
     for name, value, allowed in (
         ("competition", competition, get_args(Competition)),
         ("temperature_schedule", temperature_schedule, get_args(TemperatureSchedule)),
@@ -277,6 +289,7 @@ class EMRouting(nn.Module):
         temperature_schedule: TemperatureSchedule = "rising",
         parent_activation: ParentActivation = "logistic",
         mean_damping: float = 0.0,
+        tempering: float = 1.0,
         backend: Backend = "auto",
         initial_beta_a: float = 0.0,
     ) -> None:
@@ -289,6 +302,7 @@ class EMRouting(nn.Module):
             temperature_schedule,
             parent_activation,
             mean_damping,
+            tempering,
         )
         check_sizes(parent_types=parent_types)
         check_choice("backend", backend, get_args(Backend))
@@ -305,6 +319,7 @@ class EMRouting(nn.Module):
             "temperature_schedule": temperature_schedule,
             "parent_activation": parent_activation,
             "mean_damping": mean_damping,
+            "tempering": tempering,
             "backend": backend,
         }
 
@@ -314,9 +329,9 @@ class EMRouting(nn.Module):
         return cls(layer.parent_types, **options)
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
-        """Every pass in full, by the reference; see `em_routing`."""
-        options = {**self.options, "backend": "reference"}
-        return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, return_passes=True, **options)[1]
+        """Every pass in full; see `em_routing`."""
+        betas = self.beta_u, self.beta_a
+        return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
 
     @overload
     def forward(

@@ -101,7 +101,14 @@ class Rule(nn.Module):
         activation = children.activation.to(dtype) if self.weighs_activations else None
         with torch.autocast(children.pose.device.type, enabled=False):
             pose, transform = self.prepare(children.pose.to(dtype), transform.to(dtype))
-            options = {"competition": self.competition, "passes": self.passes, "backend": self.backend}
-            votes = Votes(pose, activation, transform, routing_map, **options)
+            votes = Votes(
+                pose,
+                activation,
+                transform,
+                routing_map,
+                competition=self.competition,
+                passes=self.passes,
+                backend=self.backend,
+            )
             parents = self.route(votes)
             return (parents, votes.last_couplings()) if return_couplings else parents

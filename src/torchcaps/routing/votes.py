@@ -9,6 +9,7 @@ from torch import Tensor
 from torchcaps.checks import check_choice, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
 from torchcaps.kernels import moments as fused
+from torchcaps.kernels.flops import let_flops_be_counted
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
@@ -69,6 +70,8 @@ class Votes:
         self._none_of_the_above = none_of_the_above
         self._passes = passes
         self._fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        if self._fused and not torch.compiler.is_compiling():
+            let_flops_be_counted()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self._fused else None
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None

@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing_map import RoutingMap
@@ -65,7 +66,8 @@ class WrittenVotes:
     def _log_couplings(self, agreement: Agreement | None) -> Tensor:
         logits = self._logits(agreement or Agreement())
         if self.competition == "types":
-            return logits.log_softmax(dim=1)
+            rivals = functional.pad(logits, (0, 0, 0, 0, 0, 1)) if self.none_of_the_above else logits
+            return rivals.log_softmax(dim=1)[:, : logits.shape[1]]
         return self.routing_map.log_couplings(logits, none_of_the_above=self.none_of_the_above)
 
     def _logits(self, agreement: Agreement) -> Tensor:
