@@ -1,14 +1,11 @@
 """The fused kernels against the reference: outputs and every gradient."""
 
-import subprocess
-import sys
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 
 from problems import (
     MAPS,
@@ -145,78 +142,6 @@ def test_the_same_bits_for_any_number_of_threads():
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
 
 
-def operators():
-    pose, activation, transform, *betas = (x.float() for x in full_problem(MAPS["conv"], 5, (4, 4, 4)))
-    edges, parents = MAPS["conv"].edges, MAPS["conv"].parent_sites
-    em = ((pose, activation, transform, *betas, edges), (parents,), ([0.05, 0.1], 1e-4, 1.0, False))
-    dynamic = ((pose, transform, edges), (parents,), (3, True, "sabour", "sabour", True, False))
-    for name, (tensors, sites, options) in {"em_routing": em, "dynamic_routing": dynamic}.items():
-        forward, backward = (getattr(torch.ops.torchcaps, name + end).default for end in ("", "_backward"))
-        *results, kept, log_sums = forward(*tensors, *sites, *options)
-        leaves = [x.clone().requires_grad_() if x.is_floating_point() else x for x in tensors]
-        yield forward, (*leaves, *sites, *options)
-        yield backward, (*tensors, kept, log_sums, *results, *options)
-
-
-@pytest.mark.parametrize("which", range(4))
-def test_operators_are_registered_as_torch_wants_them(which):
-    operator, arguments = [*operators()][which]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(operator, arguments, test_utils=tests)
-
-
-def test_models_compile_as_one_graph():
-    """In a process of its own: the run-time check of types cannot be traced."""
-    script = """
-import torch
-from torchcaps import CapsNet, MatrixCapsNet, Routing
-
-torch.manual_seed(0)
-images = torch.rand(2, 2, 20, 20)
-em, dynamic = (Routing(name, backend="fused") for name in ("em", "dynamic"))
-for model in (
-    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
-    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
-):
-    gradients = []
-    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        model.zero_grad()
-        each(images).scores.square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    for found, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, right)
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
-
-
-@pytest.mark.usefixtures("untyped")
-def test_a_model_on_the_reference_is_exported():
-    model = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=Routing("em", backend="reference"))
-    images = torch.rand(2, 2, 20, 20)
-    exported = torch.export.export(model, (images,)).module()
-    torch.testing.assert_close(exported(images).scores, model(images).scores)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_other_kinds_of_differentiation_run_on_the_reference():
-    pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, (4, 4, 4))
-
-    def routed(pose, backend="auto"):
-        return em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, backend=backend).pose.sum()
-
-    slope = torch.func.grad(routed)(pose)
-    tangent = torch.func.jvp(routed, (pose,), (torch.ones_like(pose),))[1]
-    torch.testing.assert_close(tangent, slope.sum())
-    with forward_ad.dual_level():
-        dual = routed(forward_ad.make_dual(pose, torch.ones_like(pose)))
-        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
-    pose.requires_grad_()
-    (once,) = torch.autograd.grad(routed(pose, "fused"), pose, create_graph=True)
-    torch.testing.assert_close(once, slope)
-    with pytest.raises(RuntimeError, match='differentiated once; use backend="reference"'):
-        once.sum().backward()
-
-
 def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
     pose, activation, transform, beta_u, beta_a = full_problem(MAPS["conv"], 5, (4, 4, 4))
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
@@ -256,25 +181,6 @@ def test_the_backward_pass_takes_no_memory_as_large_as_what_it_is_given():
         parents.pose.sum().backward()
     kept = 4 * 4 * 16 * 36 * 3 * 4
     assert 0 < max(event.self_cpu_memory_usage for event in seen.events()) < kept / 2
-
-
-@pytest.mark.usefixtures("untyped")
-def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
-    case = random_case(MAPS["dense"], seed=0, dtype=torch.float32)
-    children = Capsules(case.pose, torch.rand(case.pose.shape[:3]))
-    betas = [torch.zeros(case.transform.shape[2]) for _ in range(2)]
-    with pytest.raises(ValueError, match="it does not know"):
-        em_routing(children, case.transform, case.routing_map, *betas, backend="fused", mean_damping=0.1)
-    assert em_routing(children, case.transform, case.routing_map, *betas, mean_damping=0.1).pose.isfinite().all()
-    with pytest.raises(ValueError, match="unknown backend"):
-        em_routing(children, case.transform, case.routing_map, *betas, backend="fast")
-    wrong = (case.pose, children.activation, case.transform, *betas, case.routing_map.edges + 1)
-    with pytest.raises(ValueError, match="an edge names"):
-        torch.ops.torchcaps.em_routing(*wrong, 1, [1.0], 1e-4, 1.0, False)
-    with pytest.raises(ValueError, match="pose is on cpu and edges on meta"):
-        torch.ops.torchcaps.em_routing(*wrong[:5], wrong[5].to("meta"), 1, [1.0], 1e-4, 1.0, False)
-    with pytest.raises(ValueError, match="pose is on cpu and edges on meta"):
-        torch.ops.torchcaps.dynamic_routing(*wrong[:3:2], wrong[5].to("meta"), 1, 3, True, "su", "su", True, False)
 
 
 @pytest.mark.parametrize("routing_map", MAPS)

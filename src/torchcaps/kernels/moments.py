@@ -40,7 +40,7 @@ class Record(NamedTuple):
     variance_grad: Tensor | None = None
 
 
-def groups_of(edge_lists: Tensor, pose: Tensor, transform: Tensor, parent_sites: int, types: bool) -> int:
+def groups_of(edge_lists: Tensor, pose: Tensor, transform: Tensor, parent_sites: Any, types: bool) -> Any:
     """G, the number of child sites, or of edges where the types at one site compete alone: a softmax for each."""
     if not types:
         return pose.shape[1]

@@ -112,11 +112,11 @@ class Votes:
             ValueError: a part of the agreement has another shape than the parents.
         """
         self._last = agreement
+        parts = self._checked(agreement)
         if not self._fused:
-            return self._written_out.moments(agreement, variance=variance, constant_couplings=constant_couplings)
-        parts = self._parts(agreement)
+            return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         if constant_couplings:
-            parts = [None if part is None else part.detach() for part in parts]
+            parts = Agreement(*(None if part is None else part.detach() for part in parts))
         children = [None if x is None else x.detach() for x in (self._pose, self._activation, self._transform)]
         mass, mean, second, *_ = fused.moments(
             self._next_tokens(),
@@ -146,11 +146,12 @@ class Votes:
 
         Where a gradient is asked of them, all votes are written to memory.
         """
-        given = (self._pose, self._transform, *(agreement or Agreement()))
+        parts = self._checked(agreement)
+        given = (self._pose, self._transform, *parts)
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         if not self._fused or differentiated:
-            return self._written_out.couplings(agreement)
-        sites, parts = self.routing_map.parent_sites, self._parts(agreement)
+            return self._written_out.couplings(parts)
+        sites = self.routing_map.parent_sites
         by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._softmax)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
 
@@ -170,14 +171,14 @@ class Votes:
             self._written = WrittenVotes(*children, self.routing_map, self._competition, self._none_of_the_above)
         return self._written
 
-    def _parts(self, agreement: Agreement | None) -> list[Tensor | None]:
-        """The parts of an agreement in the dtype of the moments."""
-        parts = agreement or Agreement()
-        for name, part in parts._asdict().items():
+    def _checked(self, agreement: Agreement | None) -> Agreement:
+        """The agreement in the dtype of the moments; all None where there is none."""
+        parts = (agreement or Agreement())._asdict()
+        for name, part in parts.items():
             shape = self.parent_shape[: 3 if name == "constant" else 5]
             if part is not None and part.shape != shape:
                 raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
-        return [None if part is None else part.to(self.dtype) for part in parts]
+        return Agreement(*(None if part is None else part.to(self.dtype) for part in parts.values()))
 
     def _next_tokens(self) -> list[Tensor]:
         """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""

@@ -18,7 +18,7 @@ class WrittenVotes:
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
-        >>> WrittenVotes(pose, None, transform, RoutingMap.dense(6), "parents", False).moments(None).mean.shape
+        >>> WrittenVotes(pose, None, transform, RoutingMap.dense(6), "parents", False).moments(Agreement()).mean.shape
         torch.Size([2, 1, 10, 1, 16])
     """
 
@@ -40,9 +40,7 @@ class WrittenVotes:
             child = routing_map.edges_on(pose.device)[:, 0]
             self._activation = activation[:, child].unsqueeze(1)
 
-    def moments(
-        self, agreement: Agreement | None, *, variance: bool = True, constant_couplings: bool = False
-    ) -> Moments:
+    def moments(self, agreement: Agreement, *, variance: bool = True, constant_couplings: bool = False) -> Moments:
         """See `torchcaps.Votes.moments`."""
         log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
         if constant_couplings:
@@ -59,12 +57,12 @@ class WrittenVotes:
             second = routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", shares, squares)).transpose(1, 2)
         return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
 
-    def couplings(self, agreement: Agreement | None) -> Float[Tensor, "B J E C"]:
+    def couplings(self, agreement: Agreement) -> Float[Tensor, "B J E C"]:
         """See `torchcaps.Votes.couplings`."""
         return self._log_couplings(agreement).exp()
 
-    def _log_couplings(self, agreement: Agreement | None) -> Tensor:
-        logits = self._logits(agreement or Agreement())
+    def _log_couplings(self, agreement: Agreement) -> Tensor:
+        logits = self._logits(agreement)
         if self.competition == "types":
             rivals = functional.pad(logits, (0, 0, 0, 0, 0, 1)) if self.none_of_the_above else logits
             return rivals.log_softmax(dim=1)[:, : logits.shape[1]]

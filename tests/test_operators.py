@@ -1,0 +1,137 @@
+"""The fused operators as citizens of PyTorch; and what they refuse."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from problems import MAPS, full_problem
+from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, Votes, em_routing
+from torchcaps.kernels import _cpu
+from torchcaps.kernels import moments as operators
+
+pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
+NAMES = ("open_votes", "moments", "moments_backward", "votes_backward", "couplings")
+
+
+def calls():
+    """Arguments of every operator, by its name. Sixteen samples fill a vector: kernels leave the rest of one alone."""
+    pose, activation, transform, *_ = (x.float() for x in full_problem(MAPS["conv"], 5, (4, 4, 4), batch=16))
+    layer = (pose, activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
+    scalar, vector = (*pose.shape[:1], MAPS["conv"].parent_sites, 5), (4, 4)
+    agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
+    softmax = (False, True)
+    tokens = operators.open_votes(*layer, 1, *softmax)
+    mass, mean, variance, log_mass, log_sums = operators.moments([], *layer, *agreement, False, *softmax, True, False)
+    found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
+    backward = (*layer, *agreement, log_sums, *found, *gradients, *softmax, True)
+    coupling_grads, *_ = operators.moments_backward(*backward)
+    return {
+        "open_votes": (*layer, 2, *softmax),
+        "moments": (tokens, *layer, *agreement, False, *softmax, True, False),
+        "moments_backward": backward,
+        "votes_backward": (*layer, [*agreement, log_sums, coupling_grads, *found, *gradients], *softmax),
+        "couplings": (pose, *layer[2:], *agreement, *softmax),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_are_registered_as_torch_wants_them(name):
+    def leaf(x):
+        differentiable = name in ("open_votes", "moments") and isinstance(x, torch.Tensor) and x.is_floating_point()
+        return x.detach().clone().requires_grad_() if differentiable else x
+
+    arguments = [[leaf(y) for y in x] if isinstance(x, list) else leaf(x) for x in calls()[name]]
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(operators, name), arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_edges_that_do_not_fit_are_refused(name):
+    arguments = calls()[name]
+    place = next(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    lists = arguments[place]
+    for wrong, message in (
+        (lists + 1, "an edge names a child site, parent site or transform that does not exist"),
+        (lists[:-1], "the edge lists are not those of this map: use RoutingMap.edge_lists"),
+        (lists.to("meta"), "pose is on cpu and edge_lists on meta: move both to one device"),
+    ):
+        if name == "votes_backward" and wrong.is_meta:
+            continue  # not called but with what `moments` was given
+        with pytest.raises(ValueError, match=message):
+            getattr(operators, name)(*arguments[:place], wrong, *arguments[place + 1 :])
+
+
+def test_passes_of_a_wrong_number_or_shape_are_refused():
+    *arguments, records, types, none_of_the_above = calls()["votes_backward"]
+    for wrong, message in ((records[:-1], "12 tensors a pass"), ([records[1], *records[1:]], "constant has the wrong")):
+        with pytest.raises(ValueError, match=message):
+            operators.votes_backward(*arguments, wrong, types, none_of_the_above)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
+    case = full_problem(MAPS["dense"], 4, (5, 2, 13))
+    with pytest.raises(
+        ValueError, match='"fused" cannot run this: there are no fused kernels for poses of more than 64'
+    ):
+        Votes(*case[:3], MAPS["dense"], backend="fused")
+    assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
+    with pytest.raises(ValueError, match="unknown backend 'fast': use one of auto, reference, fused"):
+        Votes(*case[:3], MAPS["dense"], backend="fast")
+    with pytest.raises(ValueError, match=r"linear of an agreement must be \[3, 1, 4, 5, 13\], as the parents; got"):
+        Votes(*case[:3], MAPS["dense"]).moments(Agreement(linear=torch.zeros(3, 1, 4, 5)))
+
+
+def test_models_compile_as_one_graph():
+    """In a process of its own: the run-time check of types cannot be traced."""
+    script = """
+import torch
+from torchcaps import CapsNet, MatrixCapsNet, Routing
+
+torch.manual_seed(0)
+images = torch.rand(2, 2, 20, 20)
+em, dynamic = (Routing(name, backend="fused") for name in ("em", "dynamic"))
+for model in (
+    MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
+    CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
+):
+    gradients = []
+    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        each(images).scores.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, right)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_model_on_the_reference_is_exported():
+    model = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=Routing("em", backend="reference"))
+    images = torch.rand(2, 2, 20, 20)
+    exported = torch.export.export(model, (images,)).module()
+    torch.testing.assert_close(exported(images).scores, model(images).scores)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_other_kinds_of_differentiation_run_on_the_reference():
+    pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, (4, 4, 4))
+
+    def routed(pose, backend="auto"):
+        return em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, backend=backend).pose.sum()
+
+    slope = torch.func.grad(routed)(pose)
+    tangent = torch.func.jvp(routed, (pose,), (torch.ones_like(pose),))[1]
+    torch.testing.assert_close(tangent, slope.sum())
+    with forward_ad.dual_level():
+        dual = routed(forward_ad.make_dual(pose, torch.ones_like(pose)))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, tangent)
+    pose.requires_grad_()
+    (once,) = torch.autograd.grad(routed(pose, "fused"), pose, create_graph=True)
+    torch.testing.assert_close(once, slope)
+    with pytest.raises(RuntimeError, match='differentiated once; use backend="reference"'):
+        once.sum().backward()
