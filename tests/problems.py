@@ -150,6 +150,7 @@ def em_routing_in_loops(
     temperature_schedule: str = "rising",
     parent_activation: str = "logistic",
     mean_damping: float = 0.0,
+    tempering: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Procedure 1 of Hinton, Sabour & Frosst 2018 with the corrections of Gritzman 2019, on plain lists.
 
@@ -220,6 +221,7 @@ def em_routing_in_loops(
                     (x - mu) ** 2 / (2 * square) + math.log(math.sqrt(square)) + 0.5 * math.log(2 * math.pi)
                     for x, mu, square in zip(vote[v], mean[parent[v]], variance[parent[v]], strict=True)
                 )
+                log_p[v] *= tempering
             for v in vote:
                 largest = max(log_p[other] for other in rivals[v])
                 total = sum(math.exp(log_p[other] - largest) for other in rivals[v])

@@ -20,6 +20,7 @@ OPTIONS = {
     "published-temperature": {"inverse_temperature": 0.01, "normalise_data": False},
     "constant": {"inverse_temperature": 0.5, "temperature_schedule": "constant"},
     "mixing": {"parent_activation": "mixing"},
+    "tempered": {"tempering": 0.25},
     "official": {"mean_damping": 0.1, "variance_floor": 5e-4, "competition": "types", "normalise_data": False},
 }
 
@@ -94,18 +95,17 @@ def test_gradcheck(options, routing_map):
     case, activation, beta_u, beta_a = problem(routing_map, seed=1, sizes=(1, 2, 2))
     activation = activation.clamp(0.1, 0.9)
 
-    def outputs(pose, activation, transform, beta_u, beta_a):
-        children = Capsules(pose, activation)
-        last = em_routing(
-            children, transform, case.routing_map, beta_u, beta_a, return_passes=True, **OPTIONS[options]
-        )[1][-1]
+    def outputs(*tensors, backend="auto"):
+        pose, activation, transform, *betas = tensors
+        chosen = {**OPTIONS[options], "return_passes": True, "backend": backend}
+        last = em_routing(Capsules(pose, activation), transform, case.routing_map, *betas, **chosen)[1][-1]
         return last[1:] if options == "one-pass" else last
 
     arguments = (case.pose, activation, case.transform, beta_u, beta_a)
     fast = (options, routing_map) != ("corrected", "dense")
     assert torch.autograd.gradcheck(outputs, tuple(x.requires_grad_() for x in arguments), fast_mode=fast)
     if options == "corrected":
-        assert torch.autograd.gradgradcheck(outputs, arguments, fast_mode=True)
+        assert torch.autograd.gradgradcheck(partial(outputs, backend="reference"), arguments, fast_mode=True)
 
 
 @settings(max_examples=1000)
@@ -310,6 +310,8 @@ def test_a_parent_whose_children_are_all_off_has_mean_zero(backend):
         {"temperature_schedule": "falling"},
         {"parent_activation": "softmax"},
         {"mean_damping": 1.0},
+        {"tempering": 0.0},
+        {"tempering": 1.5},
     ],
 )
 @pytest.mark.usefixtures("untyped")

@@ -1,16 +1,22 @@
-"""Every rule on the fused kernels against the same rule on written votes: outputs and every gradient."""
+"""Rules on the fused kernels against the same rules on written votes: outputs and every gradient."""
 
-from functools import partial
+import copy
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from torchcaps import RoutingMap
+from problems import MAPS, full_problem
+from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
+from torchcaps.routing import LayerShape
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
-POSE = (2, 3, 4)
+BACKENDS = ("fused", "reference")
+ROWS, INNER, COLUMNS = POSE = (2, 3, 4)
 BATCHES_AND_TYPES = [(3, 2), (3, 17), (17, 2), (17, 17)]
-"""Kernels hold samples in their vectors, or parent types, or both, by what there is more of."""
+"""The kernels' vectors hold samples, or parent types where there are few samples."""
 
 
 @pytest.fixture(params=cpu_instruction_sets())
@@ -20,11 +26,220 @@ def instruction_set(request):
     _cpu.use(cpu_instruction_sets()[0])
 
 
-@pytest.fixture
-def nothing_written(monkeypatch):
-    """Fails where votes are written to memory by anything but the reference."""
+def both(name, routing_map, parent_types):
+    """A rule in evaluation mode, fused and by the reference, with parameters that are not those of the start."""
+    shape = LayerShape(routing_map.transforms, 3, parent_types, (ROWS, INNER), (ROWS, COLUMNS))
+    rule = ROUTINGS[name].for_layer(shape).double().eval()
+    for parameter in rule.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    rules = [copy.deepcopy(rule) for _ in BACKENDS]
+    for each, backend in zip(rules, BACKENDS, strict=True):
+        each.backend = backend
+    return rules
 
+
+def everything(rule, tensors, routing_map):
+    """Pose and activation of the parents; the gradients of children, transform and the rule, of a random weighting."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    parents = rule(Capsules(*leaves[:2]), leaves[2], routing_map)
+    random = torch.Generator().manual_seed(1)
+    sum((x * torch.randn(x.shape, generator=random, dtype=x.dtype)).sum() for x in parents).backward()
+    learned = [*leaves, *(x for x in rule.parameters() if x.requires_grad)]
+    return [*parents, *(torch.zeros_like(x) if x.grad is None else x.grad for x in learned)]
+
+
+def close(found, right, rtol=1e-7, atol=1e-8):
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def refuse_to_write_votes(monkeypatch):
     def refuse(*_):
         raise AssertionError("votes were written to memory")
 
-    return partial(monkeypatch.setattr, RoutingMap, "votes", refuse)
+    monkeypatch.setattr(RoutingMap, "votes", refuse)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("routing_map", MAPS)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_every_rule_equals_the_reference(name, routing_map):
+    routing_map = MAPS[routing_map]
+    for batch, parent_types in BATCHES_AND_TYPES:
+        pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSE, batch=batch)
+        case = (0.5 * pose, activation.clamp_min(0.1), 0.5 * transform)
+        fused, reference = both(name, routing_map, parent_types)
+        close(everything(fused, case, routing_map), everything(reference, case, routing_map))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_no_rule_writes_votes(name, monkeypatch):
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
+    fused, reference = both(name, MAPS["conv"], 5)
+    with torch.no_grad():
+        right = reference(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
+    refuse_to_write_votes(monkeypatch)
+    everything(fused, (pose, activation, transform), MAPS["conv"])
+    with torch.no_grad():
+        parents, couplings = fused(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
+    close((*parents, couplings), (*right[0], right[1]))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("part", range(3))
+def test_a_nan_reaches_the_parents_that_it_reaches_in_the_reference(name, part):
+    case = [x.clone() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
+    case[part].view(-1)[-1] = torch.nan
+    found, right = (rule(Capsules(*case[:2]), case[2], MAPS["conv"]) for rule in both(name, MAPS["conv"], 5))
+    for one, other in zip(found, right, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+    reaches = part != 1 or getattr(ROUTINGS[name], "weighs_activations", True)
+    assert found.pose.isnan().any() == reaches
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mean_damping": 0.3},
+        {"mean_damping": 0.3, "competition": "types", "parent_activation": "mixing"},
+        {"tempering": 0.25},
+        {"tempering": 0.25, "competition": "types", "iterations": 5, "variance_floor": 0.1},
+    ],
+)
+def test_options_of_em_equal_the_reference(options, routing_map, monkeypatch):
+    case = full_problem(MAPS[routing_map], 5, POSE)
+    results = []
+    for backend in BACKENDS[::-1]:
+        if backend == "fused":
+            refuse_to_write_votes(monkeypatch)
+        leaves = [x.clone().requires_grad_() for x in (0.3 * case[0], case[1].clamp_min(0.1), *case[2:])]
+        children, chosen = Capsules(*leaves[:2]), {**options, "backend": backend}
+        parents = em_routing(children, leaves[2], MAPS[routing_map], *leaves[3:], **chosen)
+        loss = parents.pose.square().sum() + parents.activation.sum()
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        results.append((*parents, *gradients))
+    close(*results)
+
+
+def test_passes_of_em_equal_the_reference(monkeypatch):
+    pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, POSE)
+    options = {"mean_damping": 0.1, "return_passes": True}
+    right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="reference")[1]
+    refuse_to_write_votes(monkeypatch)
+    found = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="fused")[1]
+    for one, other in zip(found, right, strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_passes": "last"}, {"leaky": True}])
+def test_couplings_of_dynamic_routing_equal_the_reference(options, monkeypatch):
+    pose, _, transform, *_ = full_problem(MAPS["irregular"], 5, POSE)
+    problem, options = (pose, transform, MAPS["irregular"]), {**options, "return_couplings": True}
+    right, couplings = dynamic_routing(*problem, **options, backend="reference")
+    refuse_to_write_votes(monkeypatch)
+    found, fused = dynamic_routing(*problem, **options, backend="fused")
+    close((*found, fused), (*right, couplings))
+
+
+def test_couplings_have_the_gradients_of_the_reference():
+    leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
+    gradients = []
+    for rule in both("attention", MAPS["conv"], 5):
+        couplings = rule(Capsules(*leaves[:2]), leaves[2], MAPS["conv"], return_couplings=True)[1]
+        gradients.append(torch.autograd.grad(couplings.square().sum(), (leaves[0], leaves[2])))
+    close(*gradients)
+
+
+def three_passes(votes):
+    """Moments of three passes; each agreement depends on the pass before."""
+    agreement, found = None, []
+    for _ in range(3):
+        found.append(votes.moments(agreement))
+        agreement = Agreement(-found[-1].variance.sum(dim=(3, 4)), found[-1].mean, 0.5 + found[-1].variance)
+    return found
+
+
+def of_votes(loss, backend, passes=3, **options):
+    """The gradients of children and transform, of what a loss makes of three passes over the votes."""
+    torch.manual_seed(2)
+    leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
+    votes = Votes(*leaves, MAPS["conv"], passes=passes, backend=backend, **options)
+    return torch.autograd.grad(loss(three_passes(votes)), leaves)
+
+
+def every_pass(found):
+    return sum(part.square().sum() for one in found for part in one)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3, 5])
+@pytest.mark.parametrize("competition", ["parents", "types"])
+@pytest.mark.parametrize("none_of_the_above", [False, True])
+def test_more_or_fewer_passes_than_promised(passes, competition, none_of_the_above):
+    options = {"competition": competition, "none_of_the_above": none_of_the_above}
+    close(*(of_votes(every_pass, backend, passes, **options) for backend in BACKENDS))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda found: found[0].mean.square().sum(),
+        lambda found: found[1].mass.square().sum(),
+        lambda found: found[1].variance.sum() + found[0].mass.sum(),
+    ],
+)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_passes_that_the_loss_does_not_reach(loss, passes):
+    close(*(of_votes(loss, backend, passes) for backend in BACKENDS))
+
+
+def test_two_backward_passes_through_one_graph():
+    leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
+    loss = every_pass(three_passes(Votes(*leaves, MAPS["conv"], passes=3, backend="fused")))
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for x in leaves:
+        x.grad = None
+    loss.backward(retain_graph=True)
+    loss.backward()
+    close([x.grad for x in leaves], [2 * x for x in once], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_checkpointed_rules_have_the_same_gradients(name, use_reentrant):
+    rule, _ = both(name, MAPS["conv"], 5)
+    leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
+
+    def run(pose, activation, transform):
+        parents = rule(Capsules(pose, activation), transform, MAPS["conv"])
+        return parents.pose.square().sum() + parents.activation.sum()
+
+    gradients = []
+    for loss in (run(*leaves), checkpoint(run, *leaves, use_reentrant=use_reentrant)):
+        for x in (*leaves, *rule.parameters()):
+            x.grad = None
+        loss.backward()
+        learned = [x for x in (*leaves, *rule.parameters()) if x.grad is not None]
+        gradients.append([x.grad.clone() for x in learned])
+    close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("routing_map", MAPS)
+def test_none_of_the_above_beside_the_types_at_one_site(routing_map):
+    """Softmax over the types at one site and a further logit 0, in plain loops; fused and by the reference."""
+    routing_map = MAPS[routing_map]
+    pose, activation, transform, *_ = full_problem(routing_map, 3, POSE)
+    linear = 0.3 * torch.randn(3, routing_map.parent_sites, 3, ROWS, COLUMNS).double()
+    for backend in BACKENDS:
+        votes = Votes(pose, activation, transform, routing_map, "types", none_of_the_above=True, backend=backend)
+        couplings, mass = votes.couplings(Agreement(linear=linear)), votes.moments(Agreement(linear=linear)).mass
+        expected = torch.zeros_like(mass)
+        for b in range(3):
+            for e, (s, p, k) in enumerate(routing_map.edges.tolist()):
+                for c in range(3):
+                    fits = [((pose[b, s, c] @ transform[k, c, j]) * linear[b, p, j]).sum().exp() for j in range(3)]
+                    for j in range(3):
+                        coupling = fits[j] / (sum(fits) + 1)
+                        torch.testing.assert_close(couplings[b, j, e, c], coupling, rtol=1e-9, atol=1e-12)
+                        expected[b, p, j] += coupling * activation[b, s, c]
+        torch.testing.assert_close(mass, expected, rtol=1e-9, atol=1e-12)

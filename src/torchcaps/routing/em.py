@@ -349,6 +349,15 @@ class EMRouting(nn.Module):
         return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
 
     @property
+    def backend(self) -> Backend:
+        """Which kernels compute the votes; see `em_routing`."""
+        return self.options["backend"]
+
+    @backend.setter
+    def backend(self, backend: Backend) -> None:
+        self.options["backend"] = backend
+
+    @property
     def saved_options(self) -> dict[str, Any]:
         """What the rule is made with; β_u and β_a are weights."""
         return {"parent_types": len(self.beta_u), **self.options}
