@@ -1,54 +1,16 @@
 """Folders of real image files, made by Pillow."""
 
-import os
 import tracemalloc
-import warnings
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from image_trees import refused, save, tree, warned
 from torchcaps.data import cut, load_image_folder, load_splits, read_image
 from torchcaps.data.image_file import FORMATS
-from torchcaps.errors import BadInput, DataWarning
-
-
-def save(path, mode="L", size=(8, 6), colour=None, **options):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    colour = colour if colour is not None else 100
-    Image.new(mode, size, colour).save(path, **options)
-    return path
-
-
-def tree(root, classes=("cat", "dog"), count=5, **options):
-    for name in classes:
-        for i in range(count):
-            save(root / name / f"{i}.png", colour=10 * i, **options)
-    return root
-
-
-def refused(call, *parts):
-    with pytest.raises(BadInput) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
-
-
-@contextmanager
-def warned(*parts):
-    """One DataWarning, in one line that holds every part."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    assert [warning.category for warning in caught] == [DataWarning], [str(warning.message) for warning in caught]
-    message = str(caught[0].message)
-    assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
+from torchcaps.errors import BadInput
 
 
 def test_one_tree_is_split_by_class_and_seed(tmp_path):
@@ -306,139 +268,6 @@ def test_load_splits_takes_a_folder_and_its_options(tmp_path):
 
 
 # What a person should know
-
-
-def test_skipped_files_and_folders_are_named(tmp_path):
-    tree(tmp_path)
-    for i in range(38):
-        (tmp_path / "cat" / f"{i}.HEIC").write_text("")
-    for name in ("a.txt", "b.txt", "README"):
-        (tmp_path / "dog" / name).write_text("")
-    formats = "formats read: .bmp, .gif, .jpeg, .jpg, .png, .tif, .tiff, .webp"
-    with warned(f"{tmp_path}: skipped 41 files that", "(.heic 38, .txt 2, no ending 1)", formats):
-        load_image_folder(tmp_path)
-    save(tmp_path / "dog" / "puppies" / "1.png")
-    save(tmp_path / "loose.png")
-    with warned("41 files", f"folders of images within a class ({tmp_path / 'dog' / 'puppies'})", "loose.png", formats):
-        load_splits(str(tmp_path), tmp_path)
-
-
-def test_many_endings_are_cut_short(tmp_path):
-    tree(tmp_path)
-    for i in range(100):
-        (tmp_path / "cat" / f"scan.{i:03}").write_text("")
-    with warned("100 files", "and 94 other endings"):
-        load_image_folder(tmp_path)
-
-
-def test_files_of_several_frames_are_counted(tmp_path):
-    tree(tmp_path)
-    frames = [Image.new("L", (8, 6), colour) for colour in (10, 200)]
-    for ending in ("gif", "png", "tif", "webp"):
-        frames[0].save(tmp_path / "cat" / f"moving.{ending}", save_all=True, append_images=frames[1:])
-    with warned(f"{tmp_path}: 4 files hold several frames; only the first", tmp_path / "cat" / "moving.gif"):
-        load_image_folder(tmp_path)
-    for ending in ("gif", "png", "tif", "webp"):
-        assert read_image(tmp_path / "cat" / f"moving.{ending}", channels=1).unique().tolist() == [10]
-
-
-def test_the_preview_in_a_photo_is_no_frame(tmp_path):
-    tree(tmp_path)
-    photo = Image.new("L", (8, 6), 100)
-    photo.save(tmp_path / "cat" / "photo.jpg", "MPO", save_all=True, append_images=[Image.new("L", (4, 3), 0)])
-    assert load_image_folder(tmp_path)[0].image_shape == (1, 6, 8)
-
-
-@pytest.mark.parametrize(("largest", "bits", "factor"), [(4095, 12, 16), (1000, 10, 65)])
-def test_twelve_bits_in_sixteen_are_told(largest, bits, factor, tmp_path):
-    tree(tmp_path, count=2)
-    for i in (2, 3):
-        values = np.full((6, 8), largest - i + 2, dtype=np.uint16)
-        Image.fromarray(values).save(tmp_path / "dog" / f"{i}.png")
-    with warned(tmp_path, f"is {largest:,} of 65,535", f"{bits} bits", "nearly black", f"multiply by {factor}"):
-        load_image_folder(tmp_path)
-    Image.fromarray(np.full((6, 8), 4096, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
-    load_image_folder(tmp_path)
-
-
-def test_pixels_of_unknown_scale_are_refused(tmp_path):
-    Image.fromarray(np.full((6, 8), 0.5, dtype=np.float32)).save(tmp_path / "float.tif")
-    Image.fromarray(np.full((6, 8), 70_000, dtype=np.int32)).save(tmp_path / "deep.tif")
-    refused(lambda: read_image(tmp_path / "float.tif"), "float.tif", "floating-point", "8 or 16 bits")
-    refused(lambda: read_image(tmp_path / "deep.tif"), "deep.tif", "70000", "not the 0 to 65535 of 16 bits")
-
-
-def test_pages_of_a_tiff_keep_their_depth_and_orientation(tmp_path):
-    Image.fromarray(np.array([[0, 257, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "deep.tiff")
-    assert read_image(tmp_path / "deep.tiff").flatten().tolist() == [0, 1, 128, 255]
-    turned = Image.fromarray(np.arange(32, dtype=np.uint8).reshape(2, 16))
-    for compression in ("raw", "tiff_lzw"):
-        turned.save(tmp_path / "turned.tif", tiffinfo={0x0112: 6}, compression=compression)
-        assert read_image(tmp_path / "turned.tif")[0, :3].tolist() == [[16, 0], [17, 1], [18, 2]]
-
-
-@pytest.mark.parametrize("name", ["val", "valid", "validation"])
-def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
-    tree(tmp_path / "train", count=3)
-    tree(tmp_path / name, count=2, size=(8, 6))
-    save(tmp_path / name / "dog" / "1.png", colour=77)
-    refused(lambda: load_splits(str(tmp_path), tmp_path), "test/ does not", "add a folder per class to test/")
-    refused(lambda: load_splits(str(tmp_path), tmp_path), f"rename {name}/ to test/: validation images are then cut")
-    tree(tmp_path / "test", count=1)
-    splits = load_splits(str(tmp_path), tmp_path, seed=3)
-    assert [part.labels.tolist() for part in (splits.train, splits.validation, splits.test)] == [
-        [0, 0, 0, 1, 1, 1],
-        [0, 0, 1, 1],
-        [0, 1],
-    ]
-    assert splits.validation.pixels[:, 0, 0, 0].tolist() == [0, 10, 0, 77]
-    assert [len(part) for part in load_image_folder(tmp_path)] == [6, 2]
-    save(tmp_path / name / "eel" / "0.png")
-    refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path / name / "eel", f"not in {tmp_path / 'train'}")
-    tree(tmp_path / ("valid" if name == "val" else "val"), count=1)
-    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both hold images; keep one")
-
-
-def test_other_folders_beside_train_and_test_are_named(tmp_path):
-    for half in ("train", "test"):
-        tree(tmp_path / half, count=2)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "validation" / "cat").mkdir(parents=True)
-    load_image_folder(tmp_path)
-    save(tmp_path / "extra" / "cat" / "more" / "0.png")
-    with warned(f"beside train/ and test/ ({tmp_path / 'extra'})", "train/, val/, valid/, validation/, test/ are read"):
-        load_image_folder(tmp_path)
-
-
-def test_a_class_whose_name_is_not_utf8_is_refused(tmp_path):
-    tree(tmp_path)
-    (tmp_path / "dog").rename(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
-    refused(lambda: load_image_folder(tmp_path), r"/\xff\xfe: the name of this class is not UTF-8; rename the folder")
-
-
-@pytest.mark.parametrize(("one", "other"), [("caf\u00e9", "cafe\u0301"), ("cat", "cat ")])
-def test_class_names_that_look_the_same_are_told(one, other, tmp_path):
-    tree(tmp_path, classes=("ant", one, other))
-    with warned(tmp_path, ascii(one), ascii(other), "one folder if they are one class"):
-        load_image_folder(tmp_path)
-
-
-def test_an_imbalance_of_the_classes_is_told(tmp_path):
-    tree(tmp_path, classes=("cat", "eel"), count=58)
-    tree(tmp_path, classes=("dog",), count=5)
-    load_image_folder(tmp_path)
-    said = (tmp_path, "cat has 41 training images", "dog only 3", "accuracy can mislead", "recall of each class")
-    with warned(*said):
-        load_splits(str(tmp_path), tmp_path)
-    tree(tmp_path, classes=("dog",), count=8)
-    load_splits(str(tmp_path), tmp_path)
-
-
-def test_a_split_without_images_is_refused(tmp_path):
-    tree(tmp_path, count=2)
-    refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path, "the validation split has no images", "more images")
-    tree(tmp_path, count=9)
-    refused(lambda: load_splits(str(tmp_path), tmp_path, test_fraction=0.999), "validation split", "data.test_fraction")
 
 
 # Damage and size

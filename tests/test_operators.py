@@ -56,7 +56,7 @@ def test_edges_that_do_not_fit_are_refused(name):
     for wrong, message in (
         (lists + 1, "an edge names a child site, parent site or transform that does not exist"),
         (lists[:-1], "the edge lists are not those of this map: use RoutingMap.edge_lists"),
-        (lists.to("meta"), "pose is on cpu and edge_lists on meta: move both to one device"),
+        (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
         if name == "votes_backward" and wrong.is_meta:
             continue  # not called but with what `moments` was given

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.types import IntLikeType
 
+from torchcaps.kernels.flops import let_flops_be_counted
+
 _cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
@@ -23,6 +25,7 @@ __all__ = [
     "arrays",
     "chosen_fused",
     "cpu_instruction_sets",
+    "expect_one_device",
     "obstacle",
     "once",
     "padded",
@@ -56,7 +59,10 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(get_args(Backend))}")
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" cannot run this: {obstacle}; use "auto" or "reference"')
-    return backend != "reference" and obstacle is None
+    fused = backend != "reference" and obstacle is None
+    if fused and not torch.compiler.is_compiling():
+        let_flops_be_counted()
+    return fused
 
 
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
@@ -90,6 +96,16 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 def _in_onnx_export() -> bool:
     """Asks torch.onnx alone where somebody has imported it: loading it takes longer than most calls."""
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
+
+
+def expect_one_device(pose: Tensor, edges: Tensor) -> None:
+    """With edges on the meta device the dispatcher would take the operator's shapes for its results.
+
+    Raises:
+        ValueError: pose and edges are on different devices.
+    """
+    if pose.device != edges.device:
+        raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
 
 
 def padded(count: IntLikeType, like: Tensor) -> IntLikeType:

@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchcaps.kernels.moments import Record, groups_of
-
 __all__ = ["let_flops_be_counted"]
 
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
     """Of one product with every number of every vote, and of making the votes."""
-    edges = groups_of(edge_lists, pose, transform, parent_sites, types=True)
+    edges = (edge_lists.shape[0] - pose.shape[1] - parent_sites - transform.shape[0] - 3) // 5  # see RoutingMap
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
     return product, transform.shape[3] * product
 
@@ -51,6 +49,8 @@ def _moments_backward(
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
     """Gradients of the votes in every pass, of pose and transform, and of the activations in even passes."""
+    from torchcaps.kernels.moments import Record  # which needs torchcaps.kernels, which needs this module
+
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     products = 0
     for first in range(0, len(records), len(Record._fields)):

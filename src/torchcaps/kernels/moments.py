@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
 
 
 class Record(NamedTuple):
@@ -95,13 +95,8 @@ def _operator(arguments: str, outputs: str, on_gpu: str, not_on_cpu: tuple[str, 
 
 
 def _shapes(pose, transform, edge_lists, parent_sites, types) -> tuple[tuple[Any, ...], ...]:
-    """Of what is one number a parent, what is one vote a parent, log_sums, and coupling_grads.
-
-    Raises:
-        ValueError: pose and edge lists are on different devices. The dispatcher lets lists on the meta device pass.
-    """
-    if pose.device != edge_lists.device:
-        raise ValueError(f"pose is on {pose.device} and edge_lists on {edge_lists.device}: move both to one device")
+    """Of what is one number a parent, what is one vote a parent, log_sums, and coupling_grads."""
+    expect_one_device(pose, edge_lists)
     batch, _, child_types, rows, _ = pose.shape
     parents, children = (batch, parent_sites, transform.shape[2]), padded(batch, pose)
     softmaxes = (groups_of(edge_lists, pose, transform, parent_sites, types), child_types)

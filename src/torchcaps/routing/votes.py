@@ -9,7 +9,6 @@ from torch import Tensor
 from torchcaps.checks import check_choice, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
 from torchcaps.kernels import moments as fused
-from torchcaps.kernels.flops import let_flops_be_counted
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
@@ -70,8 +69,6 @@ class Votes:
         self._none_of_the_above = none_of_the_above
         self._passes = passes
         self._fused = chosen_fused(backend, obstacle(pose, transform, dtype))
-        if self._fused and not torch.compiler.is_compiling():
-            let_flops_be_counted()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self._fused else None
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
@@ -173,12 +170,14 @@ class Votes:
 
     def _checked(self, agreement: Agreement | None) -> Agreement:
         """The agreement in the dtype of the moments; all None where there is none."""
-        parts = (agreement or Agreement())._asdict()
-        for name, part in parts.items():
-            shape = self.parent_shape[: 3 if name == "constant" else 5]
+        if agreement is None:
+            return Agreement()
+        vectors, dtype = self.parent_shape, self.dtype
+        for name, part in zip(Agreement._fields, agreement, strict=True):
+            shape = vectors[:3] if name == "constant" else vectors
             if part is not None and part.shape != shape:
                 raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
-        return Agreement(*(None if part is None else part.to(self.dtype) for part in parts.values()))
+        return Agreement(*(None if part is None else part.to(dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
         """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""

@@ -1,0 +1,45 @@
+"""Folders of images made by Pillow, and what the library says of them."""
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+from PIL import Image
+
+from torchcaps.errors import BadInput, DataWarning
+
+
+def save(path, mode="L", size=(8, 6), colour=None, **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    colour = colour if colour is not None else 100
+    Image.new(mode, size, colour).save(path, **options)
+    return path
+
+
+def tree(root, classes=("cat", "dog"), count=5, **options):
+    for name in classes:
+        for i in range(count):
+            save(root / name / f"{i}.png", colour=10 * i, **options)
+    return root
+
+
+def refused(call, *parts):
+    with pytest.raises(BadInput) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+
+
+@contextmanager
+def warned(*parts):
+    """One DataWarning, in one line that holds every part."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [warning.category for warning in caught] == [DataWarning], [str(warning.message) for warning in caught]
+    message = str(caught[0].message)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
