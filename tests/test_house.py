@@ -1,16 +1,21 @@
 """The rules of the house: floors, imports, and how little importing the library costs."""
 
 import ast
+import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 import torchcaps
 from torchcaps.recipes import create_recipe
 
 ROOT = Path(torchcaps.__file__).parent
+REPOSITORY = Path(__file__).parents[1]
 FLOORS = {
     "errors": 0,
     "options": 0,
@@ -79,8 +84,37 @@ def test_importing_the_library_loads_nothing_heavy():
 
 
 def test_no_file_is_longer_than_the_house_allows():
-    for path in ROOT.rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 400, path
+    files = [path for folder in ("src", "tests") for path in (REPOSITORY / folder).rglob("*")]
+    lines = {path: len(path.read_text().splitlines()) for path in files if path.suffix in (".py", ".hpp", ".cpp")}
+    assert {".py", ".hpp", ".cpp"} == {path.suffix for path in lines}
+    assert not [f"{path}: {count}" for path, count in lines.items() if count > 400]
+
+
+def words_of(path):
+    """Classes and strings that a Python file names, but no docstrings; all words of C++, but no pragmas."""
+    if path.suffix != ".py":
+        return set(re.findall(r"\w+", re.sub("#pragma.*", "", path.read_text())))
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
+    names = {getattr(node, field, None) or "" for node in nodes for field in ("id", "name", "attr")}
+    return {name for name in names if name[:1].isupper()} | {
+        node.value for node in nodes if isinstance(node, ast.Constant)
+    }
+
+
+@pytest.mark.parametrize("name", torchcaps.ROUTINGS)
+def test_a_rule_is_named_in_its_own_file_and_in_the_table_alone(name):
+    """What builds the papers' networks and compares them may name the two papers' rules; no kernel names any."""
+    rule = torchcaps.ROUTINGS[name]
+    own = Path(inspect.getfile(rule)).relative_to(ROOT).as_posix()
+    places = {own, "__init__.py", "routing/__init__.py", "routing/choice.py"}
+    papers = {"layers.py", "models", "benchmarks", "experiments"} if name in ("em", "dynamic") else set()
+    found = []
+    for path in ROOT.rglob("*"):
+        place = path.relative_to(ROOT)
+        if path.suffix in (".py", ".hpp", ".cpp") and place.as_posix() not in places and place.parts[0] not in papers:
+            found += [f"{place}: {word}" for word in {name, rule.__name__} & words_of(path)]
+    assert not found
+    assert {name, rule.__name__} <= words_of(ROOT / "routing/choice.py")
 
 
 def test_what_is_exported_is_there():
@@ -89,11 +123,10 @@ def test_what_is_exported_is_there():
 
 
 def test_every_result_in_the_readme_is_the_one_in_its_folder():
-    root = Path(__file__).parents[1]
-    rows = [line for line in (root / "README.md").read_text().splitlines() if "[run](results/" in line]
+    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if "[run](results/" in line]
     assert rows
     for row in rows:
-        folder = root / row.split("[run](")[1].split(")")[0]
+        folder = REPOSITORY / row.split("[run](")[1].split(")")[0]
         metrics = json.loads((folder / "metrics.json").read_text())
         recipe = json.loads((folder / "recipe.json").read_text())
         assert f" {metrics['test_accuracy_percent']:.2f} " in row

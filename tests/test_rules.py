@@ -300,15 +300,21 @@ def test_the_check_for_rules_finds_what_is_wrong():
             pose, activation = super().route(votes)
             return Capsules(pose / pose.norm(), activation)
 
-    class Impatient(Rule):
+    class Detached(Rule):
         def route(self, votes):
             found = votes.moments()
-            return Capsules(found.mean, found.mass.round())
+            return Capsules(found.mean, found.mass * found.mass.detach())
+
+    class TwoFaced(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
+        (TwoFaced, "dense map, fused kernels and reference"),
         (Leaking, "dense map, samples apart"),
         (Undefined, "dense map, samples apart|poses of 0"),
-        (Impatient, "dense map, gradients|activation"),
+        (Detached, "dense map, gradients"),
     ):
         with pytest.raises(AssertionError, match=law):
             check_rule(lambda layer, rule=rule: rule())

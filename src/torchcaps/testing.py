@@ -3,6 +3,7 @@
 A routed function is (pose, transform, routing_map) → (Capsules, couplings). A case is such a triple of arguments.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -147,8 +148,9 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 
     The order of child sites does not matter, samples do not see each other in evaluation mode, zero poses and a single
     child give finite values and gradients, a child of activation 0 counts for nothing where activations weigh, the same
-    input gives the same bits, gradients equal finite differences, the result has the widest dtype and at least float32,
-    and the rule runs in one graph under `torch.compile`, to the same values.
+    input gives the same bits, fused kernels and reference give the same values and gradients (for rules with a
+    ``backend``, where the kernels can run), gradients equal finite differences, the result has the widest dtype and at
+    least float32, and the rule runs in one graph under `torch.compile`, to the same values.
 
     Arguments:
         make: gives a new rule for a layer of these sizes, such as ``lambda layer: MyRule(layer.parent_types)``.
@@ -170,7 +172,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
         pose = torch.randn(2, routing_map.child_sites, types, rows, columns, generator=generator).double()
         case = Case(pose, torch.randn(sizes, generator=generator).double(), routing_map)
         activation = torch.rand(pose.shape[:3], generator=generator).double()
-        for law in (_sites, _samples, _zero, _single, _silent, _bits, _gradients, _dtypes, _compiled):
+        for law in (_sites, _samples, _zero, _single, _silent, _bits, _backends, _gradients, _dtypes, _compiled):
             try:
                 law(rule, case, activation)
             except Exception as error:
@@ -234,6 +236,24 @@ def _bits(rule: nn.Module, case: Case, activation: Tensor) -> None:
     """the same bits twice."""
     first, again = (_run(rule, case.pose, activation, case) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "they differ"
+
+
+def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """fused kernels and reference."""
+    if not hasattr(rule, "backend"):
+        return
+    results = []
+    for backend in ("auto", "reference"):
+        one: Any = copy.deepcopy(rule)
+        one.backend = backend
+        leaves = [x.detach().clone().requires_grad_() for x in (case.pose, activation, case.transform)]
+        parents = one(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
+        leaves += [x for x in one.parameters() if x.requires_grad]
+        loss = sum((x * torch.linspace(1, 2, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in parents)
+        gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        results.append((*parents, *gradients))
+    for found, right in zip(*results, strict=True):
+        torch.testing.assert_close(found, right)
 
 
 def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
