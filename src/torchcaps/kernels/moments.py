@@ -6,12 +6,14 @@ tokens through which the records of all passes travel, as gradients, to one swee
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, addresses, expect_one_device, once, padded, statistics_dtype
+from torchcaps.kernels.operator import differentiate, operator
 
 
 class Record(NamedTuple):
@@ -40,174 +42,144 @@ class Record(NamedTuple):
     variance_grad: Tensor | None = None
 
 
-def groups_of(edge_lists: Tensor, pose: Tensor, transform: Tensor, parent_sites: int, types: bool) -> int:
-    """G, the number of child sites, or of edges where the types at one site compete alone: a softmax for each."""
-    if not types:
-        return pose.shape[1]
-    return (edge_lists.shape[0] - pose.shape[1] - parent_sites - transform.shape[0] - 3) // 5
+class Shapes:
+    """The shapes of all that goes through the operators; G softmaxes, one a child site, or one an edge where the types
+    at one parent site compete alone."""
+
+    def __init__(self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool) -> None:
+        batch, sites, child_types, rows, _ = pose.shape
+        transforms, _, parent_types, inner, columns = transform.shape
+        self.pose, self.activation = pose.shape, pose.shape[:3]
+        self.transform = (transforms, child_types, parent_types, inner, columns)
+        self.edges = (edge_lists.shape[0] - sites - parent_sites - transforms - 3) // 5
+        self.scalars = (batch, parent_sites, parent_types)
+        self.vectors = (*self.scalars, rows, columns)
+        self.coupling_grads = (padded(batch, pose), self.edges if types else sites, child_types)
+        self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
+        self.couplings = (batch, parent_types, self.edges, child_types)
+
+    @property
+    def record(self) -> Record:
+        vectors, scalars = self.vectors, self.scalars
+        kept = (self.log_sums, self.coupling_grads, vectors, vectors, scalars)
+        return Record(scalars, vectors, vectors, vectors, *kept, scalars, vectors, vectors)  # type: ignore[arg-type]
 
 
-@torch.library.custom_op("torchcaps::moments", mutates_args=(), device_types="cpu")
-def moments(
-    tokens: Sequence[Tensor],
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
+def on_gpu(name: str, *arguments: Any) -> Any:
+    """Runs an operator in Triton, which is imported by the first call."""
+    from torchcaps.kernels.gpu import moments as gpu
+
+    kernels = {"moments_backward": gpu.backward, "votes_backward": gpu.votes_backward, "couplings": gpu.couplings}
+    return gpu.forward(*arguments[1:]) if name == "moments" else kernels[name](*arguments)
+
+
+def _call(
+    function: str,
+    children: tuple[Tensor, Tensor | None, Tensor],
     edge_lists: Tensor,
     parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    even: bool,
-    types: bool,
-    none_of_the_above: bool,
-    with_variance: bool,
-    constant_couplings: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
-
-    The gradients of pose, activation and transform go through the tokens alone.
-    """
-    outputs = _like_moments(
-        tokens, pose, activation, transform, edge_lists, parent_sites, *(constant, linear, quadratic, centre),
-        *(even, types, none_of_the_above, with_variance, constant_couplings),
-    )  # fmt: skip
-    _cpu.moments(
-        **arrays(
-            pose=pose, activation=activation, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-        ),
-        **filled(**dict(zip(("mass", "mean", "variance", "log_mass", "log_sums"), outputs, strict=True))),
-        even=even, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return outputs
-
-
-@moments.register_kernel("cuda")
-def _(tokens, *arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.forward(*arguments)
+    softmax: tuple[bool, bool],
+    records: Sequence[Record],
+    outputs: Sequence[Tensor | None],
+) -> None:
+    """Runs a kernel of the CPU, on checked tensors."""
+    pose, activation, transform = children
+    if pose.ndim != 5 or transform.ndim != 5:
+        raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
+    shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, softmax[0]), list[Tensor]()
+    whole = pose.shape[1] + parent_sites + transform.shape[0] + 3 + 5 * shapes.edges
+    sizes = (*pose.shape[:3], *shapes.scalars[1:], transform.shape[0], *pose.shape[3:], transform.shape[4], shapes.edges)
+    named = {
+        "pose": (pose, shapes.pose),
+        "activation": (activation, shapes.activation),
+        "transform": (transform, (*transform.shape[:1], pose.shape[2], transform.shape[2], pose.shape[4], sizes[8])),
+    }
+    given = addresses(pose.dtype, named, keep)
+    parts = [
+        address
+        for record in records
+        for address in addresses(
+            pose.dtype,
+            {name: (part, shape) for (name, part), shape in zip(record._asdict().items(), shapes.record, strict=True)},
+            keep,
+        )
+    ]
+    (lists,) = addresses(torch.int32, {"edge_lists": (edge_lists, (whole,))}, keep)
+    to = [0 if output is None else output.data_ptr() for output in outputs]
+    kernel = getattr(_cpu, f"{function}_{'float64' if pose.dtype == torch.float64 else 'float32'}")
+    kernel((*sizes, *softmax, torch.get_num_threads()), lists, given, parts, to)
 
 
-@moments.register_fake
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     even, types, none_of_the_above, with_variance, constant_couplings,
 ):  # fmt: skip
     expect_one_device(pose, edge_lists)
-    batch, child_types = pose.shape[0], pose.shape[2]
-    parents = (batch, parent_sites, transform.shape[2])
-    poses = (*parents, pose.shape[3], transform.shape[4])
-    groups = groups_of(edge_lists, pose, transform, parent_sites, types)
-    dtype = statistics_dtype(pose.dtype)
+    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
     return (
-        pose.new_empty(parents, dtype=dtype),
-        pose.new_empty(poses, dtype=dtype),
-        pose.new_empty(poses if with_variance else (0,), dtype=dtype),
-        pose.new_empty(parents, dtype=dtype),
-        pose.new_empty((0,) if even else (padded(batch, pose), 2, groups, child_types), dtype=dtype),
+        pose.new_empty(shapes.scalars, dtype=dtype),
+        pose.new_empty(shapes.vectors, dtype=dtype),
+        pose.new_empty(shapes.vectors if with_variance else (0,), dtype=dtype),
+        pose.new_empty(shapes.scalars, dtype=dtype),
+        pose.new_empty((0,) if even else shapes.log_sums, dtype=dtype),
     )
 
 
-@torch.library.custom_op("torchcaps::moments_backward", mutates_args=(), device_types="cpu")
-def moments_backward(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    log_sums: Tensor,
-    mean: Tensor,
-    variance: Tensor | None,
-    log_mass: Tensor,
-    mass_grad: Tensor | None,
-    mean_grad: Tensor | None,
-    variance_grad: Tensor | None,
-    types: bool,
-    none_of_the_above: bool,
-    agreement_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
-    is None or where ``agreement_grads`` is False."""
-    outputs = _like_moments_backward(
-        pose, activation, transform, edge_lists, parent_sites, *(constant, linear, quadratic, centre),
-        *(log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad),
-        *(types, none_of_the_above, agreement_grads),
-    )  # fmt: skip
-    names = ("coupling_grads", "constant_grad", "linear_grad", "quadratic_grad", "centre_grad")
-    _cpu.moments_backward(
-        **arrays(
-            pose=pose, activation=activation, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-            log_sums=log_sums, mean=mean, variance=variance, log_mass=log_mass,
-            mass_grad=mass_grad, mean_grad=mean_grad, variance_grad=variance_grad,
-        ),
-        **filled(**dict(zip(names, outputs, strict=True))),
-        types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
+@operator(_like_moments, partial(on_gpu, "moments"))
+def moments(
+    tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
+    parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
+    even: bool, types: bool, none_of_the_above: bool, with_variance: bool, constant_couplings: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
+
+    The gradients of pose, activation and transform go through the tokens alone.
+    """
+    children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
+    softmax = types, none_of_the_above
+    outputs = mass, mean, variance, log_mass, log_sums = _like_moments(
+        tokens, *children, edge_lists, parent_sites, *agreement, even, *softmax, with_variance, constant_couplings
+    )
+    found = (mass, mean, variance if with_variance else None, log_mass, None if even else log_sums)
+    _call("moments", children, edge_lists, parent_sites, softmax, [Record(*agreement)], found)
     return outputs
 
 
-@moments_backward.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.backward(*arguments)
-
-
-@moments_backward.register_fake
 def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
 ):  # fmt: skip
-    batch, child_types = pose.shape[0], pose.shape[2]
-    groups = groups_of(edge_lists, pose, transform, parent_sites, types)
+    shapes = Shapes(pose, transform, edge_lists, parent_sites, types)
     gradients = (
         log_mass.new_empty((0,) if part is None or not agreement_grads else part.shape)
         for part in (constant, linear, quadratic, centre)
     )
-    return log_mass.new_empty(padded(batch, pose), groups, child_types), *gradients
+    return log_mass.new_empty(shapes.coupling_grads), *gradients
 
 
-@torch.library.custom_op("torchcaps::votes_backward", mutates_args=(), device_types="cpu")
-def votes_backward(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    records: Sequence[Tensor],
-    types: bool,
-    none_of_the_above: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
-    None in a `Record` is an empty tensor here."""
-    outputs = _like_votes_backward(
-        pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
+@operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
+def moments_backward(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
+    constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, log_sums: Tensor,
+    mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None, mean_grad: Tensor | None,
+    variance_grad: Tensor | None, types: bool, none_of_the_above: bool, agreement_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
+    is None or where ``agreement_grads`` is False."""
+    children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
+    softmax, found = (types, none_of_the_above), (mean, variance, log_mass, mass_grad, mean_grad, variance_grad)
+    outputs = _like_moments_backward(
+        *children, edge_lists, parent_sites, *agreement, log_sums, *found, *softmax, agreement_grads
     )
-    _cpu.votes_backward(
-        **arrays(pose=pose, activation=activation, transform=transform, edge_lists=edge_lists),
-        records=[arrays(record=record)["record"] for record in records],
-        **filled(**dict(zip(("pose_grad", "activation_grad", "transform_grad"), outputs, strict=True))),
-        parent_sites=parent_sites, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
+    wanted = [outputs[0], *(
+        grad if agreement_grads and part is not None else None
+        for grad, part in zip(outputs[1:], agreement, strict=True)
+    )]  # fmt: skip
+    record = Record(*agreement, log_sums, None, *found)
+    _call("moments_backward", children, edge_lists, parent_sites, softmax, [record], wanted)
     return outputs
 
 
-@votes_backward.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.votes_backward(*arguments)
-
-
-@votes_backward.register_fake
 def _like_votes_backward(
     pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
 ):  # fmt: skip
@@ -218,75 +190,57 @@ def _like_votes_backward(
     )
 
 
-@torch.library.custom_op("torchcaps::couplings", mutates_args=(), device_types="cpu")
-def couplings(
-    pose: Tensor,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    constant: Tensor | None,
-    linear: Tensor | None,
-    quadratic: Tensor | None,
-    centre: Tensor | None,
-    types: bool,
-    none_of_the_above: bool,
-) -> Tensor:
-    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
-    output = _like_couplings(pose, transform, edge_lists, parent_sites, *(None,) * 4, types, none_of_the_above)
-    _cpu.couplings(
-        **arrays(
-            pose=pose, transform=transform, edge_lists=edge_lists,
-            constant=constant, linear=linear, quadratic=quadratic, centre=centre,
-        ),
-        **filled(couplings=output),
-        parent_sites=parent_sites, types=types, none_of_the_above=none_of_the_above, threads=torch.get_num_threads(),
-    )  # fmt: skip
-    return output
+@operator(_like_votes_backward, partial(on_gpu, "votes_backward"))
+def votes_backward(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
+    records: Sequence[Tensor], types: bool, none_of_the_above: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
+    None in a `Record` is an empty tensor here."""
+    children, softmax = (pose, activation, transform), (types, none_of_the_above)
+    outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *softmax)
+    entries = len(Record._fields)
+    passes = [
+        Record(*(part if part.numel() else None for part in records[first : first + entries]))
+        for first in range(0, len(records), entries)
+    ]
+    reached = [record for record in passes if record.mean is not None]
+    grads = (outputs[0], None if activation is None else outputs[1], outputs[2])
+    _call("votes_backward", children, edge_lists, parent_sites, softmax, reached, grads)
+    return outputs
 
 
-@couplings.register_kernel("cuda")
-def _(*arguments):
-    from torchcaps.kernels.gpu import moments
-
-    return moments.couplings(*arguments)
-
-
-@couplings.register_fake
 def _like_couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
 ):  # fmt: skip
-    edges = groups_of(edge_lists, pose, transform, parent_sites, types=True)
-    shape = (pose.shape[0], transform.shape[2], edges, pose.shape[2])
+    shape = Shapes(pose, transform, edge_lists, parent_sites, types).couplings
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
 
 
-@torch.library.custom_op("torchcaps::open_votes", mutates_args=())
+@operator(_like_couplings, partial(on_gpu, "couplings"))
+def couplings(
+    pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, constant: Tensor | None,
+    linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
+) -> Tensor:  # fmt: skip
+    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
+    agreement, softmax = (constant, linear, quadratic, centre), (types, none_of_the_above)
+    output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *softmax)
+    _call("couplings", (pose, None, transform), edge_lists, parent_sites, softmax, [Record(*agreement)], [output])
+    return output
+
+
+def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above):
+    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
+    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in shapes.record]
+
+
+@operator(_tokens, _tokens)
 def open_votes(
-    pose: Tensor,
-    activation: Tensor | None,
-    transform: Tensor,
-    edge_lists: Tensor,
-    parent_sites: int,
-    passes: int,
-    types: bool,
-    none_of_the_above: bool,
-) -> list[Tensor]:
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
+    types: bool, none_of_the_above: bool,
+) -> list[Tensor]:  # fmt: skip
     """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above)
-
-
-@open_votes.register_fake
-def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above):
-    batch, child_types = pose.shape[0], pose.shape[2]
-    scalars = (batch, parent_sites, transform.shape[2])
-    vectors = (*scalars, pose.shape[3], transform.shape[4])
-    children = (groups_of(edge_lists, pose, transform, parent_sites, types), child_types)
-    shapes = Record(
-        *(scalars, vectors, vectors, vectors, (padded(batch, pose), 2, *children), (padded(batch, pose), *children)),
-        *(vectors, vectors, scalars, scalars, vectors, vectors),
-    )
-    dtype = statistics_dtype(pose.dtype)
-    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in shapes]
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -332,13 +286,11 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
             any(wanted),
         )  # fmt: skip
         agreement_grads = [grad if asked else None for grad, asked in zip(found, wanted, strict=True)]
-    record = Record(
-        *agreement, log_sums if routed else None, coupling_grads, mean, variance, log_mass, *gradients
-    )
+    record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, variance, log_mass, *gradients)
     return list(record) if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 5
 
 
-open_votes.register_autograd(_sweep_over_votes, setup_context=_keep_children)
-moments.register_autograd(_differentiate_couplings, setup_context=_keep_pass)
-for operator in (moments_backward, votes_backward):
-    operator.register_autograd(once)
+differentiate("open_votes", _sweep_over_votes, _keep_children)
+differentiate("moments", _differentiate_couplings, _keep_pass)
+differentiate("moments_backward", once)
+differentiate("votes_backward", once)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchcaps.checks import check_choice, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
 from torchcaps.kernels import moments as fused
+from torchcaps.kernels.gaussian import gaussian, written_out
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
@@ -68,11 +69,18 @@ class Votes:
         self._competition: Competition = competition
         self._none_of_the_above = none_of_the_above
         self._passes = passes
-        self._fused = chosen_fused(backend, obstacle(pose, transform, dtype))
-        self._edge_lists = routing_map.edge_lists.on(pose.device) if self._fused else None
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
+
+    def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
+        """Of Gaussians with the variance σ² + floor, ``1 / 2σ²`` of every number and ``Σ log σ`` ``[B, P, J]``.
+
+        Rules that fit Gaussians need both between two passes; here they take one step where the votes are fused.
+        """
+        return gaussian(variance, floor) if self.fused else written_out(variance, floor)
 
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
@@ -84,7 +92,7 @@ class Votes:
     @property
     def dtype(self) -> torch.dtype:
         """Of the moments, and of agreements."""
-        return statistics_dtype(self._pose.dtype) if self._fused else self._pose.dtype
+        return statistics_dtype(self._pose.dtype) if self.fused else self._pose.dtype
 
     def detach(self) -> "Votes":
         """The same votes as constants to the gradient."""
@@ -109,7 +117,7 @@ class Votes:
             ValueError: a part of the agreement has another shape than the parents.
         """
         self._last = agreement
-        if not self._fused:
+        if not self.fused:
             return self._written_out.moments(agreement, variance=variance, constant_couplings=constant_couplings)
         parts = self._parts(agreement)
         if constant_couplings:
@@ -145,7 +153,7 @@ class Votes:
         """
         given = (self._pose, self._transform, *(agreement or Agreement()))
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-        if not self._fused or differentiated:
+        if not self.fused or differentiated:
             return self._written_out.couplings(agreement)
         sites, parts = self.routing_map.parent_sites, self._parts(agreement)
         by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._softmax)
@@ -169,12 +177,14 @@ class Votes:
 
     def _parts(self, agreement: Agreement | None) -> list[Tensor | None]:
         """The parts of an agreement in the dtype of the moments."""
-        parts = agreement or Agreement()
-        for name, part in parts._asdict().items():
-            shape = self.parent_shape[: 3 if name == "constant" else 5]
+        if agreement is None:
+            return [None] * 4
+        vectors, dtype = self.parent_shape, self.dtype
+        for name, part in zip(Agreement._fields, agreement, strict=True):
+            shape = vectors[:3] if name == "constant" else vectors
             if part is not None and part.shape != shape:
                 raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
-        return [None if part is None else part.to(self.dtype) for part in parts]
+        return [None if part is None else part.to(dtype) for part in agreement]
 
     def _next_tokens(self) -> list[Tensor]:
         """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""
