@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -46,11 +47,13 @@ def device():
     import_module("torchcaps.kernels.gpu.moments")
     sys.meta_path[:] = finders
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("moments", "moments_backward", "votes_backward", "couplings"):
-            kernels = getattr(operators, name)._backend_fns
-            patch.setitem(kernels, "cpu", kernels["cuda"])
+        library = torch.library.Library("torchcaps", "IMPL")
+        with warnings.catch_warnings(action="ignore"):
+            for name in ("moments", "moments_backward", "votes_backward", "couplings"):
+                library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
         prepare_once(patch)
         yield "cpu"
+        library._destroy()
 
 
 def prepare_once(patch):

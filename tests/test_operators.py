@@ -13,7 +13,8 @@ from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
-NAMES = ("open_votes", "moments", "moments_backward", "votes_backward", "couplings")
+OF_VOTES = ("moments", "moments_backward", "votes_backward", "couplings")
+NAMES = ("open_votes", *OF_VOTES, "gaussian", "gaussian_backward")
 
 
 def calls():
@@ -34,39 +35,46 @@ def calls():
         "moments_backward": backward,
         "votes_backward": (*layer, [*agreement, log_sums, coupling_grads, *found, *gradients], *softmax),
         "couplings": (pose, *layer[2:], *agreement, *softmax),
+        "gaussian": (variance, 0.1),
+        "gaussian_backward": (0.5 / (variance + 0.1), torch.randn_like(variance), torch.randn_like(mass)),
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_operators_are_registered_as_torch_wants_them(name):
     def leaf(x):
-        differentiable = name in ("open_votes", "moments") and isinstance(x, torch.Tensor) and x.is_floating_point()
+        differentiable = (
+            name in ("open_votes", "moments", "gaussian") and isinstance(x, torch.Tensor) and x.is_floating_point()
+        )
         return x.detach().clone().requires_grad_() if differentiable else x
 
     arguments = [[leaf(y) for y in x] if isinstance(x, list) else leaf(x) for x in calls()[name]]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(operators, name), arguments, test_utils=tests)
+    torch.library.opcheck(getattr(torch.ops.torchcaps, name).default, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", OF_VOTES)
 def test_edges_that_do_not_fit_are_refused(name):
     arguments = calls()[name]
     place = next(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     lists = arguments[place]
     for wrong, message in (
         (lists + 1, "an edge names a child site, parent site or transform that does not exist"),
-        (lists[:-1], "the edge lists are not those of this map: use RoutingMap.edge_lists"),
+        (lists[:-1], "edge_lists must be .* for these children and this map; got"),
         (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
         if name == "votes_backward" and wrong.is_meta:
             continue  # not called but with what `moments` was given
         with pytest.raises(ValueError, match=message):
-            getattr(operators, name)(*arguments[:place], wrong, *arguments[place + 1 :])
+            getattr(torch.ops.torchcaps, name)(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
 def test_passes_of_a_wrong_number_or_shape_are_refused():
     *arguments, records, types, none_of_the_above = calls()["votes_backward"]
-    for wrong, message in ((records[:-1], "12 tensors a pass"), ([records[1], *records[1:]], "constant has the wrong")):
+    for wrong, message in (
+        (records[:-1], "12 tensors a pass; got 11"),
+        ([records[1], *records[1:]], "constant must be"),
+    ):
         with pytest.raises(ValueError, match=message):
             operators.votes_backward(*arguments, wrong, types, none_of_the_above)
 

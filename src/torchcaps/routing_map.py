@@ -1,5 +1,6 @@
 """The routing map: which child site feeds which parent site through which transform."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
+from torchcaps.kernels import in_onnx_export
 
 
 class Constant:
@@ -100,9 +102,12 @@ class RoutingMap:
             raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
-        order = edges[:, 0].argsort(stable=True)
-        object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
-        object.__setattr__(self, "place_by_child", Constant(order.argsort()))
+        if in_onnx_export():
+            return  # never fused, and ONNX has no operators for the lists
+        with torch.inference_mode(False) if has_values(edges) else nullcontext():
+            order = edges[:, 0].argsort(stable=True)
+            object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
+            object.__setattr__(self, "place_by_child", Constant(order.argsort()))
 
     def _check_values(self, edges: Tensor) -> None:
         check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)

@@ -1,6 +1,7 @@
 """Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -22,10 +23,11 @@ Backend = Literal["auto", "reference", "fused"]
 
 __all__ = [
     "Backend",
-    "arrays",
+    "addresses",
     "chosen_fused",
     "cpu_instruction_sets",
     "expect_one_device",
+    "in_onnx_export",
     "obstacle",
     "once",
     "padded",
@@ -84,7 +86,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
-    if _in_onnx_export():
+    if in_onnx_export():
         return "ONNX has no operator for them"
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -93,7 +95,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _in_onnx_export() -> bool:
+def in_onnx_export() -> bool:
     """Asks torch.onnx alone where somebody has imported it: loading it takes longer than most calls."""
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
 
@@ -119,28 +121,35 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def arrays(**tensors: Tensor | None) -> dict[str, Any]:
-    """Contiguous NumPy views (or copies) of tensors of one floating dtype, aligned as the kernels take them, by name.
+def addresses(
+    dtype: torch.dtype, tensors: Mapping[str, tuple[Tensor | None, Sequence[IntLikeType]]], keep: list[Tensor]
+) -> list[int]:
+    """Where tensors stand in memory, 0 for None; a copy where one is not contiguous or not aligned to 64 bytes.
+
+    Arguments:
+        dtype: that every tensor must have.
+        tensors: name → tensor and the shape that it must have.
+        keep: takes the copies, which must live as long as their addresses are used.
 
     Raises:
-        ValueError: the floating dtypes differ.
+        ValueError: a tensor has another shape or dtype, or is not on the CPU.
     """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    if len({tensor.dtype for tensor in given.values() if tensor.is_floating_point()}) > 1:
-        raise ValueError("the fused kernels take tensors of one dtype")
-    whole = {name: tensor.detach().contiguous() for name, tensor in given.items()}
-    return dict.fromkeys(tensors) | {name: (x.clone() if x.data_ptr() % 64 else x).numpy() for name, x in whole.items()}
-
-
-def filled(**tensors: Tensor) -> dict[str, Any]:
-    """NumPy views of fresh tensors, for the kernels to fill, by name.
-
-    Raises:
-        ValueError: the memory is not aligned as torch aligns it, to 64 bytes.
-    """
-    if any(tensor.data_ptr() % 64 for tensor in tensors.values()):
-        raise ValueError("the fused kernels need memory that is aligned to 64 bytes")
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    found = []
+    for name, (tensor, shape) in tensors.items():
+        if tensor is None:
+            found.append(0)
+            continue
+        if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
+            wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise ValueError(
+                f"{name} must be {list(shape)} {dtype} on the CPU for these children and this map; got {wrong}"
+            )
+        address = tensor.data_ptr()
+        if address % 64 or not tensor.is_contiguous():
+            keep.append(tensor.clone(memory_format=torch.contiguous_format))
+            address = keep[-1].data_ptr()
+        found.append(address)
+    return found
 
 
 def once(*_: Any) -> None:

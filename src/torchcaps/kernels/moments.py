@@ -5,13 +5,15 @@ hands on a *record*: all that the gradients of the children and transforms need 
 tokens through which the records of all passes travel, as gradients, to one sweep over the votes. See docs/gradients.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, arrays, expect_one_device, filled, once, padded, statistics_dtype
+from torchcaps.kernels import _cpu, addresses, expect_one_device, once, padded, statistics_dtype
+from torchcaps.kernels.operator import differentiate, operator
 
 
 class Record(NamedTuple):
@@ -40,143 +42,213 @@ class Record(NamedTuple):
     variance_grad: Tensor | None = None
 
 
-def groups_of(edge_lists: Tensor, pose: Tensor, transform: Tensor, parent_sites: Any, types: bool) -> Any:
-    """G, the number of child sites, or of edges where the types at one site compete alone: a softmax for each."""
-    if not types:
-        return pose.shape[1]
-    return (edge_lists.shape[0] - pose.shape[1] - parent_sites - transform.shape[0] - 3) // 5
+class Shapes:
+    """The shapes of all that goes through the operators; G softmaxes, one a child site, or one an edge where the types
+    at one parent site compete alone.
 
-
-_LAYER = "Tensor pose, Tensor? activation, Tensor transform, Tensor edge_lists, SymInt parent_sites"
-_AGREEMENT = "Tensor? constant, Tensor? linear, Tensor? quadratic, Tensor? centre"
-_FOUND = "Tensor log_sums, Tensor mean, Tensor? variance, Tensor log_mass"
-_GRADIENTS = "Tensor? mass_grad, Tensor? mean_grad, Tensor? variance_grad"
-_SOFTMAX = "bool types, bool none_of_the_above"
-
-
-def _operator(arguments: str, outputs: str, on_gpu: str, not_on_cpu: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Makes an operator of the function that allocates its outputs, for C++ and Triton kernels to fill.
-
-    Arguments:
-        arguments: of the operator, with their types; the C++ kernels take them by these names.
-        outputs: their names in the C++ kernels.
-        on_gpu: the name of the Triton function, which takes all arguments but the tokens.
-        not_on_cpu: arguments that the C++ kernels do not take.
+    Raises:
+        ValueError: pose and edge lists are on different devices.
     """
-    kinds = {name: kind for kind, name in (argument.split() for argument in arguments.split(", "))}
-    written = outputs.split(", ")
-    schema = f"({arguments}) -> ({', '.join('Tensor' for _ in written)})"
 
-    def define(allocate: Callable[..., Any]) -> Any:
-        def on_cpu(*values: Any) -> Any:
-            results = allocate(*values)
-            fresh = results if isinstance(results, tuple) else (results,)
-            given = {name: x for name, x in zip(kinds, values, strict=True) if name not in not_on_cpu}
-            tensors = {name: given.pop(name) for name in [*given] if kinds[name] in ("Tensor", "Tensor?")}
-            if "records" in given:
-                given["records"] = [arrays(record=record)["record"] for record in given["records"]]
-            into = filled(**dict(zip(written, fresh, strict=True)))
-            getattr(_cpu, allocate.__name__)(**arrays(**tensors), **given, **into, threads=torch.get_num_threads())
-            return results
+    def __init__(self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool) -> None:
+        expect_one_device(pose, edge_lists)
+        batch, sites, child_types, rows, _ = pose.shape
+        transforms, _, parent_types, inner, columns = transform.shape
+        self.pose, self.activation = pose.shape, pose.shape[:3]
+        self.transform = (transforms, child_types, parent_types, inner, columns)
+        self.edges = (edge_lists.shape[0] - sites - parent_sites - transforms - 3) // 5
+        self.scalars = (batch, parent_sites, parent_types)
+        self.vectors = (*self.scalars, rows, columns)
+        self.coupling_grads = (padded(batch, pose), self.edges if types else sites, child_types)
+        self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
+        self.couplings = (batch, parent_types, self.edges, child_types)
 
-        def on_cuda(*values: Any) -> Any:
-            from torchcaps.kernels.gpu import moments
-
-            return getattr(moments, on_gpu)(*values["tokens" in kinds :])
-
-        name = f"torchcaps::{allocate.__name__}"
-        operator = torch.library.custom_op(name, on_cpu, mutates_args=(), device_types="cpu", schema=schema)
-        operator.register_kernel("cuda")(on_cuda)
-        operator.register_fake(allocate)
-        operator.__doc__ = allocate.__doc__
-        return operator
-
-    return define
+    @property
+    def record(self) -> Record:
+        vectors, scalars = self.vectors, self.scalars
+        kept = (self.log_sums, self.coupling_grads, vectors, vectors, scalars)
+        return Record(scalars, vectors, vectors, vectors, *kept, scalars, vectors, vectors)  # type: ignore[arg-type]
 
 
-def _shapes(pose, transform, edge_lists, parent_sites, types) -> tuple[tuple[Any, ...], ...]:
-    """Of what is one number a parent, what is one vote a parent, log_sums, and coupling_grads."""
-    expect_one_device(pose, edge_lists)
-    batch, _, child_types, rows, _ = pose.shape
-    parents, children = (batch, parent_sites, transform.shape[2]), padded(batch, pose)
-    softmaxes = (groups_of(edge_lists, pose, transform, parent_sites, types), child_types)
-    return parents, (*parents, rows, transform.shape[4]), (children, 2, *softmaxes), (children, *softmaxes)
+def on_gpu(name: str, *arguments: Any) -> Any:
+    """Runs an operator in Triton, which is imported by the first call."""
+    from torchcaps.kernels.gpu import moments as gpu
+
+    if name == "moments":
+        return gpu.forward(*arguments[1:])
+    return getattr(gpu, {"moments_backward": "backward"}.get(name, name))(*arguments)
 
 
-@_operator(
-    f"Tensor[] tokens, {_LAYER}, {_AGREEMENT}, bool even, {_SOFTMAX}, bool with_variance, bool constant_couplings",
-    outputs="mass, mean, variance, log_mass, log_sums",
-    on_gpu="forward",
-    not_on_cpu=("tokens", "parent_sites", "with_variance", "constant_couplings"),
-)
-def moments(
+def _call(
+    function: str,
+    children: tuple[Tensor, Tensor | None, Tensor],
+    edge_lists: Tensor,
+    parent_sites: int,
+    softmax: tuple[bool, bool],
+    records: Sequence[Record],
+    outputs: Sequence[Tensor | None],
+) -> None:
+    """Runs a kernel of the CPU, on checked tensors."""
+    pose, activation, transform = children
+    if pose.ndim != 5 or transform.ndim != 5:
+        raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
+    shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, softmax[0]), list[Tensor]()
+    whole = pose.shape[1] + parent_sites + transform.shape[0] + 3 + 5 * shapes.edges
+    columns = transform.shape[4]
+    sizes = (*pose.shape[:3], *shapes.scalars[1:], transform.shape[0], *pose.shape[3:], columns, shapes.edges)
+    named = {
+        "pose": (pose, shapes.pose),
+        "activation": (activation, shapes.activation),
+        "transform": (transform, (*transform.shape[:1], pose.shape[2], transform.shape[2], pose.shape[4], columns)),
+    }
+    given = addresses(pose.dtype, named, keep)
+    parts = [
+        address
+        for record in records
+        for address in addresses(
+            pose.dtype,
+            {name: (part, shape) for (name, part), shape in zip(record._asdict().items(), shapes.record, strict=True)},
+            keep,
+        )
+    ]
+    (lists,) = addresses(torch.int32, {"edge_lists": (edge_lists, (whole,))}, keep)
+    to = [0 if output is None else output.data_ptr() for output in outputs]
+    kernel = getattr(_cpu, f"{function}_{'float64' if pose.dtype == torch.float64 else 'float32'}")
+    kernel((*sizes, *softmax, torch.get_num_threads()), lists, given, parts, to)
+
+
+def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     even, types, none_of_the_above, with_variance, constant_couplings,
 ):  # fmt: skip
+    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
+    return (
+        pose.new_empty(shapes.scalars, dtype=dtype),
+        pose.new_empty(shapes.vectors, dtype=dtype),
+        pose.new_empty(shapes.vectors if with_variance else (0,), dtype=dtype),
+        pose.new_empty(shapes.scalars, dtype=dtype),
+        pose.new_empty((0,) if even else shapes.log_sums, dtype=dtype),
+    )
+
+
+@operator(_like_moments, partial(on_gpu, "moments"))
+def moments(
+    tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
+    parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
+    even: bool, types: bool, none_of_the_above: bool, with_variance: bool, constant_couplings: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
 
     The gradients of pose, activation and transform go through the tokens alone.
     """
-    number, vote, log_sums, _ = _shapes(pose, transform, edge_lists, parent_sites, types)
-    shapes = (number, vote, vote if with_variance else (0,), number, (0,) if even else log_sums)
-    return tuple(pose.new_empty(shape, dtype=statistics_dtype(pose.dtype)) for shape in shapes)
+    children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
+    softmax = types, none_of_the_above
+    outputs = mass, mean, variance, log_mass, log_sums = _like_moments(
+        tokens, *children, edge_lists, parent_sites, *agreement, even, *softmax, with_variance, constant_couplings
+    )
+    found = (mass, mean, variance if with_variance else None, log_mass, None if even else log_sums)
+    _call("moments", children, edge_lists, parent_sites, softmax, [Record(*agreement)], found)
+    return outputs
 
 
-@_operator(
-    f"{_LAYER}, {_AGREEMENT}, {_FOUND}, {_GRADIENTS}, {_SOFTMAX}, bool agreement_grads",
-    outputs="coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad",
-    on_gpu="backward",
-    not_on_cpu=("parent_sites", "agreement_grads"),
-)
-def moments_backward(
+def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
 ):  # fmt: skip
+    shapes = Shapes(pose, transform, edge_lists, parent_sites, types)
+    gradients = (
+        log_mass.new_empty((0,) if part is None or not agreement_grads else part.shape)
+        for part in (constant, linear, quadratic, centre)
+    )
+    return log_mass.new_empty(shapes.coupling_grads), *gradients
+
+
+@operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
+def moments_backward(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
+    constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, log_sums: Tensor,
+    mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None, mean_grad: Tensor | None,
+    variance_grad: Tensor | None, types: bool, none_of_the_above: bool, agreement_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
     is None or where ``agreement_grads`` is False."""
-    parts = [part if agreement_grads else None for part in (constant, linear, quadratic, centre)]
-    *_, coupling_grads = _shapes(pose, transform, edge_lists, parent_sites, types)
-    return tuple(log_mass.new_empty(x) for x in (coupling_grads, *((0,) if x is None else x.shape for x in parts)))
+    children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
+    softmax, found = (types, none_of_the_above), (mean, variance, log_mass, mass_grad, mean_grad, variance_grad)
+    outputs = _like_moments_backward(
+        *children, edge_lists, parent_sites, *agreement, log_sums, *found, *softmax, agreement_grads
+    )
+    wanted = [outputs[0], *(
+        grad if agreement_grads and part is not None else None
+        for grad, part in zip(outputs[1:], agreement, strict=True)
+    )]  # fmt: skip
+    record = Record(*agreement, log_sums, None, *found)
+    _call("moments_backward", children, edge_lists, parent_sites, softmax, [record], wanted)
+    return outputs
 
 
-@_operator(
-    f"{_LAYER}, Tensor[] records, {_SOFTMAX}",
-    outputs="pose_grad, activation_grad, transform_grad",
-    on_gpu="votes_backward",
-)
-def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above):
+def _like_votes_backward(
+    pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
+):  # fmt: skip
+    return (
+        pose.new_empty(pose.shape),
+        pose.new_empty((0,) if activation is None else activation.shape),
+        transform.new_empty(transform.shape),
+    )
+
+
+@operator(_like_votes_backward, partial(on_gpu, "votes_backward"))
+def votes_backward(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
+    records: Sequence[Tensor], types: bool, none_of_the_above: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
     None in a `Record` is an empty tensor here."""
-    shapes = pose.shape, (0,) if activation is None else activation.shape, transform.shape
-    return tuple(pose.new_empty(shape) for shape in shapes)
+    children, softmax = (pose, activation, transform), (types, none_of_the_above)
+    outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *softmax)
+    entries = len(Record._fields)
+    if len(records) % entries:
+        raise ValueError(f"records must be {entries} tensors a pass; got {len(records)}")
+    passes = [
+        Record(*(part if part.numel() else None for part in records[first : first + entries]))
+        for first in range(0, len(records), entries)
+    ]
+    reached = [record for record in passes if record.mean is not None]
+    grads = (outputs[0], None if activation is None else outputs[1], outputs[2])
+    _call("votes_backward", children, edge_lists, parent_sites, softmax, reached, grads)
+    return outputs
 
 
-@_operator(
-    f"Tensor pose, Tensor transform, Tensor edge_lists, SymInt parent_sites, {_AGREEMENT}, {_SOFTMAX}",
-    outputs="couplings",
-    on_gpu="couplings",
-)
-def couplings(
+def _like_couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
 ):  # fmt: skip
-    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
-    *_, (_, edges, child_types) = _shapes(pose, transform, edge_lists, parent_sites, types=True)
-    shape = (pose.shape[0], transform.shape[2], edges, child_types)
+    shape = Shapes(pose, transform, edge_lists, parent_sites, types).couplings
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
 
 
+@operator(_like_couplings, partial(on_gpu, "couplings"))
+def couplings(
+    pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, constant: Tensor | None,
+    linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
+) -> Tensor:  # fmt: skip
+    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
+    agreement, softmax = (constant, linear, quadratic, centre), (types, none_of_the_above)
+    output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *softmax)
+    _call("couplings", (pose, None, transform), edge_lists, parent_sites, softmax, [Record(*agreement)], [output])
+    return output
+
+
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above):
+    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
+    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in shapes.record]
+
+
+@operator(_tokens, _tokens)
+def open_votes(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
+    types: bool, none_of_the_above: bool,
+) -> list[Tensor]:  # fmt: skip
     """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
-    number, vote, log_sums, coupling_grads = _shapes(pose, transform, edge_lists, parent_sites, types)
-    record = Record(number, vote, vote, vote, log_sums, coupling_grads, vote, vote, number, number, vote, vote)
-    dtype = statistics_dtype(pose.dtype)
-    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in record]
-
-
-open_votes = torch.library.custom_op(
-    "torchcaps::open_votes", _tokens, mutates_args=(), schema=f"({_LAYER}, SymInt passes, {_SOFTMAX}) -> Tensor[]"
-)
-open_votes.register_fake(_tokens)
+    return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above)
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -226,7 +298,7 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
     return list(record) if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 5
 
 
-open_votes.register_autograd(_sweep_over_votes, setup_context=_keep_children)
-moments.register_autograd(_differentiate_couplings, setup_context=_keep_pass)
-for operator in (moments_backward, votes_backward):
-    operator.register_autograd(once)
+differentiate("open_votes", _sweep_over_votes, _keep_children)
+differentiate("moments", _differentiate_couplings, _keep_pass)
+differentiate("moments_backward", once)
+differentiate("votes_backward", once)

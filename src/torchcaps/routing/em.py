@@ -179,27 +179,29 @@ def em_routing(
         votes = Votes(
             pose, activation, transform.to(dtype), routing_map, competition, passes=iterations, backend=backend
         )
-        agreement, passes = None, []
-        for inverse_temperature in inverse_temperatures:
+        agreement, passes, numbers = None, [], pose.shape[3] * transform.shape[4]
+        for t, inverse_temperature in enumerate(inverse_temperatures):
             fitted = votes.moments(agreement)
-            mean = fitted.mean
-            variance = cast(Tensor, fitted.variance)
+            mass, mean, variance = fitted.mass, fitted.mean, cast(Tensor, fitted.variance)
             if mean_damping and agreement is not None:
                 mean = (1 - mean_damping) * fitted.mean + mean_damping * cast(Tensor, agreement.centre)
                 moved = (fitted.mean - mean).square()
-                variance = variance + torch.where(fitted.mass[..., None, None] > 0, moved, 0)
-            variance = variance + variance_floor
-            log_volume = 0.5 * variance.log().sum(dim=(3, 4))
+                variance = variance + torch.where(mass[..., None, None] > 0, moved, 0)
+            half_precision, log_volume = votes.gaussian(variance, variance_floor)
             if parent_activation == "logistic":
-                numbers = variance.shape[3] * variance.shape[4]
-                cost = (numbers * beta_u.to(fitted.mass.dtype) + log_volume) * fitted.mass / mean_data
-                log_activation = functional.logsigmoid(inverse_temperature * (beta_a.to(fitted.mass.dtype) - cost))
+                described = numbers * beta_u.to(mass.dtype) + log_volume
+                offset = inverse_temperature * beta_a.to(mass.dtype)
+                logit = torch.addcmul(offset, described, mass, value=-inverse_temperature / mean_data)
+                log_activation = functional.logsigmoid(logit)
             else:
-                log_activation = _log_proportions(fitted.mass)
+                log_activation = _log_proportions(mass)
             if return_passes:
-                passes.append(EMPass(votes.couplings(agreement), mean, variance, log_activation.exp()))
-            constant = tempering * (log_activation - log_volume)
-            agreement = Agreement(constant, quadratic=0.5 * tempering / variance, centre=mean)
+                passes.append(EMPass(votes.couplings(agreement), mean, variance + variance_floor, log_activation.exp()))
+            if t + 1 < iterations:
+                constant = log_activation - log_volume
+                if tempering < 1:
+                    constant, half_precision = tempering * constant, tempering * half_precision
+                agreement = Agreement(constant, quadratic=half_precision, centre=mean)
         parents = Capsules(mean.to(dtype), log_activation.exp().to(dtype))
     return (parents, passes) if return_passes else parents
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchcaps.checks import check_choice, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
 from torchcaps.kernels import moments as fused
+from torchcaps.kernels.gaussian import gaussian, written_out
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
@@ -68,11 +69,18 @@ class Votes:
         self._competition: Competition = competition
         self._none_of_the_above = none_of_the_above
         self._passes = passes
-        self._fused = chosen_fused(backend, obstacle(pose, transform, dtype))
-        self._edge_lists = routing_map.edge_lists.on(pose.device) if self._fused else None
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
+
+    def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
+        """Of Gaussians with the variance σ² + floor, ``1 / 2σ²`` of every number and ``Σ log σ`` ``[B, P, J]``.
+
+        Rules that fit Gaussians need both between two passes; here they take one step where the votes are fused.
+        """
+        return gaussian(variance, floor) if self.fused else written_out(variance, floor)
 
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
@@ -84,7 +92,7 @@ class Votes:
     @property
     def dtype(self) -> torch.dtype:
         """Of the moments, and of agreements."""
-        return statistics_dtype(self._pose.dtype) if self._fused else self._pose.dtype
+        return statistics_dtype(self._pose.dtype) if self.fused else self._pose.dtype
 
     def detach(self) -> "Votes":
         """The same votes as constants to the gradient."""
@@ -110,7 +118,7 @@ class Votes:
         """
         self._last = agreement
         parts = self._checked(agreement)
-        if not self._fused:
+        if not self.fused:
             return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         if constant_couplings:
             parts = Agreement(*(None if part is None else part.detach() for part in parts))
@@ -146,7 +154,7 @@ class Votes:
         parts = self._checked(agreement)
         given = (self._pose, self._transform, *parts)
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-        if not self._fused or differentiated:
+        if not self.fused or differentiated:
             return self._written_out.couplings(parts)
         sites = self.routing_map.parent_sites
         by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._softmax)

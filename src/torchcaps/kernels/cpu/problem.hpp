@@ -50,12 +50,27 @@ template <class T> struct ChildrenGrads {
   T *pose, *activation, *transform;
 };
 
+// Rows of `columns` variances, each plus a floor → 1 / 2σ² of every number, and Σ log σ of every row; and backward.
+template <class T> struct Gaussian {
+  long rows, columns;
+  const T* variance;
+  T floor;
+  T *half_precision, *log_volume;
+};
+template <class T> struct GaussianBackward {
+  long rows, columns;
+  const T *half_precision, *half_precision_grad, *log_volume_grad;
+  T* variance_grad;
+};
+
 // What one instruction set offers.
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
   void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const AgreementGrads<T>&);
   void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
+  void (*gaussian)(const Gaussian<T>&, int threads);
+  void (*gaussian_backward)(const GaussianBackward<T>&, int threads);
 };
 struct Target {
   const char* name;

@@ -150,6 +150,43 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   }
 };
 
+// Runs work(first row, rows) for as many rows at a time as there are lanes.
+template <class T, class Work> void on_rows(long rows, int threads, Work work) {
+  constexpr long ROWS = 64 * lanes<T>;
+  on_threads(int((rows + ROWS - 1) / ROWS), threads, [&](int chunk, Arena&) {
+    for (long row = chunk * ROWS; row < std::min(rows, (chunk + 1) * ROWS); row += lanes<T>)
+      work(row, int(std::min<long>(lanes<T>, rows - row)));
+  });
+}
+template <class T> void gaussian(const Gaussian<T>& x, int threads) {
+  using V = Vector<T>;
+  constexpr int L = lanes<T>;
+  on_rows<T>(x.rows, threads, [&](long row, int rows) {
+    V logs[L]{};
+    for (int i = 0; i < rows; ++i)
+      for (long h = 0; h < x.columns; h += L) {
+        const int here = int(std::min<long>(L, x.columns - h));
+        const long at = (row + i) * x.columns + h;
+        V variance = all(T(1) - x.floor);  // whose logarithm is 0 in the lanes beyond the row
+        std::memcpy(&variance, x.variance + at, here * sizeof(T));
+        variance += x.floor;
+        const V half_precision = T(0.5) / variance;
+        std::memcpy(x.half_precision + at, &half_precision, here * sizeof(T));
+        for (int l = here; l < L; ++l) variance[l] = 1;
+        logs[i] += logarithm(variance);
+      }
+    const V volume = T(0.5) * sums_across<T>(logs);
+    std::memcpy(x.log_volume + row, &volume, rows * sizeof(T));
+  });
+}
+template <class T> void gaussian_backward(const GaussianBackward<T>& x, int threads) {
+  on_rows<T>(x.rows, threads, [&](long row, int rows) {
+    for (long r = row; r < row + rows; ++r)
+      for (long at = r * x.columns; at < (r + 1) * x.columns; ++at)
+        x.variance_grad[at] = x.half_precision[at] * (x.log_volume_grad[r] - T(2) * x.half_precision[at] * x.half_precision_grad[at]);
+  });
+}
+
 // Samples in the lanes where every site has transforms of its own, which are then read once for many samples; or where
 // types would leave most lanes empty, and a site's parents fit in the cache as they are then, a vector each.
 template <class T> bool by_sample(const Problem& g) {
@@ -203,6 +240,8 @@ template <class T> constexpr Kernels<T> kernels_in() {
         for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
         choose<T>(g, form, [&](auto batch) { batch.votes_backward(g, x, passes, count, out); });
       },
+      gaussian<T>,
+      gaussian_backward<T>,
   };
 }
 

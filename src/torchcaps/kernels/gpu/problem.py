@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from torchcaps.kernels import padded, statistics_dtype
-from torchcaps.kernels.moments import Record, groups_of
+from torchcaps.kernels.moments import Record, Shapes
 
 TILE = 1024
 """Numbers of votes that a program holds at a time: eight registers a thread."""
@@ -98,7 +98,7 @@ class Shape:
 
     @property
     def softmaxes(self) -> int:
-        """G, see `torchcaps.kernels.moments.groups_of`."""
+        """G, see `torchcaps.kernels.moments.Shapes`."""
         return self.edges if self.types_compete else self.sites
 
 
@@ -111,7 +111,7 @@ class Problem:
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
-        edges = groups_of(lists, pose, transform, parent_sites, types=True)
+        edges = Shapes(pose, transform, lists, parent_sites, types).edges
         block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
         block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
         block_samples = max(1, TILE // (block_types * block_rows * block_columns))
