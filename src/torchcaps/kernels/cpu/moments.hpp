@@ -25,7 +25,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       Base::weights, Base::valid, Base::even_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
   // Children of a group are taken together, as many as keep their votes in the nearest cache.
-  static constexpr int CACHE_BYTES = 32 * 1024, MOST_TOGETHER = 16;
+  static constexpr int CACHE_BYTES = 40 * 1024, MOST_TOGETHER = 16;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load, Base::place, Base::store, Base::units;
@@ -280,7 +280,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   }
 
   void mean_of_first(const Child* pose, const Child* activation, int p, int block, V* mean) const {
-    constexpr long MOST_VOTES = 8;
+    constexpr long MOST_VOTES = 4;
     const long count = std::min(MOST_VOTES, long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C);
     std::fill_n(reinterpret_cast<T*>(mean), numbers() * L, T(0));
     V total{};

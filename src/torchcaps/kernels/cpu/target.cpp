@@ -167,12 +167,14 @@ template <class T> void gaussian(const Gaussian<T>& x, int threads) {
       for (long h = 0; h < x.columns; h += L) {
         const int here = int(std::min<long>(L, x.columns - h));
         const long at = (row + i) * x.columns + h;
-        V variance = all(T(1) - x.floor);  // whose logarithm is 0 in the lanes beyond the row
-        std::memcpy(&variance, x.variance + at, here * sizeof(T));
+        V variance = all(T(1)), half_precision;
+        if (here == L) std::memcpy(&variance, x.variance + at, sizeof variance);
+        for (int l = 0; l < here && here < L; ++l) variance[l] = x.variance[at + l];
         variance += x.floor;
-        const V half_precision = T(0.5) / variance;
-        std::memcpy(x.half_precision + at, &half_precision, here * sizeof(T));
-        for (int l = here; l < L; ++l) variance[l] = 1;
+        half_precision = T(0.5) / variance;
+        if (here == L) std::memcpy(x.half_precision + at, &half_precision, sizeof half_precision);
+        for (int l = 0; l < here && here < L; ++l) x.half_precision[at + l] = half_precision[l];
+        for (int l = here; l < L; ++l) variance[l] = 1;  // its logarithm is 0
         logs[i] += logarithm(variance);
       }
     const V volume = T(0.5) * sums_across<T>(logs);
