@@ -92,7 +92,8 @@ class GenerativeRouting(Rule):
         factors[..., 0, 0] = 1
         # The even pass divides a child among its parents; times their number, it is the plain sum over a_i β_ignore.
         reached = factors.new_zeros(len(factors)).index_add(0, child, factors.new_ones(len(child)))
-        factors[..., -1, 1] = transform.shape[2] * reached[:, None]
+        competing = reached if self.competition == "parents" else torch.ones_like(reached)
+        factors[..., -1, 1] = transform.shape[2] * competing[:, None]
         betas = functional.pad(betas, (transform.shape[4], 0))
         transform = functional.pad(transform.to(dtype), (0, betas.shape[4] - transform.shape[4]))
         children = Capsules(torch.cat([pose.to(dtype), factors.expand(*pose.shape[:4], 2)], dim=4), children.activation)

@@ -95,8 +95,8 @@ class VariationalBayesRouting(Rule):
             )
         entropy = (numbers * math.log(2 * math.pi * math.e) - log_precision) / 2
         beta_a, beta_u = self.beta_a.to(mass.dtype), self.beta_u.to(mass.dtype)
-        logit = _normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
-        return Capsules(_normalised(self.pose_norm, centre), logit.sigmoid())
+        logit = normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
+        return Capsules(normalised(self.pose_norm, centre), logit.sigmoid())
 
     @property
     def saved_options(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class VariationalBayesRouting(Rule):
         return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
 
 
-def _normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
+def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
     """Values ``[B, P, J, ...]``, normalised per type in their own dtype, whatever that of the norm's statistics."""
     buffers = dict(norm.named_buffers())
     statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}

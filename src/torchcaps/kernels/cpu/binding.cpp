@@ -122,36 +122,30 @@ template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0
 
 template <class T> void define(nb::module_& m, const char* dtype) {
   const auto name = [&](const char* function) { return std::string(function) + "_" + dtype; };
-  m.def(name("moments").c_str(), [](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                    const Addresses& agreement, const Addresses& out) {
-    const Problem g = problem_of(sizes, edge_lists);
-    const MomentsOut<T> found{at<T>(out.at(0)), at<T>(out.at(1)), at<T>(out.at(2)), at<T>(out.at(3)), at<T>(out.at(4))};
-    nb::gil_scoped_release released;
-    kernels<T>().moments(g, children_at<T>(children), agreement_at<T>(agreement, 0), found);
+  const auto define = [&](const char* function, auto run) {
+    m.def(name(function).c_str(), [run](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
+                                        const Addresses& records, const Addresses& out) {
+      const Problem g = problem_of(sizes, edge_lists);
+      nb::gil_scoped_release released;
+      run(g, children_at<T>(children), records, out);
+    });
+  };
+  define("moments", [](const Problem& g, const Children<T>& children, const Addresses& agreement, const Addresses& x) {
+    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4))};
+    kernels<T>().moments(g, children, agreement_at<T>(agreement, 0), out);
   });
-  m.def(name("couplings").c_str(), [](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                      const Addresses& agreement, const Addresses& out) {
-    const Problem g = problem_of(sizes, edge_lists);
-    nb::gil_scoped_release released;
-    kernels<T>().couplings(g, children_at<T>(children), agreement_at<T>(agreement, 0), at<T>(out.at(0)));
+  define("couplings", [](const Problem& g, const Children<T>& children, const Addresses& agreement, const Addresses& x) {
+    kernels<T>().couplings(g, children, agreement_at<T>(agreement, 0), at<T>(x.at(0)));
   });
-  m.def(name("moments_backward").c_str(), [](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                             const Addresses& record, const Addresses& out) {
-    const Problem g = problem_of(sizes, edge_lists);
-    const Record<T> pass = record_at<T>(record);
-    const AgreementGrads<T> grads{at<T>(out.at(0)), at<T>(out.at(1)), at<T>(out.at(2)), at<T>(out.at(3)), at<T>(out.at(4))};
-    nb::gil_scoped_release released;
-    kernels<T>().moments_backward(g, children_at<T>(children), pass, grads);
+  define("moments_backward", [](const Problem& g, const Children<T>& children, const Addresses& record, const Addresses& x) {
+    const AgreementGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4))};
+    kernels<T>().moments_backward(g, children, record_at<T>(record), out);
   });
-  m.def(name("votes_backward").c_str(), [](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                           const Addresses& records, const Addresses& out) {
+  define("votes_backward", [](const Problem& g, const Children<T>& children, const Addresses& records, const Addresses& x) {
     constexpr std::size_t ENTRIES = 12;
-    const Problem g = problem_of(sizes, edge_lists);
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
-    const ChildrenGrads<T> grads{at<T>(out.at(0)), at<T>(out.at(1)), at<T>(out.at(2))};
-    nb::gil_scoped_release released;
-    kernels<T>().votes_backward(g, children_at<T>(children), passes.data(), int(passes.size()), grads);
+    kernels<T>().votes_backward(g, children, passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
   });
   m.def(name("gaussian").c_str(), [](long rows, long columns, double floor, int threads, const Addresses& x) {
     const Gaussian<T> given{rows, columns, at<const T>(x.at(0)), T(floor), at<T>(x.at(1)), at<T>(x.at(2))};

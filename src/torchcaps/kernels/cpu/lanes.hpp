@@ -183,6 +183,20 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
+// a · b, even where it is below the smallest normal number and the processor takes such numbers as 0.
+template <class V> __attribute__((noinline)) inline V product_below_normal(V a, V b) {
+#ifdef __SSE__
+  const unsigned before = __builtin_ia32_stmxcsr();
+  __builtin_ia32_ldmxcsr(before & ~0x8040u);
+  volatile V late = a;  // the product must be computed between the two changes
+  volatile V product = late * b;
+  __builtin_ia32_ldmxcsr(before);
+  return product;
+#else
+  return a * b;
+#endif
+}
+
 // Numbers in rows that are `stride` apart → vectors with a row in each lane, zeros in the lanes beyond the rows; and back.
 template <class T> inline void load_lanes(const T* from, long stride, int rows, int count, Vector<T>* to) {
   constexpr int L = lanes<T>;

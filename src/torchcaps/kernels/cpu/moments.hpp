@@ -12,7 +12,6 @@ namespace TORCHCAPS_TARGET {
 
 // What an agreement may hold, and whether variances are computed: a kernel is compiled for some of the combinations.
 constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: or a centre
-
 template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
 class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
  protected:
@@ -58,8 +57,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     const Child* activation = activations_of(x, unit, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
-    V* centres = with_variance && !out.log_sums ? arena.take<V>(PB * numbers()) : nullptr;
     const bool even = !out.log_sums;
+    V* centres = with_variance && even ? arena.take<V>(PB * numbers()) : nullptr;
     Child* log_sums = even ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
     if (even) {
       sum_evenly(pose, activation, sums, centres, arena);
@@ -69,8 +68,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
                    [&](int group, int, int together, const V* d, const V* w) { this->template add_up_of<with_variance>(group, together, d, w, sums); });
     }
     for (int at = 0; at < PB; ++at) {
-      const V* centre = even ? (with_variance ? centres + at * numbers() : nullptr)
-                             : (quadratic ? parents + at * agreement_size() + centre_at() : nullptr);
+      const V* centre = even || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
+      if (even && with_variance) centre = centres + at * numbers();
       const auto place = this->place(unit, at);
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
@@ -110,18 +109,12 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   }
   const Child* activations_of(const Children<T>& x, int unit, Arena& arena) const {
     if (x.activation) return children_of(x.activation, unit, 1, arena);
-    Child* ones = arena.template take<Child>(children());
-    std::fill_n(reinterpret_cast<T*>(ones), children() * long(sizeof(Child) / sizeof(T)), T(1));
-    return ones;
+    return this->ones(children(), arena);
   }
 
   // Σ w, Σ w d [H], and Σ w d² [H] where asked for.
   template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
-  static V* zeros(long count, Arena& arena) {
-    V* x = arena.take<V>(count);
-    std::fill_n(reinterpret_cast<T*>(x), count * L, T(0));
-    return x;
-  }
+  static V* zeros(long count, Arena& arena) { return static_cast<V*>(std::memset(arena.take<V>(count), 0, count * sizeof(V))); }
   static V in_use(int rows) {
     V x{};
     for (int i = 0; i < L; ++i) x[i] = i < rows;
@@ -143,19 +136,25 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return most;
   }
 
-  // The logit of a vote, and what it is centred on is taken from it: of huge distances, only differences mean anything.
-  V logit(const V* v, const V* record, V* d) const {
-    V x{};
+  // What one number of a vote, minus the centre, adds to the logit.
+  V logit_of_number(V d, const V* record, int h) const {
+    if constexpr (linear && quadratic) return d * (record[linear_at() + h] - d * record[quadratic_at() + h]);
+    else if constexpr (quadratic) return -(d * d * record[quadratic_at() + h]);
+    else if constexpr (linear) return d * record[linear_at() + h];
+    else return V{};
+  }
+  // A vote minus the centre, and its logit. Of huge votes, only differences from the centre mean anything.
+  V logit(const Child* pose, const Weight* w, const V* record, V* d) const {
+    V v[MOST], x{};
+    vote(pose, w, v);
     for (int h = 0; h < numbers(); ++h) {
       d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
-      if constexpr (linear && quadratic) x += d[h] * (record[linear_at() + h] - d[h] * record[quadratic_at() + h]);
-      else if constexpr (quadratic) x -= d[h] * d[h] * record[quadratic_at() + h];
-      else if constexpr (linear) x += d[h] * record[linear_at() + h];
+      x += logit_of_number(d[h], record, h);
     }
     return record[constant_at()] + x;
   }
-  V log_coupling(V logit, const Child* log_sums, long child) const {
-    return smaller<T>((logit - log_sums[child]) - log_sums[long(g.groups()) * g.C + child], V{});
+  V log_coupling(V logit, const Child* sums, long child) const {
+    return smaller<T>((logit - sums[child]) - sums[long(g.groups()) * g.C + child], V{});
   }
 
   // Calls use(group, child type, children, d, w) for some children of a group after the others. d [edge, block, child, H]
@@ -182,9 +181,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
             for (int c = 0; c < children; ++c, ++i) {
-              V v[MOST];
-              vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
-              w[i] = logit(v, record, d + i * numbers());
+              w[i] = logit(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), record, d + i * numbers());
               top[c] = larger<T>(w[i], top[c]);
             }
           }
@@ -227,9 +224,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         *mass = total;
         for (int h = 0; h < numbers(); h += BLOCK) {
           V one[BLOCK], two[BLOCK];
-          for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i];
-          if (SECOND)
-            for (int i = 0; i < BLOCK; ++i) two[i] = second[h + i];
+          std::copy_n(first + h, BLOCK, one);
+          if (SECOND) std::copy_n(second + h, BLOCK, two);
           for (int c = 0; c < children; ++c) {
             const V* dc = d + long(c) * numbers() + h;
             for (int i = 0; i < BLOCK; ++i) {
@@ -238,9 +234,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
               if (SECOND) two[i] += x * dc[i];
             }
           }
-          for (int i = 0; i < BLOCK; ++i) first[h + i] = one[i];
-          if (SECOND)
-            for (int i = 0; i < BLOCK; ++i) second[h + i] = two[i];
+          std::copy_n(one, BLOCK, first + h);
+          if (SECOND) std::copy_n(two, BLOCK, second + h);
         }
       }
   }
@@ -311,21 +306,18 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         const T share = even_coupling(g.group_of(e));
         for (int c = 0; c < g.C; ++c) {
           const Child weight = share * activation[long(s) * g.C + c];
-          V v[NUMBERS];
-          this->vote_rows(pose + (long(s) * g.C + c) * pose_size() + r * inner(), weights(g.edge_kernel[e], c, block), step, v);
+          V d[NUMBERS];
+          this->vote_rows(pose + (long(s) * g.C + c) * pose_size() + r * inner(), weights(g.edge_kernel[e], c, block), step, d,
+                          with_variance ? centre : nullptr);
           for (int h = 0; h < count; ++h) {
-            if constexpr (with_variance) {
-              const V d = v[h] - centre[h], x = weight * d;
-              one[h] += x;
-              two[h] += x * d;
-            } else one[h] += weight * v[h];
+            const V x = weight * d[h];
+            one[h] += x;
+            if (with_variance) two[h] += x * d[h];
           }
         }
       }
-      for (int h = 0; h < count; ++h) {
-        first[h] = one[h];
-        if (with_variance) second[h] = two[h];
-      }
+      std::copy_n(one, count, first);
+      if (with_variance) std::copy_n(two, count, second);
     }
   }
 
@@ -361,7 +353,9 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           V v[MOST];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
           V log_c = all(std::log(even_coupling(group)));
-          if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
+          if (log_sums)
+            log_c = log_coupling(logit(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), record, d), log_sums,
+                                 long(group) * g.C + c);
           use(off, off ? all(lowest<T>) : logarithm(a) + log_c, v);
         }
       }
@@ -396,7 +390,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         found.mean[h] += second[h];
       }
     }
-    found.mass = total * exponential(top);
+    const V root = exponential(T(0.5) * top);  // e^top would be 0 where the mass is not
+    found.mass = product_below_normal(total * root, root);
     found.log_mass = alive ? logarithm(total) + top : all(-lowest<T>);
     return found;
   }

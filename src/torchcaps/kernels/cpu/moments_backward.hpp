@@ -111,16 +111,21 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     if (wanted) store_agreement_grads(unit, parents, sums, out);
   }
 
-  // The passes of one unit, as the sweep over votes reads them.
+  // The passes of one unit, as the sweep over votes reads them. In most rules a pass is centred on the mean of the pass
+  // before it: votes minus the one are votes minus the other.
   struct Pass {
     const V* records;
     const Child *log_sums, *coupling_grads;
+    bool around_earlier_mean;
   };
-  Pass pass_of(int unit, const Record<T>& from, Arena& arena) const {
+  Pass pass_of(int unit, Record<T> from, const Record<T>* earlier, Arena& arena) const {
     V* records = arena.take<V>(PB * record_size());
+    const bool around_earlier_mean = earlier && from.agreement.centre && from.agreement.centre == earlier->mean;
+    if (around_earlier_mean) from.agreement.centre = nullptr;
     load_pass(unit, from, records);
     const auto of_unit = [&](const T* x, long size) { return x ? reinterpret_cast<const Child*>(x) + size * unit : nullptr; };
-    return {records, of_unit(from.log_sums, log_sums_size()), of_unit(from.coupling_grads, long(g.groups()) * g.C)};
+    return {records, of_unit(from.log_sums, log_sums_size()), of_unit(from.coupling_grads, long(g.groups()) * g.C),
+            around_earlier_mean};
   }
 
   // Child site s of some units: the gradients of pose and activation (written) and of the transforms (added to; by type
@@ -134,12 +139,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     for (int unit = 0; unit < count; ++unit) {
       V* room = Lay::by_type ? nullptr : arena.take<V>(whole + g.C);
       poses[unit] = this->load_children(x.pose, first_unit + unit, s, s + 1, whole, room);
-      if (x.activation) activations[unit] = this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + whole);
-      else {
-        Child* ones = arena.take<Child>(g.C);
-        std::fill_n(reinterpret_cast<T*>(ones), g.C * long(sizeof(Child) / sizeof(T)), T(1));
-        activations[unit] = ones;
-      }
+      activations[unit] = x.activation ? this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + whole)
+                                       : this->ones(g.C, arena);
     }
     V *pose_grads = zeros(count * whole + L, arena), *totals = zeros(long(count) * g.C + L, arena);
     V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * SIDE_BY_SIDE * MOST));
@@ -205,8 +206,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   // Logits of a child or two, Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
   void compare(const Child* pose, int count, const V* record, Weights weights, V* logit, V* bracket, V* d) const {
-    V v[PAIR][MOST];
-    V* distance[PAIR];
+    V v[PAIR][MOST], *distance[PAIR];
     for (int k = 0; k < PAIR; ++k) {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
@@ -214,15 +214,12 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       logit[k] = bracket[k] = V{};
     }
     for (int h = 0; h < numbers(); ++h) {
-      const V centre = quadratic ? record[centre_at() + h] : V{}, square = quadratic ? record[quadratic_at() + h] : V{};
-      const V slope = linear ? record[linear_at() + h] : V{}, mean = record[mean_at() + h];
+      const V centre = quadratic ? record[centre_at() + h] : V{}, mean = record[mean_at() + h];
       const V mean_grad = record[mean_grad_at() + h], variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
       for (int k = 0; k < PAIR; ++k) {
         const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
         distance[k][h] = x;
-        if constexpr (linear && quadratic) logit[k] += x * (slope - x * square);
-        else if constexpr (quadratic) logit[k] -= x * x * square;
-        else if constexpr (linear) logit[k] += x * slope;
+        logit[k] += this->logit_of_number(x, record, h);
         bracket[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
@@ -266,26 +263,23 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       const Child a = activation[c0 + std::min(i, children - 1)];
       whole[i] = i < children ? a / unit_of(a) : child(T(0));
     }
+    V logit[N]{};
     for (int t = 0; t < count; ++t) {
       const Pass& pass = passes[t];
       const V* record = pass.records + at * record_size();
-      V logit[N]{}, bracket[N]{};
+      const V* next = t + 1 < count && passes[t + 1].around_earlier_mean ? passes[t + 1].records + at * record_size() : nullptr;
+      V next_logit[N]{}, bracket[N]{};
       for (int h = 0; h < numbers(); ++h) {
         const V mean = record[mean_at() + h], mean_grad = record[mean_grad_at() + h];
         const V variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
         for (int i = 0; i < N; ++i) {
           const V e = v[i][h] - mean;
           bracket[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
+          if (quadratic && next) next_logit[i] += this->logit_of_number(e, next, h);
         }
-        if (!pass.log_sums) continue;
-        const V centre = quadratic ? record[centre_at() + h] : V{}, square = quadratic ? record[quadratic_at() + h] : V{};
-        const V slope = linear ? record[linear_at() + h] : V{};
-        for (int i = 0; i < N; ++i) {
-          const V d = quadratic ? v[i][h] - centre : v[i][h];
-          if constexpr (linear && quadratic) logit[i] += d * (slope - d * square);
-          else if constexpr (quadratic) logit[i] -= d * d * square;
-          else if constexpr (linear) logit[i] += d * slope;
-        }
+        if (!pass.log_sums || pass.around_earlier_mean) continue;
+        const V centre = quadratic ? record[centre_at() + h] : V{};
+        for (int i = 0; i < N; ++i) logit[i] += this->logit_of_number(v[i][h] - centre, record, h);
       }
       for (int i = 0; i < N; ++i) {
         V share{}, slope{};
@@ -300,25 +294,30 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         factors[t].share[i] = share, factors[t].twice_share[i] = T(2) * share;
         factors[t].slope[i] = slope, factors[t].twice_slope[i] = T(-2) * slope;
       }
+      std::copy_n(next_logit, N, logit);
     }
     for (int h = 0; h < numbers(); ++h) {
       V sum[N]{};
       for (int t = 0; t < count; ++t) {
         const Factors& f = factors[t];
         const V* record = passes[t].records + at * record_size() + h;
+        const bool chained = quadratic && t + 1 < count && passes[t + 1].around_earlier_mean;
         const V mean = record[mean_at()], mean_grad = record[mean_grad_at()];
         const V variance_grad = with_variance ? record[variance_grad_at()] : V{};
+        const V next_square = chained ? passes[t + 1].records[at * record_size() + h + quadratic_at()] : V{};
         for (int i = 0; i < N; ++i) {
           sum[i] += f.share[i] * mean_grad;
-          if (with_variance) sum[i] += f.twice_share[i] * variance_grad * (v[i][h] - mean);
+          if (!with_variance && !chained) continue;
+          V factor = f.twice_share[i] * variance_grad;
+          if (chained) factor += factors[t + 1].twice_slope[i] * next_square;
+          sum[i] += factor * (v[i][h] - mean);
         }
         if (!passes[t].coupling_grads) continue;
-        const V centre = quadratic ? record[centre_at()] : V{}, square = quadratic ? record[quadratic_at()] : V{};
-        const V slope = linear ? record[linear_at()] : V{};
-        for (int i = 0; i < N; ++i) {
-          if (linear) sum[i] += f.slope[i] * slope;
-          if (quadratic) sum[i] += f.twice_slope[i] * square * (v[i][h] - centre);
-        }
+        if (linear)
+          for (int i = 0; i < N; ++i) sum[i] += f.slope[i] * record[linear_at()];
+        if (!quadratic || passes[t].around_earlier_mean) continue;
+        const V centre = record[centre_at()], square = record[quadratic_at()];
+        for (int i = 0; i < N; ++i) sum[i] += f.twice_slope[i] * square * (v[i][h] - centre);
       }
       for (int i = 0; i < N; ++i) v[i][h] = sum[i];
     }
@@ -360,10 +359,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     if (!out.activation) return;
     Lay::sums(total, g.C, sums);
     for (int t = 0; t < pass_count; ++t)
-      for (int e = g.child_begin[s]; passes[t].coupling_grads && e < g.child_begin[s + 1]; ++e) {
-        if (!g.types && e > g.child_begin[s]) break;
+      for (int e = g.child_begin[s]; passes[t].coupling_grads && e < g.child_begin[s + 1]; e = g.types ? e + 1 : g.child_begin[s + 1])
         for (int c = 0; c < g.C; ++c) sums[c] += passes[t].coupling_grads[long(g.group_of(e)) * g.C + c];
-      }
     for (int c = 0; c < g.C; ++c) sums[c] /= unit_of(activation[c]);
     store(out.activation, g.C);
   }

@@ -89,6 +89,12 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   using Kernel = MomentsBackward<T, Order, ROWS, INNER, COLUMNS, FORM>;
   static constexpr bool by_type = Order<T>::by_type;
 
+  // Numbers beyond the batch, which the operators pad to fill the widest vectors, 64 bytes.
+  static long padding(const Problem& g, long each) {
+    constexpr long MOST = 64 / long(sizeof(T));
+    return ((g.B + MOST - 1) / MOST * MOST - g.B) * each;
+  }
+
   template <class Work> static void with_kernel(const Problem& g, const T* transform, Work work) {
     Arena memory;
     if constexpr (by_type) work(Kernel(g, transforms_in_lanes(g, Kernel(g, nullptr), transform, memory)));
@@ -97,6 +103,8 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
 
   static void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      if (const long beyond = padding(g, kernel.log_sums_size()); out.log_sums)  // by type, what is padded is not used
+        std::fill_n(out.log_sums + g.B * kernel.log_sums_size(), beyond, T(0));
       on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.forward(unit, x, agreement, out, arena); });
     });
   }
@@ -109,6 +117,8 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
 
   static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      const long each = long(g.groups()) * g.C;
+      std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
       on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, out, arena); });
     });
   }
@@ -117,7 +127,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     using Pass = typename Kernel::Pass;
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
       const auto read_passes = [&](int unit, Pass* to, Arena& arena) {
-        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(unit, passes[t], arena);
+        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(unit, passes[t], t ? passes + t - 1 : nullptr, arena);
       };
       if (!by_type && g.own_transforms) {
         // Sites side by side: each writes the gradients of its own transforms.

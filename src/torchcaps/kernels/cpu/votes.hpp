@@ -22,18 +22,14 @@ template <class T> struct ByType {
   static constexpr bool by_type = true;
   static V spread(Child x) { return all(x); }
   // Over the lanes of each of some vectors; their memory has room for a multiple of the lanes.
-  static void sums(V* x, int count, Child* out) {
+  template <class Join> static void over_lanes(V* x, int count, Child* out, Join join) {
     for (int i = 0; i < count; i += lanes<T>) {
-      const V y = sums_across<T>(x + i);
+      const V y = join(x + i);
       std::memcpy(out + i, &y, sizeof y);
     }
   }
-  static void largest(V* x, int count, Child* out) {
-    for (int i = 0; i < count; i += lanes<T>) {
-      const V y = largest_across<T>(x + i);
-      std::memcpy(out + i, &y, sizeof y);
-    }
-  }
+  static void sums(V* x, int count, Child* out) { over_lanes(x, count, out, sums_across<T>); }
+  static void largest(V* x, int count, Child* out) { over_lanes(x, count, out, largest_across<T>); }
   static int vectors(int count) { return (count + lanes<T> - 1) / lanes<T>; }
 };
 template <class T> struct BySample {
@@ -101,6 +97,11 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
       return room;
     }
   }
+  static Child* ones(long count, Arena& arena) {
+    Child* x = arena.take<Child>(count);
+    std::fill_n(reinterpret_cast<T*>(x), count * long(sizeof(Child) / sizeof(T)), T(1));
+    return x;
+  }
 
  protected:
   int rows() const { return ROWS ? ROWS : g.R; }
@@ -123,20 +124,22 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     return T(1) / (parents + T(g.none_of_the_above));
   }
 
-  // Every step is contracted in one way, so that a vote has the same bits wherever it is computed.
-  void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
-  void vote_rows(const Child* pose, const Weight* w, int count, V* out) const {
+  // Votes minus a centre (null: 0), which the sum begins with. Every step is contracted in one way, so that a vote has the
+  // same bits wherever it is computed around the same centre.
+  void vote(const Child* pose, const Weight* w, V* out, const V* centre = nullptr) const { vote_rows(pose, w, rows(), out, centre); }
+  void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
     constexpr int STEP = COLUMNS ? COLUMNS : 4;
-    for (int r = 0; r < count; ++r, pose += inner(), out += columns()) {
+    for (int r = 0; r < count; ++r, pose += inner(), out += columns(), centre += centre ? columns() : 0) {
       int n = 0;
       for (; n + STEP <= columns(); n += STEP) {
         V x[STEP]{};
+        for (int i = 0; i < STEP && centre; ++i) x[i] = -centre[n + i];
         for (int q = 0; q < inner(); ++q)
           for (int i = 0; i < STEP; ++i) x[i] += pose[q] * w[q * columns() + n + i];
         for (int i = 0; i < STEP; ++i) out[n + i] = x[i];
       }
       for (; n < columns(); ++n) {
-        V x{};
+        V x = centre ? -centre[n] : V{};
         for (int q = 0; q < inner(); ++q) x += pose[q] * w[q * columns() + n];
         out[n] = x;
       }
