@@ -213,7 +213,8 @@ template <class T> bool by_sample(const Problem& g) {
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
-// The published shapes are compiled one by one, in float32; everything else runs on the general code.
+// The published shapes are compiled one by one, in float32, those of rules that carry numbers of their own in every vote
+// too; everything else runs on the general code.
 template <class T, class Use> void choose(const Problem& g, int form, Use use) {
   constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
   const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
@@ -226,7 +227,9 @@ template <class T, class Use> void choose(const Problem& g, int form, Use use) {
   }
   if constexpr (sizeof(T) == 4) {
     if (is_linear && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, LINEAR>());
+    if (is_linear && shape_is(g, 4, 5, 8)) return use(Batch<T, ByType, 4, 5, 8, LINEAR>());
     if (is_gaussian && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, GAUSSIAN>());
+    if (is_gaussian && shape_is(g, 4, 6, 5)) return use(Batch<T, ByType, 4, 6, 5, GAUSSIAN>());
     if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, ByType, 4, 5, 4, GAUSSIAN>());
   }
   use(Batch<T, ByType, 0, 0, 0, ALL>());

@@ -52,7 +52,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   using Weight = typename Lay::Weight;
   static constexpr int L = lanes<T>;
   static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
-  static constexpr int BLOCK = MOST % 8 == 0 && ROWS ? 8 : 1;  // numbers of a vote whose sums stay in registers
+  static constexpr int BLOCK = !ROWS ? 1 : MOST % 8 == 0 ? 8 : MOST % 4 == 0 ? 4 : 1;  // numbers of a vote whose sums stay in registers
 
   const Problem& g;
   const Weight* const transform;  // by type [K, C, JB, Q, N], by sample [K, C, J, Q, N]
