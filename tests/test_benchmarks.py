@@ -10,6 +10,7 @@ import torch
 from torchcaps.benchmarks import compare, peak_bytes, write_csv
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.routing import Problem, check_agreement, dynamic_layer, em_stack
+from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
 from torchcaps.errors import BadInput
 
 
@@ -31,6 +32,12 @@ def test_peak_memory_is_that_of_the_call():
 def test_the_ways_agree_but_for_the_compiled_one_which_takes_minutes(create):
     problem = create()
     check_agreement("alike", problem._replace(agreeing=problem.agreeing[:-1]))
+
+
+@pytest.mark.parametrize("name", MATERIALISED)
+def test_rules_with_materialised_votes_compute_the_same(name):
+    problem = rule_stack(name, 2, grid=8, types=(2, 3, 4))
+    check_agreement(name, problem._replace(agreeing=problem.agreeing[:-1]))
 
 
 def test_no_time_is_told_of_ways_that_disagree():

@@ -1,6 +1,6 @@
 """Fused routing beside the reference and beside votes in memory, as capsule networks are mostly written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -171,14 +171,16 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 }
 
 
-def bench_routing(repeats: int = 10, warm_ups: int = 3) -> list[dict[str, Any]]:
+def bench_routing(
+    repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
+) -> list[dict[str, Any]]:
     """Forward, and forward and backward, of every problem in every way; the processor's peak is the best of all turns.
 
     Raises:
         BadInput: ways that should agree do not; then no time is told.
     """
     peak, rows = peak_gflops(), []
-    for name, (create, batch) in PROBLEMS.items():
+    for name, (create, batch) in problems.items():
         problem = create(batch)
         check_agreement(name, problem)
         for direction, call, share in (("forward", forward, 1), ("forward and backward", both, 3)):

@@ -6,7 +6,7 @@ implementations have it; the rules here do the same, so that all ways compute th
 
 import math
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -146,3 +146,8 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
     seen = torch.autograd.grad(ways["fused"]()[0].square().sum(), used, allow_unused=True)
     leaves = [x for x, grad in zip(used, seen, strict=True) if grad is not None and grad.norm() > 1e-3]
     return Problem(leaves, ways, [(way, ways["reference"]) for way in ways.values()], 2.0 * 4 * 16 * votes)
+
+
+def rule_problems() -> dict[str, tuple[Callable[[int], Problem], int]]:
+    """Every rule that `MATERIALISED` knows, with its batch."""
+    return {f"{name}, ConvCaps stack": (partial(rule_stack, name), BATCH) for name in MATERIALISED}

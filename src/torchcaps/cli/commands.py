@@ -185,7 +185,7 @@ app.command()(experiment)
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="routing, train or memory.")],
+    what: Annotated[str, typer.Argument(help="routing, rules, train or memory.")],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each way.")] = 10,
     heap: Annotated[
         str, typer.Option(help="warm: keep freed memory, as `train` does; plain: as Python does.")
@@ -197,9 +197,15 @@ def bench(
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
+    from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
 
-    runs = {"routing": lambda: bench_routing(repeats), "train": lambda: bench_training(repeats), "memory": bench_memory}
+    runs = {
+        "routing": lambda: bench_routing(repeats),
+        "rules": lambda: bench_routing(repeats, problems=rule_problems()),
+        "train": lambda: bench_training(repeats),
+        "memory": bench_memory,
+    }
     for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
         if name not in known:
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
