@@ -129,14 +129,16 @@ def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
             assert far(found, right) <= 4 * far(reference, right) + 1e-4
 
 
-def test_the_same_bits_for_any_number_of_threads():
-    case = full_problem(MAPS["conv"], 16, (4, 4, 4), batch=20)
+@pytest.mark.parametrize(("routing_map", "parent_types"), [("conv", 16), ("dense", 5), ("shared", 5)])
+def test_the_same_bits_for_any_number_of_threads(routing_map, parent_types):
+    """With types in the lanes, and with samples: of own transforms and of shared ones."""
+    case = full_problem(MAPS[routing_map], parent_types, (4, 4, 4), batch=40)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = everything(case, MAPS["conv"], torch.float32, backend="fused")
+        one = everything(case, MAPS[routing_map], torch.float32, backend="fused")
         torch.set_num_threads(3)
-        three = everything(case, MAPS["conv"], torch.float32, backend="fused")
+        three = everything(case, MAPS[routing_map], torch.float32, backend="fused")
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))

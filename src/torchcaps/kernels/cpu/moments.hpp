@@ -10,7 +10,7 @@
 
 namespace TORCHCAPS_TARGET {
 
-// What an agreement may hold, and whether variances are computed: a kernel is compiled for some of the combinations.
+// What an agreement may hold, and whether variances are wanted: a kernel is compiled for some of the combinations.
 constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: or a centre
 template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
 class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
@@ -64,8 +64,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       sum_evenly(pose, activation, sums, centres, arena);
     } else {
       load_agreement(unit, agreement, parents, agreement_size());
-      visit_groups(pose, activation, parents, log_sums, arena,
-                   [&](int group, int, int together, const V* d, const V* w) { this->template add_up_of<with_variance>(group, together, d, w, sums); });
+      const auto add_up = [&](int group, int, int children, const V* d, const V* w) {
+        this->template add_up_of<with_variance>(group, children, d, w, sums);
+      };
+      visit_groups(pose, activation, parents, log_sums, arena, add_up);
     }
     for (int at = 0; at < PB; ++at) {
       const V* centre = even || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
@@ -117,13 +119,13 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   static V* zeros(long count, Arena& arena) { return static_cast<V*>(std::memset(arena.take<V>(count), 0, count * sizeof(V))); }
   static V in_use(int rows) {
     V x{};
-    for (int i = 0; i < L; ++i) x[i] = i < rows;
+    for (int i = 0; i < rows; ++i) x[i] = 1;
     return x;
   }
 
   int together(int edges) const {
-    const long bytes = long(edges) * JB * (H + 1) * long(sizeof(V));
-    const long most = std::max(1L, std::min<long>(MOST_TOGETHER, CACHE_BYTES / std::max(1L, bytes)));
+    const long bytes = std::max(1L, long(edges) * JB * (H + 1) * long(sizeof(V)));
+    const long most = std::max(1L, std::min<long>(MOST_TOGETHER, CACHE_BYTES / bytes));
     const long turns = (g.C + most - 1) / most;
     return int((g.C + turns - 1) / turns);
   }
@@ -244,10 +246,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   // all parents from the nearest cache.
   void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);
-    for (int s = 0; s < g.S; ++s) {
-      site_sums[s] = Child{};
-      for (int c = 0; c < g.C; ++c) site_sums[s] += activation[long(s) * g.C + c];
-    }
+    std::fill_n(site_sums, g.S, Child{});
+    for (long child = 0; child < children(); ++child) site_sums[child / g.C] += activation[child];
     int most_edges = 0;
     for (int p = 0; p < g.P; ++p) {
       const int begin = g.parent_begin[p], end = g.parent_begin[p + 1];
