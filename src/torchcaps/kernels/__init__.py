@@ -26,6 +26,7 @@ __all__ = [
     "addresses",
     "chosen_fused",
     "cpu_instruction_sets",
+    "cpu_kernel",
     "expect_one_device",
     "in_onnx_export",
     "obstacle",
@@ -150,6 +151,11 @@ def addresses(
             address = keep[-1].data_ptr()
         found.append(address)
     return found
+
+
+def cpu_kernel(name: str, dtype: torch.dtype) -> Any:
+    """The kernel of a name for float32 or float64."""
+    return getattr(_cpu, f"{name}_{'float64' if dtype == torch.float64 else 'float32'}")
 
 
 def once(*_: Any) -> None:

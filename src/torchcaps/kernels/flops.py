@@ -16,7 +16,9 @@ __all__ = ["let_flops_be_counted"]
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
     """Of one product with every number of every vote, and of making the votes."""
-    edges = (edge_lists.shape[0] - pose.shape[1] - parent_sites - transform.shape[0] - 3) // 5  # see RoutingMap
+    from torchcaps.kernels.moments import Shapes  # which needs torchcaps.kernels, which needs this module
+
+    edges = Shapes(pose, transform, edge_lists, parent_sites, types=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
     return product, transform.shape[3] * product
 
@@ -49,7 +51,7 @@ def _moments_backward(
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
     """Gradients of the votes in every pass, of pose and transform, and of the activations in even passes."""
-    from torchcaps.kernels.moments import Record  # which needs torchcaps.kernels, which needs this module
+    from torchcaps.kernels.moments import Record
 
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     products = 0

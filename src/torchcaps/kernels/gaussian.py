@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, addresses, once
+from torchcaps.kernels import addresses, cpu_kernel, once
 from torchcaps.kernels.operator import differentiate, operator
 
 
@@ -25,7 +25,7 @@ def gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     shapes, keep = {"variance": (variance, variance.shape)}, list[Tensor]()
     pointers = [*addresses(variance.dtype, shapes, keep), half_precision.data_ptr(), log_volume.data_ptr()]
     sizes = log_volume.numel(), variance.shape[3:].numel()
-    _kernel("gaussian", variance)(*sizes, floor, torch.get_num_threads(), pointers)
+    cpu_kernel("gaussian", variance.dtype)(*sizes, floor, torch.get_num_threads(), pointers)
     return outputs
 
 
@@ -49,12 +49,8 @@ def gaussian_backward(half_precision: Tensor, half_precision_grad: Tensor, log_v
     }
     pointers = [*addresses(half_precision.dtype, given, keep), output.data_ptr()]
     sizes = shape[:3].numel(), shape[3:].numel()
-    _kernel("gaussian_backward", half_precision)(*sizes, torch.get_num_threads(), pointers)
+    cpu_kernel("gaussian_backward", half_precision.dtype)(*sizes, torch.get_num_threads(), pointers)
     return output
-
-
-def _kernel(name: str, like: Tensor):
-    return getattr(_cpu, f"{name}_{'float64' if like.dtype == torch.float64 else 'float32'}")
 
 
 def _keep(ctx, inputs, output) -> None:

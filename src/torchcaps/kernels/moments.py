@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import _cpu, addresses, expect_one_device, once, padded, statistics_dtype
+from torchcaps.kernels import addresses, cpu_kernel, expect_one_device, once, padded, statistics_dtype
 from torchcaps.kernels.operator import differentiate, operator
 
 
@@ -52,8 +52,8 @@ class Shapes:
 
     def __init__(self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool) -> None:
         expect_one_device(pose, edge_lists)
-        batch, sites, child_types, rows, _ = pose.shape
-        transforms, _, parent_types, inner, columns = transform.shape
+        batch, sites, child_types, rows, inner = pose.shape
+        transforms, _, parent_types, _, columns = transform.shape
         self.pose, self.activation = pose.shape, pose.shape[:3]
         self.transform = (transforms, child_types, parent_types, inner, columns)
         self.edges = (edge_lists.shape[0] - sites - parent_sites - transforms - 3) // 5
@@ -94,12 +94,11 @@ def _call(
         raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
     shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, softmax[0]), list[Tensor]()
     whole = pose.shape[1] + parent_sites + transform.shape[0] + 3 + 5 * shapes.edges
-    columns = transform.shape[4]
-    sizes = (*pose.shape[:3], *shapes.scalars[1:], transform.shape[0], *pose.shape[3:], columns, shapes.edges)
+    sizes = (*pose.shape[:3], *shapes.scalars[1:], len(transform), *pose.shape[3:], transform.shape[4], shapes.edges)
     named = {
         "pose": (pose, shapes.pose),
         "activation": (activation, shapes.activation),
-        "transform": (transform, (*transform.shape[:1], pose.shape[2], transform.shape[2], pose.shape[4], columns)),
+        "transform": (transform, shapes.transform),
     }
     given = addresses(pose.dtype, named, keep)
     parts = [
@@ -113,7 +112,7 @@ def _call(
     ]
     (lists,) = addresses(torch.int32, {"edge_lists": (edge_lists, (whole,))}, keep)
     to = [0 if output is None else output.data_ptr() for output in outputs]
-    kernel = getattr(_cpu, f"{function}_{'float64' if pose.dtype == torch.float64 else 'float32'}")
+    kernel = cpu_kernel(function, pose.dtype)
     kernel((*sizes, *softmax, torch.get_num_threads()), lists, given, parts, to)
 
 

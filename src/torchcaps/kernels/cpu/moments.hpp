@@ -146,9 +146,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     else return V{};
   }
   // A vote minus the centre, and its logit. Of huge votes, only differences from the centre mean anything.
-  V logit(const Child* pose, const Weight* w, const V* record, V* d) const {
-    V v[MOST], x{};
-    vote(pose, w, v);
+  V logit(const V* v, const V* record, V* d) const {
+    V x{};
     for (int h = 0; h < numbers(); ++h) {
       d[h] = quadratic ? v[h] - record[centre_at() + h] : v[h];
       x += logit_of_number(d[h], record, h);
@@ -183,7 +182,9 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * agreement_size();
             for (int c = 0; c < children; ++c, ++i) {
-              w[i] = logit(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), record, d + i * numbers());
+              V v[MOST];
+              vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
+              w[i] = logit(v, record, d + i * numbers());
               top[c] = larger<T>(w[i], top[c]);
             }
           }
@@ -353,9 +354,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           V v[MOST];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
           V log_c = all(std::log(even_coupling(group)));
-          if (log_sums)
-            log_c = log_coupling(logit(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), record, d), log_sums,
-                                 long(group) * g.C + c);
+          if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
           use(off, off ? all(lowest<T>) : logarithm(a) + log_c, v);
         }
       }

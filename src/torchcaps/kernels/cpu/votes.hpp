@@ -124,9 +124,9 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     return T(1) / (parents + T(g.none_of_the_above));
   }
 
-  // Votes minus a centre (null: 0), which the sum begins with. Every step is contracted in one way, so that a vote has the
-  // same bits wherever it is computed around the same centre.
-  void vote(const Child* pose, const Weight* w, V* out, const V* centre = nullptr) const { vote_rows(pose, w, rows(), out, centre); }
+  // Every step is contracted in one way, so that a vote has the same bits wherever it is computed.
+  void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
+  // Some rows of a vote, minus a centre (null: 0), which the sum begins with.
   void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
     constexpr int STEP = COLUMNS ? COLUMNS : 4;
     for (int r = 0; r < count; ++r, pose += inner(), out += columns(), centre += centre ? columns() : 0) {
