@@ -81,7 +81,8 @@ class RoutingMap:
     constant: Constant = field(init=False, repr=False)
     edge_lists: Constant = field(init=False, repr=False)
     place_by_child: Constant = field(init=False, repr=False)
-    _one_edge_a_child: bool = field(init=False, repr=False, default=False)
+    own_transforms: bool = field(init=False, repr=False, default=False)
+    most_edges: int = field(init=False, repr=False, default=0)
 
     def __post_init__(self) -> None:
         edges: Any = self.edges
@@ -96,8 +97,8 @@ class RoutingMap:
             if edges.is_inference():
                 with torch.inference_mode(False):
                     edges = edges.clone()
-            children = edges[:, 0].unique()
-            object.__setattr__(self, "_one_edge_a_child", len(children) == len(edges))
+            served = edges[:, (2, 0)].unique(dim=0)[:, 0]
+            self._set(bool((served.diff() > 0).all()), int(edges[:, 0].bincount(minlength=1).max()))
         elif edges.is_meta and not torch.compiler.is_compiling():
             raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
         object.__setattr__(self, "edges", edges)
@@ -154,16 +155,17 @@ class RoutingMap:
     def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
         sites = torch.arange(child_sites, device=device or "cpu")
-        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))._single()
+        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))._set(True, 1)
 
     @classmethod
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
         sites = torch.arange(child_sites, device=device or "cpu")
-        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))._single()
+        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))._set(child_sites == 1, 1)
 
-    def _single(self) -> "RoutingMap":
-        object.__setattr__(self, "_one_edge_a_child", True)
+    def _set(self, own_transforms: bool, most_edges: int) -> "RoutingMap":
+        object.__setattr__(self, "own_transforms", own_transforms)
+        object.__setattr__(self, "most_edges", most_edges)
         return self
 
     @classmethod
@@ -261,7 +263,7 @@ class RoutingMap:
             none_of_the_above: a further parent with logit 0 takes part and is dropped (leaky routing).
         """
         total = logits.logsumexp(dim=1)
-        if not self._one_edge_a_child:
+        if self.most_edges != 1:
             child = self.edges_on(logits.device)[:, 0].expand_as(total.mT).mT
             shape = (total.shape[0], self.child_sites, total.shape[2])
             largest = total.new_full(shape, -torch.inf).scatter_reduce(1, child, total.detach(), "amax")

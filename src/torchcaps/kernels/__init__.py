@@ -1,7 +1,6 @@
 """Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
 
 import sys
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -9,7 +8,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.types import IntLikeType
 
 from torchcaps.kernels.flops import let_flops_be_counted
 
@@ -23,7 +21,6 @@ Backend = Literal["auto", "reference", "fused"]
 
 __all__ = [
     "Backend",
-    "addresses",
     "chosen_fused",
     "cpu_instruction_sets",
     "cpu_kernel",
@@ -31,9 +28,7 @@ __all__ = [
     "in_onnx_export",
     "obstacle",
     "once",
-    "padded",
     "peak_gflops",
-    "statistics_dtype",
 ]
 
 
@@ -109,48 +104,6 @@ def expect_one_device(pose: Tensor, edges: Tensor) -> None:
     """
     if pose.device != edges.device:
         raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
-
-
-def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
-    """Room for so many numbers in the lanes: on the CPU, as many as fill the widest there are, 64 bytes."""
-    lanes = 64 // like.dtype.itemsize if like.device.type == "cpu" else 1
-    return -(-count // lanes) * lanes
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over children of a dtype are kept in: float32 for anything narrower."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def addresses(
-    dtype: torch.dtype, tensors: Mapping[str, tuple[Tensor | None, Sequence[IntLikeType]]], keep: list[Tensor]
-) -> list[int]:
-    """Where tensors stand in memory, 0 for None; a copy where one is not contiguous or not aligned to 64 bytes.
-
-    Arguments:
-        dtype: that every tensor must have.
-        tensors: name → tensor and the shape that it must have.
-        keep: takes the copies, which must live as long as their addresses are used.
-
-    Raises:
-        ValueError: a tensor has another shape or dtype, or is not on the CPU.
-    """
-    found = []
-    for name, (tensor, shape) in tensors.items():
-        if tensor is None:
-            found.append(0)
-            continue
-        if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
-            wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-            raise ValueError(
-                f"{name} must be {list(shape)} {dtype} on the CPU for these children and this map; got {wrong}"
-            )
-        address = tensor.data_ptr()
-        if address % 64 or not tensor.is_contiguous():
-            keep.append(tensor.clone(memory_format=torch.contiguous_format))
-            address = keep[-1].data_ptr()
-        found.append(address)
-    return found
 
 
 def cpu_kernel(name: str, dtype: torch.dtype) -> Any:

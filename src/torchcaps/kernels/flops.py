@@ -18,7 +18,7 @@ def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
     """Of one product with every number of every vote, and of making the votes."""
     from torchcaps.kernels.moments import Shapes  # which needs torchcaps.kernels, which needs this module
 
-    edges = Shapes(pose, transform, edge_lists, parent_sites, types=False).edges
+    edges = Shapes(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
     return product, transform.shape[3] * product
 
@@ -29,7 +29,7 @@ def _given(*tensors: Tensor | None) -> int:
 
 def _moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, with_variance, *_, **__,
+    even, types, none_of_the_above, by_sample, with_variance, *_, **__,
 ):  # fmt: skip
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     return even * making + (1 + with_variance + _given(linear, quadratic)) * product
@@ -46,7 +46,7 @@ def _moments_backward(
 ):  # fmt: skip
     """Gradients of the couplings and of the agreement."""
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
-    return _given(mean_grad, variance_grad, linear, quadratic) * product
+    return _given(log_sums) * _given(mean_grad, variance_grad, linear, quadratic) * product
 
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):

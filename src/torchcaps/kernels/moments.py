@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchcaps.kernels import addresses, cpu_kernel, expect_one_device, once, padded, statistics_dtype
+from torchcaps.kernels import cpu_kernel, expect_one_device, once
+from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, padded, statistics_dtype, vector_strides
 from torchcaps.kernels.operator import differentiate, operator
 
 
@@ -26,6 +27,7 @@ class Record(NamedTuple):
         coupling_grads: γ, ``[padded B, G, C]``, Σ_j c_ij · gradient of c_ij. None where the couplings are constants.
         mean, variance, log_mass: what the pass found. log_mass is ∞ where all children are off.
         mass_grad, mean_grad, variance_grad: the gradients of what it found.
+        offset: Σ variance · variance_grad, ``[B, P, J]``. The sweep over the votes takes it in place of the variance.
     """
 
     constant: Tensor | None = None
@@ -40,43 +42,67 @@ class Record(NamedTuple):
     mass_grad: Tensor | None = None
     mean_grad: Tensor | None = None
     variance_grad: Tensor | None = None
+    offset: Tensor | None = None
 
 
 class Shapes:
-    """The shapes of all that goes through the operators; G softmaxes, one a child site, or one an edge where the types
-    at one parent site compete alone.
+    """The shapes of all that goes through the operators, and strides where they are not those of contiguous tensors.
+
+    G softmaxes, one for each child site, or one for each edge where the types at one parent site compete alone.
 
     Raises:
         ValueError: pose and edge lists are on different devices.
     """
 
-    def __init__(self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool) -> None:
+    def __init__(
+        self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
+    ) -> None:
         expect_one_device(pose, edge_lists)
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
         self.pose, self.activation = pose.shape, pose.shape[:3]
         self.transform = (transforms, child_types, parent_types, inner, columns)
         self.edges = (edge_lists.shape[0] - sites - parent_sites - transforms - 3) // 5
+        self.edge_lists = (sites + parent_sites + transforms + 3 + 5 * self.edges,)
         self.scalars = (batch, parent_sites, parent_types)
         self.vectors = (*self.scalars, rows, columns)
+        self.strides = vector_strides(self.vectors, by_sample) if pose.device.type == "cpu" else None
         self.coupling_grads = (padded(batch, pose), self.edges if types else sites, child_types)
         self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
         self.couplings = (batch, parent_types, self.edges, child_types)
 
     @property
-    def record(self) -> Record:
-        vectors, scalars = self.vectors, self.scalars
-        kept = (self.log_sums, self.coupling_grads, vectors, vectors, scalars)
-        return Record(scalars, vectors, vectors, vectors, *kept, scalars, vectors, vectors)  # type: ignore[arg-type]
+    def record(self) -> tuple[Any, ...]:
+        """Shape and strides of every entry of a `Record`."""
+        scalar, vector = (self.scalars, None), (self.vectors, self.strides)
+        softmax = (self.log_sums, None), (self.coupling_grads, None)
+        found = vector, vector, scalar
+        return scalar, *(vector,) * 3, *softmax, *found, scalar, vector, vector, scalar
+
+
+def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
+    """Whether a vector of the processor holds numbers of several samples rather than of several parent types.
+
+    It does where each child site has transforms of its own, which are then read once for many samples; and where types
+    would leave most of a vector empty, if the parents of a child, a vector for each number, fit in the cache.
+
+    Arguments:
+        own_transforms: no transform serves two child sites.
+        most_edges: of a child site.
+    """
+    if own_transforms or pose.device.type != "cpu":
+        return own_transforms
+    lanes, types, numbers = lanes_of(pose.dtype), transform.shape[2], pose.shape[3] * transform.shape[4]
+    full, cache = types / (-(-types // lanes) * lanes), 256 * 1024
+    small = 5 * 64 * most_edges * types * numbers <= cache
+    return small and full < 0.75 and pose.shape[0] >= lanes / 2
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
     """Runs an operator in Triton, which is imported by the first call."""
     from torchcaps.kernels.gpu import moments as gpu
 
-    if name == "moments":
-        return gpu.forward(*arguments[1:])
-    return getattr(gpu, {"moments_backward": "backward"}.get(name, name))(*arguments)
+    return getattr(gpu, name)(*arguments)
 
 
 def _call(
@@ -84,7 +110,7 @@ def _call(
     children: tuple[Tensor, Tensor | None, Tensor],
     edge_lists: Tensor,
     parent_sites: int,
-    softmax: tuple[bool, bool],
+    options: tuple[bool, bool, bool],
     records: Sequence[Record],
     outputs: Sequence[Tensor | None],
 ) -> None:
@@ -92,39 +118,33 @@ def _call(
     pose, activation, transform = children
     if pose.ndim != 5 or transform.ndim != 5:
         raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
-    shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, softmax[0]), list[Tensor]()
-    whole = pose.shape[1] + parent_sites + transform.shape[0] + 3 + 5 * shapes.edges
+    types, _, by_sample = options
+    shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample), list[Tensor]()
     sizes = (*pose.shape[:3], *shapes.scalars[1:], len(transform), *pose.shape[3:], transform.shape[4], shapes.edges)
-    named = {
-        "pose": (pose, shapes.pose),
-        "activation": (activation, shapes.activation),
-        "transform": (transform, shapes.transform),
-    }
-    given = addresses(pose.dtype, named, keep)
-    parts = [
-        address
-        for record in records
-        for address in addresses(
-            pose.dtype,
-            {name: (part, shape) for (name, part), shape in zip(record._asdict().items(), shapes.record, strict=True)},
-            keep,
-        )
-    ]
-    (lists,) = addresses(torch.int32, {"edge_lists": (edge_lists, (whole,))}, keep)
+    named = (
+        ("pose", pose, shapes.pose, None),
+        ("activation", activation, shapes.activation, None),
+        ("transform", transform, shapes.transform, None),
+    )
+    given, parts, entries = addresses(pose.dtype, named, keep), [], shapes.record
+    for record in records:
+        places = ((name, x, *entry) for name, x, entry in zip(Record._fields, record, entries, strict=True))
+        parts += addresses(pose.dtype, places, keep)
+    lists = addresses(torch.int32, (("edge_lists", edge_lists, shapes.edge_lists, None),), keep)[0]
     to = [0 if output is None else output.data_ptr() for output in outputs]
-    kernel = cpu_kernel(function, pose.dtype)
-    kernel((*sizes, *softmax, torch.get_num_threads()), lists, given, parts, to)
+    cpu_kernel(function, pose.dtype)((*sizes, *options, torch.get_num_threads()), lists, given, parts, to)
 
 
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, with_variance, constant_couplings,
+    even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
-    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
+    shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample)
+    dtype, vectors = statistics_dtype(pose.dtype), (shapes.vectors, shapes.strides)
     return (
         pose.new_empty(shapes.scalars, dtype=dtype),
-        pose.new_empty(shapes.vectors, dtype=dtype),
-        pose.new_empty(shapes.vectors if with_variance else (0,), dtype=dtype),
+        empty(pose, *vectors, dtype),
+        empty(pose, *vectors, dtype) if with_variance else pose.new_empty((0,), dtype=dtype),
         pose.new_empty(shapes.scalars, dtype=dtype),
         pose.new_empty((0,) if even else shapes.log_sums, dtype=dtype),
     )
@@ -134,59 +154,70 @@ def _like_moments(
 def moments(
     tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
-    even: bool, types: bool, none_of_the_above: bool, with_variance: bool, constant_couplings: bool,
+    even: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
 
     The gradients of pose, activation and transform go through the tokens alone.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    softmax = types, none_of_the_above
+    options = types, none_of_the_above, by_sample
     outputs = mass, mean, variance, log_mass, log_sums = _like_moments(
-        tokens, *children, edge_lists, parent_sites, *agreement, even, *softmax, with_variance, constant_couplings
+        tokens, *children, edge_lists, parent_sites, *agreement, even, *options, with_variance, constant_couplings
     )
     found = (mass, mean, variance if with_variance else None, log_mass, None if even else log_sums)
-    _call("moments", children, edge_lists, parent_sites, softmax, [Record(*agreement)], found)
+    _call("moments", children, edge_lists, parent_sites, options, [Record(*agreement)], found)
     return outputs
 
 
 def _like_moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
+    mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
 ):  # fmt: skip
-    shapes = Shapes(pose, transform, edge_lists, parent_sites, types)
-    gradients = (
-        log_mass.new_empty((0,) if part is None or not agreement_grads else part.shape)
-        for part in (constant, linear, quadratic, centre)
+    shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample)
+    dtype = statistics_dtype(pose.dtype)
+
+    def grad(part, shape, strides=None):
+        wanted = agreement_grads and part is not None and log_sums is not None
+        return empty(pose, shape, strides, dtype) if wanted else pose.new_empty((0,), dtype=dtype)
+
+    return (
+        pose.new_empty((0,) if log_sums is None else shapes.coupling_grads, dtype=dtype),
+        pose.new_empty((0,) if variance is None else shapes.scalars, dtype=dtype),
+        grad(constant, shapes.scalars),
+        *(grad(part, shapes.vectors, shapes.strides) for part in (linear, quadratic, centre)),
     )
-    return log_mass.new_empty(shapes.coupling_grads), *gradients
 
 
 @operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
 def moments_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
-    constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, log_sums: Tensor,
-    mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None, mean_grad: Tensor | None,
-    variance_grad: Tensor | None, types: bool, none_of_the_above: bool, agreement_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """coupling_grads as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty where it
-    is None or where ``agreement_grads`` is False."""
+    constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
+    log_sums: Tensor | None, mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None,
+    mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
+    agreement_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """coupling_grads and offset as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty
+    where it is None or where ``agreement_grads`` is False. Without log_sums the couplings are constants, and only the
+    offset is computed."""
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    softmax, found = (types, none_of_the_above), (mean, variance, log_mass, mass_grad, mean_grad, variance_grad)
+    options, found = (types, none_of_the_above, by_sample), (mean, variance, log_mass)
+    gradients = mass_grad, mean_grad, variance_grad
     outputs = _like_moments_backward(
-        *children, edge_lists, parent_sites, *agreement, log_sums, *found, *softmax, agreement_grads
+        *children, edge_lists, parent_sites, *agreement, log_sums, *found, *gradients, *options, agreement_grads
     )
-    wanted = [outputs[0], *(
-        grad if agreement_grads and part is not None else None
-        for grad, part in zip(outputs[1:], agreement, strict=True)
-    )]  # fmt: skip
-    record = Record(*agreement, log_sums, None, *found)
-    _call("moments_backward", children, edge_lists, parent_sites, softmax, [record], wanted)
+    if log_sums is not None and not log_sums.numel():  # a map without edges
+        for output in outputs[2:]:
+            output.zero_()
+    wanted = [output if output.numel() else None for output in outputs]
+    record = Record(*agreement, log_sums, None, *found, *gradients)
+    if any(output is not None for output in wanted):
+        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted)
     return outputs
 
 
 def _like_votes_backward(
-    pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above
+    pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample
 ):  # fmt: skip
     return (
         pose.new_empty(pose.shape),
@@ -198,12 +229,12 @@ def _like_votes_backward(
 @operator(_like_votes_backward, partial(on_gpu, "votes_backward"))
 def votes_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
-    records: Sequence[Tensor], types: bool, none_of_the_above: bool,
+    records: Sequence[Tensor], types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
     None in a `Record` is an empty tensor here."""
-    children, softmax = (pose, activation, transform), (types, none_of_the_above)
-    outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *softmax)
+    children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
+    outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
     entries = len(Record._fields)
     if len(records) % entries:
         raise ValueError(f"records must be {entries} tensors a pass; got {len(records)}")
@@ -213,14 +244,14 @@ def votes_backward(
     ]
     reached = [record for record in passes if record.mean is not None]
     grads = (outputs[0], None if activation is None else outputs[1], outputs[2])
-    _call("votes_backward", children, edge_lists, parent_sites, softmax, reached, grads)
+    _call("votes_backward", children, edge_lists, parent_sites, options, reached, grads)
     return outputs
 
 
 def _like_couplings(
-    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
+    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above, by_sample
 ):  # fmt: skip
-    shape = Shapes(pose, transform, edge_lists, parent_sites, types).couplings
+    shape = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample).couplings
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
 
 
@@ -228,26 +259,28 @@ def _like_couplings(
 def couplings(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, constant: Tensor | None,
     linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
+    by_sample: bool,
 ) -> Tensor:  # fmt: skip
     """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
-    agreement, softmax = (constant, linear, quadratic, centre), (types, none_of_the_above)
-    output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *softmax)
-    _call("couplings", (pose, None, transform), edge_lists, parent_sites, softmax, [Record(*agreement)], [output])
+    agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
+    output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *options)
+    _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [Record(*agreement)], [output])
     return output
 
 
-def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above):
-    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types), statistics_dtype(pose.dtype)
-    return [pose.new_zeros(1, dtype=dtype).expand(shape) for _ in range(passes) for shape in shapes.record]
+def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
+    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
+    shapes_of_pass = [shape for shape, _ in shapes.record]
+    return [pose.new_empty_strided(shape, (0,) * len(shape), dtype=dtype) for shape in shapes_of_pass * passes]
 
 
 @operator(_tokens, _tokens)
 def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
-    types: bool, none_of_the_above: bool,
+    types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
     """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
-    return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above)
+    return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -260,22 +293,22 @@ def _sweep_over_votes(ctx, records):
     pose, activation, transform, edge_lists = ctx.saved_tensors
     parent_sites, *options = ctx.options
     if all(record is None for record in records):
-        return (None,) * 8
+        return (None,) * 9
     nothing = pose.new_empty(0)
     given = [nothing if record is None else record for record in records]
     pose_grad, activation_grad, transform_grad = votes_backward(
         pose, activation, transform, edge_lists, parent_sites, given, *options
     )
-    return pose_grad, None if activation is None else activation_grad, transform_grad, *(None,) * 5
+    return pose_grad, None if activation is None else activation_grad, transform_grad, *(None,) * 6
 
 
 def _keep_pass(ctx, inputs, output) -> None:
-    tokens, *tensors, even, types, none_of_the_above, with_variance, constant_couplings = inputs
+    tokens, *tensors, even, types, none_of_the_above, by_sample, with_variance, constant_couplings = inputs
     pose, activation, transform, edge_lists, parent_sites, *agreement = tensors
     _, *found = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
     ctx.tokens, ctx.parent_sites, ctx.with_variance = len(tokens), parent_sites, with_variance
-    ctx.couplings = (not even, not even and not constant_couplings, types, none_of_the_above)
+    ctx.couplings = (not even, not even and not constant_couplings, types, none_of_the_above, by_sample)
     ctx.set_materialize_grads(False)
 
 
@@ -284,17 +317,19 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
     agreement = (constant, linear, quadratic, centre)
     routed, differentiated, *options = ctx.couplings
     wanted = ctx.needs_input_grad[6:10]
-    variance = variance if ctx.with_variance and variance_grad is not None else None
-    gradients = (mass_grad, mean_grad, variance_grad if ctx.with_variance else None)
-    coupling_grads, agreement_grads = None, [None] * 4
-    if differentiated:
-        coupling_grads, *found = moments_backward(
-            *children, ctx.parent_sites, *agreement, log_sums, mean, variance, log_mass, *gradients, *options,
-            any(wanted),
-        )  # fmt: skip
-        agreement_grads = [grad if asked else None for grad, asked in zip(found, wanted, strict=True)]
-    record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, variance, log_mass, *gradients)
-    return list(record) if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 5
+    second = variance_grad if ctx.with_variance else None
+    variance = None if second is None else variance
+    gradients = (mass_grad, *(None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, second)))
+    coupling_grads, offset, *found = moments_backward(
+        *children, ctx.parent_sites, *agreement, log_sums if differentiated else None, mean, variance, log_mass,
+        *gradients, *options, any(wanted),
+    )  # fmt: skip
+    agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, wanted, strict=True)]
+    record = Record(
+        *agreement, log_sums if routed else None, coupling_grads, mean, None, log_mass, *gradients, offset
+    )
+    record = [None if entry is None or not entry.numel() else entry for entry in record]
+    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 6
 
 
 differentiate("open_votes", _sweep_over_votes, _keep_children)

@@ -7,9 +7,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torchcaps.checks import check_choice, described
-from torchcaps.kernels import Backend, chosen_fused, obstacle, statistics_dtype
+from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
 from torchcaps.kernels.gaussian import gaussian, written_out
+from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap
@@ -70,7 +71,10 @@ class Votes:
         self._none_of_the_above = none_of_the_above
         self._passes = passes
         self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        if self.fused:
+            self._pose = self._pose.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
+        self._by_sample = fused.samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
@@ -130,7 +134,7 @@ class Votes:
             self.routing_map.parent_sites,
             *parts,
             all(part is None for part in parts),
-            *self._softmax,
+            *self._options,
             variance,
             constant_couplings,
         )
@@ -157,7 +161,7 @@ class Votes:
         if not self.fused or differentiated:
             return self._written_out.couplings(parts)
         sites = self.routing_map.parent_sites
-        by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._softmax)
+        by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._options)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
@@ -165,9 +169,9 @@ class Votes:
         return self.couplings(self._last)
 
     @property
-    def _softmax(self) -> tuple[bool, bool]:
-        """Whether types at one site compete alone; whether none of the above does too."""
-        return self._competition == "types", self._none_of_the_above
+    def _options(self) -> tuple[bool, bool, bool]:
+        """Whether types at one site compete alone; whether none of the above does too; what the lanes hold."""
+        return self._competition == "types", self._none_of_the_above, self._by_sample
 
     @property
     def _written_out(self) -> WrittenVotes:
@@ -194,7 +198,7 @@ class Votes:
             return []
         if not self._tokens:
             sizes = self._edge_lists, self.routing_map.parent_sites, self._passes
-            self._tokens = list(fused.open_votes(*children, *sizes, *self._softmax))
+            self._tokens = list(fused.open_votes(*children, *sizes, *self._options))
         entries = len(fused.Record._fields)
         tokens, self._tokens = self._tokens[:entries], self._tokens[entries:]
         return tokens

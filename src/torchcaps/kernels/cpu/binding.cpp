@@ -1,6 +1,7 @@
 // What Python calls. torchcaps.kernels.moments checks the shape of every tensor and hands over its address; the indices of
 // the edges are checked here, so that nothing can read or write out of bounds.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -69,18 +71,20 @@ template <> const Kernels<double>& kernels<double>() { return chosen->in_double;
 using Addresses = std::vector<std::uintptr_t>;
 template <class T> T* at(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// B, S, C, P, J, K, R, Q, N, E, whether types compete alone, whether none of the above takes part, and threads.
+// B, S, C, P, J, K, R, Q, N, E, whether types compete alone, whether none of the above takes part, whether the lanes hold
+// samples, and threads.
 using Sizes = std::vector<long>;
 
 // Sizes of a problem, and its edges as RoutingMap.edge_lists holds them.
 Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
-  if (sizes.size() != 13) throw std::invalid_argument("sizes must be 13 numbers");
+  if (sizes.size() != 14) throw std::invalid_argument("sizes must be 14 numbers");
   for (const long size : sizes)
     if (size < 0 || size > 1L << 30) throw std::invalid_argument("a dimension is larger than 2^30");
   const auto size = [&](std::size_t i) { return int(sizes[i]); };
   Problem g{};
   g.B = size(0), g.S = size(1), g.C = size(2), g.P = size(3), g.J = size(4), g.K = size(5), g.R = size(6), g.Q = size(7);
-  g.N = size(8), g.E = size(9), g.types = size(10), g.none_of_the_above = size(11), g.threads = size(12);
+  g.N = size(8), g.E = size(9), g.types = size(10), g.none_of_the_above = size(11), g.by_sample = size(12);
+  g.threads = size(13);
   if (g.P < 1 || g.S < 1 || g.C < 1 || g.R < 1 || g.Q < 1 || g.J < 1 || g.N < 1 || g.K < 1)
     throw std::invalid_argument("every dimension but the batch must be at least 1");
   if (long(g.R) * g.N > MOST_NUMBERS || long(g.R) * g.Q > MOST_NUMBERS)
@@ -114,8 +118,9 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
 // The entries of torchcaps.kernels.moments.Record.
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0) {
   const auto entry = [&](std::size_t i) { return at<const T>(x.at(first + i)); };
-  const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
-  if (record.variance_grad && !record.variance) throw std::invalid_argument("variance_grad is given without variance");
+  const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11),
+                         entry(12)};
+  if (record.variance_grad && !record.variance && !record.offset) throw std::invalid_argument("variance_grad is given without variance and offset");
   if (record.coupling_grads && !record.log_sums) throw std::invalid_argument("coupling_grads is given without log_sums");
   return record;
 }
@@ -138,24 +143,29 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     kernels<T>().couplings(g, children, agreement_at<T>(agreement, 0), at<T>(x.at(0)));
   });
   define("moments_backward", [](const Problem& g, const Children<T>& children, const Addresses& record, const Addresses& x) {
-    const AgreementGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4))};
+    const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5))};
     kernels<T>().moments_backward(g, children, record_at<T>(record), out);
   });
   define("votes_backward", [](const Problem& g, const Children<T>& children, const Addresses& records, const Addresses& x) {
-    constexpr std::size_t ENTRIES = 12;
+    constexpr std::size_t ENTRIES = 13;
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
     kernels<T>().votes_backward(g, children, passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
   });
-  m.def(name("gaussian").c_str(), [](long rows, long columns, double floor, int threads, const Addresses& x) {
-    const Gaussian<T> given{rows, columns, at<const T>(x.at(0)), T(floor), at<T>(x.at(1)), at<T>(x.at(2))};
+  // Sizes are sites, numbers, lanes and threads.
+  using GaussianSizes = std::array<long, 4>;
+  const auto gaussian_at = [](const GaussianSizes& size, double floor, const Addresses& x) {
+    return Gaussian<T>{size[0], size[1], size[2], at<const T>(x.at(0)), T(floor), at<T>(x.at(1)), at<T>(x.at(2))};
+  };
+  m.def(name("gaussian").c_str(), [gaussian_at](const GaussianSizes& sizes, double floor, const Addresses& x) {
+    const Gaussian<T> given = gaussian_at(sizes, floor, x);
     nb::gil_scoped_release released;
-    kernels<T>().gaussian(given, threads);
+    kernels<T>().gaussian(given, int(sizes[3]));
   });
-  m.def(name("gaussian_backward").c_str(), [](long rows, long columns, int threads, const Addresses& x) {
-    const GaussianBackward<T> given{rows, columns, at<const T>(x.at(0)), at<const T>(x.at(1)), at<const T>(x.at(2)), at<T>(x.at(3))};
+  m.def(name("gaussian_backward").c_str(), [gaussian_at](const GaussianSizes& sizes, double floor, const Addresses& x) {
+    const GaussianBackward<T> given{gaussian_at(sizes, floor, {x.at(0), 0, 0}), at<const T>(x.at(1)), at<const T>(x.at(2)), at<T>(x.at(3))};
     nb::gil_scoped_release released;
-    kernels<T>().gaussian_backward(given, threads);
+    kernels<T>().gaussian_backward(given, int(sizes[3]));
   });
 }
 

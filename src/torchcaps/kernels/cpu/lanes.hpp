@@ -19,11 +19,13 @@ namespace TORCHCAPS_TARGET {
 template <class T> struct Lane;
 template <> struct Lane<float> {
   typedef float type __attribute__((vector_size(TORCHCAPS_BYTES)));
-  typedef std::int32_t bits __attribute__((vector_size(TORCHCAPS_BYTES)));
+  using integer = std::int32_t;
+  typedef integer bits __attribute__((vector_size(TORCHCAPS_BYTES)));
 };
 template <> struct Lane<double> {
   typedef double type __attribute__((vector_size(TORCHCAPS_BYTES)));
-  typedef std::int64_t bits __attribute__((vector_size(TORCHCAPS_BYTES)));
+  using integer = std::int64_t;
+  typedef integer bits __attribute__((vector_size(TORCHCAPS_BYTES)));
 };
 
 template <class T> using Vector = typename Lane<T>::type;
@@ -183,6 +185,31 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
+// Σ log x of up to 64 positive numbers a lane, those below the smallest normal one taken as it: one logarithm, of their
+// product, whose exponents are added up apart.
+template <class T> class SumOfLogarithms {
+  using Bits = typename Lane<T>::bits;
+  static constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
+  Vector<T> product = all(T(1)), beyond{};
+  Bits exponents{};
+
+ public:
+  void add(Vector<T> x) {
+    x = larger<T>(x, all(std::numeric_limits<T>::min()));
+    const Bits finite = x <= std::numeric_limits<T>::max();
+    beyond += finite ? Vector<T>{} : x;  // ∞ or NaN comes through
+    const Bits whole = (Bits)(finite ? x : all(T(1)));
+    const Vector<T> fraction = (Vector<T>)((whole & ((typename Lane<T>::integer(1) << FRACTION) - 1)) | (Bits)all(T(1)));
+    const Bits large = fraction > T(1.41421356237309505);
+    exponents += (whole >> FRACTION) - BIAS - large;
+    product *= large ? T(0.5) * fraction : fraction;
+  }
+  Vector<T> sum() const {
+    const Vector<T> e = __builtin_convertvector(exponents, Vector<T>);
+    return logarithm(product) + e * T(0.693147180559945309) + beyond;
+  }
+};
+
 // a · b, even where it is below the smallest normal number and the processor takes such numbers as 0.
 template <class V> __attribute__((noinline)) inline V product_below_normal(V a, V b) {
 #ifdef __SSE__
@@ -195,6 +222,20 @@ template <class V> __attribute__((noinline)) inline V product_below_normal(V a, 
 #else
   return a * b;
 #endif
+}
+
+// Some numbers, `stride` apart → the first lanes, zeros in the others; and back.
+template <class T> inline Vector<T> load_some(const T* from, int count, long stride = 1) {
+  Vector<T> x{};
+  if (stride == 1 && count == lanes<T>) std::memcpy(&x, from, sizeof x);
+  else
+    for (int l = 0; l < count; ++l) x[l] = from[l * stride];
+  return x;
+}
+template <class T> inline void store_some(Vector<T> x, T* to, int count, long stride = 1) {
+  if (stride == 1 && count == lanes<T>) std::memcpy(to, &x, sizeof x);
+  else
+    for (int l = 0; l < count; ++l) to[l * stride] = x[l];
 }
 
 // Numbers in rows that are `stride` apart → vectors with a row in each lane, zeros in the lanes beyond the rows; and back.

@@ -27,7 +27,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   static constexpr int CACHE_BYTES = 40 * 1024, MOST_TOGETHER = 16;
 
  public:
-  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load, Base::place, Base::store, Base::units;
+  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
+      Base::store_scalar, Base::store_vector, Base::units;
 
   // One unit's agreement, a record a block of parents: centre and quadratic [H], linear [H], constant, as far as the form
   // has them. The constant is -∞ in lanes without a parent.
@@ -39,12 +40,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   void load_agreement(int unit, const Agreement<T>& from, V* records, long size) const {
     for (int at = 0; at < PB; ++at, records += size) {
       const auto place = this->place(unit, at);
-      if (quadratic) load(from.centre, place, numbers(), records + centre_at());
-      if (quadratic) load(from.quadratic, place, numbers(), records + quadratic_at());
-      if (linear) load(from.linear, place, numbers(), records + linear_at());
-      load(from.constant, place, 1, records + constant_at());
-      V& constant = records[constant_at()];
-      constant = valid(at % JB) > 0 ? constant : all(lowest<T>);
+      if (quadratic) load_vector(from.centre, place, records + centre_at());
+      if (quadratic) load_vector(from.quadratic, place, records + quadratic_at());
+      if (linear) load_vector(from.linear, place, records + linear_at());
+      records[constant_at()] = valid(at % JB) > 0 ? load_scalar(from.constant, place) : all(lowest<T>);
     }
   }
 
@@ -76,10 +75,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
         found = computed_again(pose, activation, parents + at * agreement_size(), log_sums, at);
-      store(&found.mass, 1, out.mass, place);
-      store(found.mean, numbers(), out.mean, place);
-      if (with_variance) store(found.variance, numbers(), out.variance, place);
-      store(&found.log_mass, 1, out.log_mass, place);
+      store_scalar(found.mass, out.mass, place);
+      store_vector(found.mean, out.mean, place);
+      if (with_variance) store_vector(found.variance, out.variance, place);
+      store_scalar(found.log_mass, out.log_mass, place);
     }
   }
 
@@ -227,8 +226,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         *mass = total;
         for (int h = 0; h < numbers(); h += BLOCK) {
           V one[BLOCK], two[BLOCK];
-          std::copy_n(first + h, BLOCK, one);
-          if (SECOND) std::copy_n(second + h, BLOCK, two);
+          for (int i = 0; i < BLOCK; ++i) {
+            one[i] = first[h + i];
+            if (SECOND) two[i] = second[h + i];
+          }
           for (int c = 0; c < children; ++c) {
             const V* dc = d + long(c) * numbers() + h;
             for (int i = 0; i < BLOCK; ++i) {
@@ -237,8 +238,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
               if (SECOND) two[i] += x * dc[i];
             }
           }
-          std::copy_n(one, BLOCK, first + h);
-          if (SECOND) std::copy_n(two, BLOCK, second + h);
+          for (int i = 0; i < BLOCK; ++i) {
+            first[h + i] = one[i];
+            if (SECOND) second[h + i] = two[i];
+          }
         }
       }
   }
@@ -317,8 +320,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           }
         }
       }
-      std::copy_n(one, count, first);
-      if (with_variance) std::copy_n(two, count, second);
+      for (int h = 0; h < count; ++h) {
+        first[h] = one[h];
+        if (with_variance) second[h] = two[h];
+      }
     }
   }
 

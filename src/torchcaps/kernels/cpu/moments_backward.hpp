@@ -31,10 +31,11 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   static constexpr T ALMOST_NOTHING = -40, MOST_LOG_SHARE = 60;
 
  public:
-  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load, Base::place, Base::store, Base::log_sums_size;
+  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
+      Base::store_scalar, Base::store_vector, Base::log_sums_size;
 
   // A record a block of parents: its agreement, its mean and the gradients of its mean and variance [H]; log mass,
-  // 1 / mass, the gradient of mass, and Σ variance_grad · variance.
+  // 1 / mass, the gradient of mass, Σ variance_grad · variance, and whether some mass is faint.
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
@@ -42,29 +43,36 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   long inverse_at() const { return log_mass_at() + 1; }
   long mass_grad_at() const { return log_mass_at() + 2; }
   long offset_at() const { return log_mass_at() + 3; }
-  long record_size() const { return log_mass_at() + 4; }
+  long faint_at() const { return log_mass_at() + 4; }
+  long record_size() const { return log_mass_at() + 5; }
   void load_pass(int unit, const Record<T>& pass, V* records) const {
     this->load_agreement(unit, pass.agreement, records, record_size());
     for (int at = 0; at < PB; ++at, records += record_size()) {
       const auto place = this->place(unit, at);
-      load(pass.mean, place, numbers(), records + mean_at());
-      load(pass.mean_grad, place, numbers(), records + mean_grad_at());
-      load(pass.log_mass, place, 1, records + log_mass_at());
-      load(pass.mass_grad, place, 1, records + mass_grad_at());
+      load_vector(pass.mean, place, records + mean_at());
+      load_vector(pass.mean_grad, place, records + mean_grad_at());
+      if (with_variance) load_vector(pass.variance_grad, place, records + variance_grad_at());
+      records[log_mass_at()] = load_scalar(pass.log_mass, place);
+      records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
       records[inverse_at()] = exponential(-records[log_mass_at()]);
-      V offset{};
-      if (with_variance) {
-        V variance[MOST];
-        load(pass.variance_grad ? pass.variance : nullptr, place, numbers(), variance);
-        load(pass.variance_grad, place, numbers(), records + variance_grad_at());
-        for (int h = 0; h < numbers(); ++h) offset += records[variance_grad_at() + h] * variance[h];
-      }
-      records[offset_at()] = offset;
+      records[faint_at()] = all(T(any(records[log_mass_at()] < ALMOST_NOTHING)));
+      records[offset_at()] = pass.variance ? offset_of(pass, place) : load_scalar(pass.offset, place);
     }
   }
+  // Σ variance · its gradient, of one block of parents.
+  V offset_of(const Record<T>& pass, const typename Base::Place& place) const {
+    V variance[MOST], variance_grad[MOST], sum{};
+    load_vector(pass.variance, place, variance);
+    load_vector(pass.variance_grad, place, variance_grad);
+    for (int h = 0; h < numbers(); ++h) sum += variance[h] * variance_grad[h];
+    return sum;
+  }
+  void offsets(int unit, const Record<T>& pass, T* out) const {
+    for (int at = 0; at < PB; ++at) store_scalar(offset_of(pass, place(unit, at)), out, place(unit, at));
+  }
 
-  // Of one unit: γ of every child, and the gradients of the agreement.
-  void agreement_grads(int unit, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out, Arena& arena) const {
+  // Of one unit: γ of every child, offsets, and the gradients of the agreement.
+  void agreement_grads(int unit, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out, Arena& arena) const {
     const Child* pose = children_of(x.pose, unit, pose_size(), arena);
     const Child* activation = activations_of(x, unit, arena);
     const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * unit;
@@ -80,22 +88,28 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
         const long first = long(g.group_site(group)) * g.C + c0, softmax = long(group) * g.C + c0;
-        V total[MOST_TOGETHER]{};
         long i = 0;
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
             for (int c = 0; c < children; c += PAIR) {
               const int pair = std::min(PAIR, children - c);
-              V logit[PAIR], bracket[PAIR];
               compare(pose + (first + c) * pose_size(), pair, record, [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
-                      logit, bracket, d + i * numbers());
-              for (int k = 0; k < pair; ++k, ++i) {
-                const V log_c = log_coupling(logit[k], log_sums, softmax + c + k);
-                couplings[i] = exponential(log_c);
-                u[i] = weight_grad(activation[first + c + k], record, bracket[k], couplings[i], log_c).c_u;
-                total[c + k] += u[i];
-              }
+                      couplings + i, u + i, d + i * numbers());
+              i += pair;
+            }
+          }
+        V total[MOST_TOGETHER];
+        for (int c = 0; c < children; ++c) total[c] = V{};
+        i = 0;
+        for (int e = begin; e < end; ++e)
+          for (int block = 0; block < JB; ++block) {
+            const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
+            for (int c = 0; c < children; ++c, ++i) {
+              const V log_c = log_coupling(couplings[i], log_sums, softmax + c);
+              couplings[i] = exponential(log_c);
+              u[i] = weight_grad(activation[first + c], record, u[i], couplings[i], log_c).c_u;
+              total[c] += u[i];
             }
           }
         alignas(64) Child gamma[MOST_TOGETHER];
@@ -108,6 +122,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         add_up(group, children, d, u, sums);
       }
     }
+    for (int at = 0; at < PB; ++at) store_scalar(parents[at * record_size() + offset_at()], out.offset, place(unit, at));
     if (wanted) store_agreement_grads(unit, parents, sums, out);
   }
 
@@ -196,7 +211,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     const Child unit = unit_of(a);
     const V log_mass = record[log_mass_at()];
     V share = unit * c * record[inverse_at()];
-    if (any(log_mass < ALMOST_NOTHING)) {
+    if (record[faint_at()][0] != 0) {
       const V log_share = log_c - log_mass, of_on = log_share + logarithm(Lay::spread(unit));
       share = exponential(Lay::spread(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : of_on);
     }
@@ -205,13 +220,12 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
 
   // Logits of a child or two, Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
-  void compare(const Child* pose, int count, const V* record, Weights weights, V* logit, V* bracket, V* d) const {
-    V v[PAIR][MOST], *distance[PAIR];
+  void compare(const Child* pose, int count, const V* record, Weights weights, V* logits, V* brackets, V* d) const {
+    V v[PAIR][MOST], *distance[PAIR], logit[PAIR]{}, bracket[PAIR]{};
     for (int k = 0; k < PAIR; ++k) {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
       distance[k] = d + there * numbers();
-      logit[k] = bracket[k] = V{};
     }
     for (int h = 0; h < numbers(); ++h) {
       const V centre = quadratic ? record[centre_at() + h] : V{}, mean = record[mean_at() + h];
@@ -223,14 +237,14 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         bracket[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
-    for (int k = 0; k < PAIR; ++k) logit[k] = record[constant_at()] + logit[k];
+    for (int k = 0; k < count; ++k) logits[k] = record[constant_at()] + logit[k], brackets[k] = bracket[k];
   }
 
   long sums_size() const { return this->template sums_size_of<quadratic>(); }
   void add_up(int group, int children, const V* d, const V* w, V* sums) const {
     this->template add_up_of<quadratic>(group, children, d, w, sums);
   }
-  void store_agreement_grads(int unit, const V* parents, const V* sums, const AgreementGrads<T>& out) const {
+  void store_agreement_grads(int unit, const V* parents, const V* sums, const PassGrads<T>& out) const {
     for (int at = 0; at < PB; ++at) {
       const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
       const auto place = this->place(unit, at);
@@ -241,10 +255,10 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         if (quadratic) centre_grad[h] = T(2) * record[quadratic_at() + h] * sum[1 + h];
         if (linear) centre_grad[h] -= record[linear_at() + h] * sum[0];
       }
-      store(sum, 1, out.constant, place);
-      store(sum + 1, numbers(), out.linear, place);
-      store(negative, numbers(), out.quadratic, place);
-      store(centre_grad, numbers(), out.centre, place);
+      store_scalar(*sum, out.constant, place);
+      store_vector(sum + 1, out.linear, place);
+      store_vector(negative, out.quadratic, place);
+      store_vector(centre_grad, out.centre, place);
     }
   }
 
@@ -294,7 +308,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         factors[t].share[i] = share, factors[t].twice_share[i] = T(2) * share;
         factors[t].slope[i] = slope, factors[t].twice_slope[i] = T(-2) * slope;
       }
-      std::copy_n(next_logit, N, logit);
+      for (int i = 0; i < N; ++i) logit[i] = next_logit[i];
     }
     for (int h = 0; h < numbers(); ++h) {
       V sum[N]{};

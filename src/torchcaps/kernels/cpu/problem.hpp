@@ -11,6 +11,7 @@ struct Problem {
   bool own_transforms;  // no transform serves two child sites
   bool types;           // a child's couplings compete among the types at one parent site, else among all its parents
   bool none_of_the_above;
+  bool by_sample;  // what the lanes hold, see votes.hpp
   int threads;
 
   // A group is what shares one softmax: all edges of a child site, or a single edge.
@@ -36,30 +37,31 @@ template <class T> struct MomentsOut {
 };
 
 // A pass as its gradients need it. Gradients that are null are 0. log_sums is null where the couplings are even, and
-// coupling_grads where they are constants.
+// coupling_grads where they are constants. The first sweep reads variance, and the second offset, Σ variance · its gradient.
 template <class T> struct Record {
   Agreement<T> agreement;
-  const T *log_sums, *coupling_grads, *mean, *variance, *log_mass, *mass_grad, *mean_grad, *variance_grad;
+  const T *log_sums, *coupling_grads, *mean, *variance, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
-template <class T> struct AgreementGrads {
-  T *coupling_grads, *constant, *linear, *quadratic, *centre;
+// Without coupling_grads, offset alone is computed.
+template <class T> struct PassGrads {
+  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre;
 };
 
 template <class T> struct ChildrenGrads {
   T *pose, *activation, *transform;
 };
 
-// Rows of `columns` variances, each plus a floor → 1 / 2σ² of every number, and Σ log σ of every row; and backward.
+// Variances [sites, numbers, lanes], each plus a floor → 1 / 2σ² of every number, and Σ log σ [sites, lanes]; and backward.
 template <class T> struct Gaussian {
-  long rows, columns;
+  long sites, numbers, lanes;
   const T* variance;
   T floor;
   T *half_precision, *log_volume;
 };
 template <class T> struct GaussianBackward {
-  long rows, columns;
-  const T *half_precision, *half_precision_grad, *log_volume_grad;
+  Gaussian<T> forward;
+  const T *half_precision_grad, *log_volume_grad;  // null: 0
   T* variance_grad;
 };
 
@@ -67,7 +69,7 @@ template <class T> struct GaussianBackward {
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
-  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const AgreementGrads<T>&);
+  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const PassGrads<T>&);
   void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
   void (*gaussian)(const Gaussian<T>&, int threads);
   void (*gaussian_backward)(const GaussianBackward<T>&, int threads);

@@ -115,8 +115,10 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     });
   }
 
-  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out) {
+  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
+      if (!out.coupling_grads)
+        return on_threads(kernel.units(), g.threads, [&](int unit, Arena&) { kernel.offsets(unit, pass, out.offset); });
       const long each = long(g.groups()) * g.C;
       std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
       on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, out, arena); });
@@ -160,55 +162,36 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   }
 };
 
-// Runs work(first row, rows) for as many rows at a time as there are lanes.
-template <class T, class Work> void on_rows(long rows, int threads, Work work) {
-  constexpr long ROWS = 64 * lanes<T>;
-  on_threads(int((rows + ROWS - 1) / ROWS), threads, [&](int chunk, Arena&) {
-    for (long row = chunk * ROWS; row < std::min(rows, (chunk + 1) * ROWS); row += lanes<T>)
-      work(row, int(std::min<long>(lanes<T>, rows - row)));
+// Runs work(number, row, count) for every vector of lanes: the places of its first number and of its sum, and lanes in use.
+template <class T, class Work> void on_vectors(const Gaussian<T>& x, int threads, Work work) {
+  constexpr long SITES = 16;
+  on_threads(int((x.sites + SITES - 1) / SITES), threads, [&](int chunk, Arena&) {
+    for (long site = chunk * SITES; site < std::min(x.sites, (chunk + 1) * SITES); ++site)
+      for (long lane = 0; lane < x.lanes; lane += lanes<T>)
+        work(site * x.numbers * x.lanes + lane, site * x.lanes + lane, int(std::min<long>(lanes<T>, x.lanes - lane)));
   });
 }
 template <class T> void gaussian(const Gaussian<T>& x, int threads) {
-  using V = Vector<T>;
-  constexpr int L = lanes<T>;
-  on_rows<T>(x.rows, threads, [&](long row, int rows) {
-    V logs[L]{};
-    for (int i = 0; i < rows; ++i)
-      for (long h = 0; h < x.columns; h += L) {
-        const int here = int(std::min<long>(L, x.columns - h));
-        const long at = (row + i) * x.columns + h;
-        V variance = all(T(1)), half_precision;
-        if (here == L) std::memcpy(&variance, x.variance + at, sizeof variance);
-        for (int l = 0; l < here && here < L; ++l) variance[l] = x.variance[at + l];
-        variance += x.floor;
-        half_precision = T(0.5) / variance;
-        if (here == L) std::memcpy(x.half_precision + at, &half_precision, sizeof half_precision);
-        for (int l = 0; l < here && here < L; ++l) x.half_precision[at + l] = half_precision[l];
-        for (int l = here; l < L; ++l) variance[l] = 1;  // its logarithm is 0
-        logs[i] += logarithm(variance);
-      }
-    const V volume = T(0.5) * sums_across<T>(logs);
-    std::memcpy(x.log_volume + row, &volume, rows * sizeof(T));
+  on_vectors(x, threads, [&](long at, long row, int count) {
+    SumOfLogarithms<T> volume;
+    for (long h = 0; h < x.numbers; ++h, at += x.lanes) {
+      const Vector<T> variance = load_some(x.variance + at, count) + x.floor;
+      store_some<T>(T(0.5) / variance, x.half_precision + at, count);
+      volume.add(variance);
+    }
+    store_some<T>(T(0.5) * volume.sum(), x.log_volume + row, count);
   });
 }
 template <class T> void gaussian_backward(const GaussianBackward<T>& x, int threads) {
-  on_rows<T>(x.rows, threads, [&](long row, int rows) {
-    for (long r = row; r < row + rows; ++r)
-      for (long at = r * x.columns; at < (r + 1) * x.columns; ++at)
-        x.variance_grad[at] = x.half_precision[at] * (x.log_volume_grad[r] - T(2) * x.half_precision[at] * x.half_precision_grad[at]);
+  on_vectors(x.forward, threads, [&](long at, long row, int count) {
+    const Vector<T> volume_grad = x.log_volume_grad ? load_some(x.log_volume_grad + row, count) : Vector<T>{};
+    for (long h = 0; h < x.forward.numbers; ++h, at += x.forward.lanes) {
+      const Vector<T> half_precision = T(0.5) / (load_some(x.forward.variance + at, count) + x.forward.floor);
+      Vector<T> grad = volume_grad;
+      if (x.half_precision_grad) grad -= T(2) * half_precision * load_some(x.half_precision_grad + at, count);
+      store_some<T>(half_precision * grad, x.variance_grad + at, count);
+    }
   });
-}
-
-// Samples in the lanes where every site has transforms of its own, which are then read once for many samples; or where
-// types would leave most lanes empty, and a site's parents fit in the cache as they are then, a vector each.
-template <class T> bool by_sample(const Problem& g) {
-  if (g.own_transforms) return true;
-  constexpr long CACHE_BYTES = 256 * 1024;
-  int edges = 0;
-  for (int s = 0; s < g.S; ++s) edges = std::max(edges, g.child_begin[s + 1] - g.child_begin[s]);
-  const auto in_use = [](long count) { return double(count) / double((count + lanes<T> - 1) / lanes<T> * lanes<T>); };
-  const bool fits = 5L * edges * g.J * g.R * g.N * long(sizeof(Vector<T>)) <= CACHE_BYTES;
-  return g.B > 0 && fits && in_use(g.B) > 1.3 * in_use(g.J);
 }
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
@@ -218,7 +201,7 @@ bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q ==
 template <class T, class Use> void choose(const Problem& g, int form, Use use) {
   constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
   const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
-  if (by_sample<T>(g)) {
+  if (g.by_sample) {
     if constexpr (sizeof(T) == 4) {
       if (is_linear && shape_is(g, 1, 8, 16)) return use(Batch<T, BySample, 1, 8, 16, LINEAR>());
       if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, BySample, 4, 5, 4, GAUSSIAN>());
@@ -247,7 +230,7 @@ template <class T> constexpr Kernels<T> kernels_in() {
       [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
         choose<T>(g, form_of(agreement, false), [&](auto batch) { batch.couplings(g, x, agreement, out); });
       },
-      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const AgreementGrads<T>& out) {
+      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
         choose<T>(g, form_of(pass.agreement, pass.variance_grad), [&](auto batch) { batch.moments_backward(g, x, pass, out); });
       },
       [](const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {

@@ -67,26 +67,33 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   long children() const { return long(g.S) * g.C; }
   long transform_size() const { return long(g.K) * g.C * JB * g.Q * g.N; }
 
-  // Of a block of parents in a unit: the number of the parent in the first lane, counted over the batch, how many parents
-  // lie between two lanes, and how many lanes are in use.
+  // Where a block of parents stands in tensors of parents. Scalars are [B, P, J]. In vectors, what the lanes hold comes
+  // last: by type [B, P, H, J], by sample [P, J, H, B].
   struct Place {
-    long first, stride;
-    int rows;
+    long scalar, scalar_stride, vector, vector_stride;
+    int rows;  // lanes in use
   };
   Place place(int unit, int at) const {
-    const int p = at / JB, block = at % JB;
-    if constexpr (Lay::by_type)
-      return {(long(unit) * g.P + p) * g.J + block * L, 1, std::min(L, g.J - block * L)};
-    else return {(long(unit) * L * g.P + p) * g.J + block, long(g.P) * g.J, samples_of(unit)};
+    const long p = at / JB, block = at % JB;
+    if constexpr (Lay::by_type) {
+      const long site = unit * long(g.P) + p, rest = g.J - block * L;
+      return {site * g.J + block * L, 1, site * H * g.J + block * L, g.J, int(std::min<long>(L, rest))};
+    } else {
+      const long each = long(g.P) * g.J, sample = long(unit) * L;
+      return {sample * each + at, each, at * long(H) * g.B + sample, g.B, samples_of(unit)};
+    }
   }
   int samples_of(int unit) const { return Lay::by_type ? 1 : std::min(L, g.B - unit * L); }
-  // Scalars or vectors of parents in torch's layout ↔ a block's lanes; null is 0.
-  void load(const T* from, const Place& at, int count, V* to) const {
-    if (from) load_lanes(from + at.first * count, at.stride * count, at.rows, count, to);
-    else std::fill_n(reinterpret_cast<T*>(to), long(count) * L, T(0));
+  // Parents ↔ lanes, zeros in those without a parent; null is 0.
+  V load_scalar(const T* from, const Place& at) const { return from ? load_some(from + at.scalar, at.rows, at.scalar_stride) : V{}; }
+  void load_vector(const T* from, const Place& at, V* to) const {
+    for (int h = 0; h < numbers(); ++h) to[h] = from ? load_some(from + at.vector + h * at.vector_stride, at.rows) : V{};
   }
-  void store(const V* from, int count, T* to, const Place& at) const {
-    if (to) store_lanes(from, count, to + at.first * count, at.stride * count, at.rows);
+  void store_scalar(V x, T* to, const Place& at) const {
+    if (to) store_some(x, to + at.scalar, at.rows, at.scalar_stride);
+  }
+  void store_vector(const V* x, T* to, const Place& at) const {
+    for (int h = 0; to && h < numbers(); ++h) store_some(x[h], to + at.vector + h * at.vector_stride, at.rows);
   }
   // Numbers of the children of sites first … last - 1, `each` a site: by type where they are, by sample in lanes in `room`.
   const Child* load_children(const T* from, int unit, int first, int last, long each, V* room) const {

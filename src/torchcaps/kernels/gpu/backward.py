@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gpu.problem import Pass, Problem
+from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
     activations,
     edges_of_site,
@@ -201,18 +201,24 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
     tl.store(to + inner * z.columns + column, transform_grad, there)
 
 
-def backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, agreement_grads,
+def moments_backward(
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
+    mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
 ):  # fmt: skip
     """As `torchcaps.kernels.moments.moments_backward`."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z = problem.z
-    agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
-    record = Pass.of(Record(*agreement, log_sums, None, mean, variance, log_mass, *gradients), problem.dtype)
+    z, offset = problem.z, problem.empty(0)
+    if variance is not None:
+        offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
+    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
+    if log_sums is None:
+        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad
+    agreement, found = (constant, linear, quadratic, centre), (mean, None, log_mass)
+    record = record_of(
+        *agreement, log_sums, None, *found, mass_grad, mean_grad, variance_grad, offset, dtype=problem.dtype
+    )
     coupling_grads = problem.per_softmax()
     problem.per_child(_sum_over_softmax, z.softmaxes, record, coupling_grads)
-    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in agreement)
     if agreement_grads:
         record = record._replace(coupling_grads=coupling_grads)
         zeroths = problem.parent_sums()
@@ -227,14 +233,14 @@ def backward(
         constant_grad = constant_grad if constant is None else zeroth
         linear_grad = linear_grad if linear is None else first
         quadratic_grad = quadratic_grad if quadratic is None else -second
-    return coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad
+    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad
 
 
-def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above):
+def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
     """As `torchcaps.kernels.moments.votes_backward`."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     size = len(Record._fields)
-    passes = (Pass.of(Record(*records[at : at + size]), problem.dtype) for at in range(0, len(records), size))
+    passes = (record_of(*records[at : at + size], dtype=problem.dtype) for at in range(0, len(records), size))
     passes = tuple(one for one in passes if one.mean is not None)
     fresh = torch.empty_like if passes else torch.zeros_like
     pose_grad, activation_grad, transform_grad = (None if x is None else fresh(x) for x in problem.layer[:3])

@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gpu.backward import backward, votes_backward
-from torchcaps.kernels.gpu.problem import Pass, Problem
+from torchcaps.kernels.gpu.backward import moments_backward, votes_backward
+from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
     activations,
     edges_of_softmax,
@@ -21,7 +21,7 @@ from torchcaps.kernels.gpu.votes import (
 )
 from torchcaps.kernels.moments import Record
 
-__all__ = ["backward", "couplings", "forward", "votes_backward"]
+__all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 
 
 @triton.jit
@@ -95,14 +95,14 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
         tl.store(out + to * z.types + child_type, tl.exp(log_c), tile.parents.is_parent)
 
 
-def forward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, with_variance, constant_couplings,
+def moments(
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
+    even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
     """As `torchcaps.kernels.moments.moments`."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
-    agreement = Pass() if even else _with_log_sums(problem, constant, linear, quadratic, centre)
+    agreement = Record() if even else _with_log_sums(problem, constant, linear, quadratic, centre)
     tops, masses = problem.parent_sums(), problem.parent_sums()
     means = problem.parent_sums(z.rows, z.columns)
     variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
@@ -113,7 +113,8 @@ def forward(
 
 
 def couplings(
-    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above
+    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above,
+    by_sample,
 ):  # fmt: skip
     """As `torchcaps.kernels.moments.couplings`."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
@@ -124,7 +125,7 @@ def couplings(
 
 
 def _with_log_sums(problem, *agreement):
-    found = Pass.of(Record(*agreement), problem.dtype)
+    found = record_of(*agreement, dtype=problem.dtype)
     log_sums = problem.per_softmax(2)
     problem.per_child(_logsumexp, problem.z.softmaxes, found, log_sums)
     return found._replace(log_sums=log_sums)

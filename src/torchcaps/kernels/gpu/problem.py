@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.types import IntLikeType
 
-from torchcaps.kernels import padded, statistics_dtype
+from torchcaps.kernels.memory import padded, statistics_dtype
 from torchcaps.kernels.moments import Record, Shapes
 
 TILE = 1024
@@ -31,30 +31,10 @@ class Layer(NamedTuple):
     lists: Tensor
 
 
-class Pass(NamedTuple):
-    """A `Record` in one dtype and contiguous, what is not there None; and Σ variance · its gradient, ``[B, P, J]``."""
-
-    constant: Tensor | None = None
-    linear: Tensor | None = None
-    quadratic: Tensor | None = None
-    centre: Tensor | None = None
-    log_sums: Tensor | None = None
-    coupling_grads: Tensor | None = None
-    mean: Tensor | None = None
-    log_mass: Tensor | None = None
-    mass_grad: Tensor | None = None
-    mean_grad: Tensor | None = None
-    variance_grad: Tensor | None = None
-    offset: Tensor | None = None
-
-    @classmethod
-    def of(cls, record: Record, dtype: torch.dtype) -> "Pass":
-        given = {name: values for name, values in record._asdict().items() if values is not None and values.numel()}
-        there = {name: values.to(dtype).contiguous() for name, values in given.items()}
-        variance = there.pop("variance", None)
-        if variance is not None and "variance_grad" in there:
-            there["offset"] = (variance * there["variance_grad"]).sum(dim=(3, 4))
-        return cls(**there)
+def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
+    """A `Record` in one dtype and contiguous, with what is empty None."""
+    there = (entry is not None and entry.numel() > 0 for entry in entries)
+    return Record(*(x.to(dtype).contiguous() if given else None for x, given in zip(entries, there, strict=True)))  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
@@ -111,7 +91,7 @@ class Problem:
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
-        edges = Shapes(pose, transform, lists, parent_sites, types).edges
+        edges = Shapes(pose, transform, lists, parent_sites, types, by_sample=False).edges
         block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
         block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
         block_samples = max(1, TILE // (block_types * block_rows * block_columns))

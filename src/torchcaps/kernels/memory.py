@@ -1,0 +1,96 @@
+"""Where the tensors of the kernels stand in memory."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.types import IntLikeType
+
+__all__ = ["addresses", "empty", "has_strides", "laid_out", "lanes_of", "padded", "scalar_strides", "statistics_dtype", "vector_strides"]
+
+Place = tuple[str, Tensor | None, Sequence[IntLikeType], Sequence[IntLikeType] | None]
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over children: float32 for anything narrower."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def lanes_of(dtype: torch.dtype) -> int:
+    """Numbers in the widest vectors of a processor, 64 bytes."""
+    return 64 // dtype.itemsize
+
+
+def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
+    """The count, rounded up on the CPU to whole vectors of the widest kind."""
+    lanes = lanes_of(like.dtype) if like.device.type == "cpu" else 1
+    return -(-count // lanes) * lanes
+
+
+def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
+    """Strides of parents' vectors ``[B, P, J, R, N]`` in the kernels of the CPU: what a vector of the processor holds
+    comes last in memory, the types as ``[B, P, R, N, J]`` or the samples as ``[P, J, R, N, B]``."""
+    batch, sites, types, rows, columns = shape
+    if by_sample:
+        return 1, types * rows * columns * batch, rows * columns * batch, columns * batch, batch
+    return sites * rows * columns * types, rows * columns * types, 1, columns * types, types
+
+
+def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
+    """Strides of ``[B, P, J]`` beside those vectors."""
+    batch, sites, types, *_ = shape
+    return (1, types * batch, batch) if by_sample else (sites * types, types, 1)
+
+
+def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
+    """Whether a tensor is laid out so, None for contiguous; of a dimension of size 1 the stride does not matter."""
+    if strides is None:
+        return tensor.is_contiguous()
+    found = tensor.stride()
+    return found == strides or all(
+        size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True)
+    )
+
+
+def empty(
+    like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """An empty tensor of a shape and of strides, None for contiguous."""
+    if strides is None:
+        return like.new_empty(shape, dtype=dtype)
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
+    """The tensor, or a copy of it with these strides, None for contiguous."""
+    return tensor if has_strides(tensor, strides) else empty(tensor, tensor.shape, strides).copy_(tensor)
+
+
+def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
+    """The addresses of tensors, 0 for None; of a copy where a tensor has other strides or is not aligned to 64 bytes.
+
+    Arguments:
+        dtype: that every tensor must have.
+        places: name, tensor, the shape that it must have, and its strides.
+        keep: takes the copies, which must live as long as their addresses are used.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, or is not on the CPU.
+    """
+    found = []
+    for name, tensor, shape, strides in places:
+        if tensor is None:
+            found.append(0)
+            continue
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
+            wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            raise ValueError(
+                f"{name} must be {list(shape)} {dtype} on the CPU for these children and this map; got {wrong}"
+            )
+        placed = laid_out(tensor, strides)
+        if placed.data_ptr() % 64:
+            placed = empty(tensor, shape, strides).copy_(tensor)
+        if placed is not tensor:
+            keep.append(placed)
+        found.append(placed.data_ptr())
+    return found
