@@ -16,9 +16,9 @@ __all__ = ["let_flops_be_counted"]
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
     """Of one product with every number of every vote, and of making the votes."""
-    from torchcaps.kernels.moments import Shapes  # which needs torchcaps.kernels, which needs this module
+    from torchcaps.kernels.moments import shapes_of  # which needs torchcaps.kernels, which needs this module
 
-    edges = Shapes(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
+    edges = shapes_of(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
     return product, transform.shape[3] * product
 

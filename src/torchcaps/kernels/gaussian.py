@@ -22,10 +22,10 @@ def _strides(variance: Tensor) -> tuple[Any, Any]:
     return vector_strides(variance.shape, by_sample), scalar_strides(variance.shape, by_sample)
 
 
-def _call(name: str, variance: Tensor, floor: float, grads: list[Any], outputs: list[Tensor]) -> None:
-    shape, (vectors, scalars) = variance.shape, _strides(variance)
-    lanes = shape[0] if vectors[0] == 1 else shape[2]
-    numbers = shape[3:].numel()
+def _call(name: str, variance: Tensor, floor: float, grads: list[Any], outputs: tuple[Tensor, ...]) -> None:
+    shape, vectors = variance.shape, outputs[0].stride()
+    scalars = scalar_strides(shape, vectors[0] == 1)
+    lanes, numbers = shape[0] if vectors[0] == 1 else shape[2], shape[3] * shape[4]
     sites = variance.numel() // max(1, lanes * numbers)
     places = [("variance", variance, shape, vectors)]
     if grads:
@@ -47,7 +47,7 @@ def _like_gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 def gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """As `written_out`."""
     outputs = _like_gaussian(variance, floor)
-    _call("gaussian", variance, floor, [], list(outputs))
+    _call("gaussian", variance, floor, [], outputs)
     return outputs
 
 
@@ -71,7 +71,7 @@ def gaussian_backward(
 ) -> Tensor:
     """The gradient of the variance, ``half_precision (log_volume_grad - 2 half_precision half_precision_grad)``."""
     output = _like_gaussian(variance, floor)[0]
-    _call("gaussian_backward", variance, floor, [half_precision_grad, log_volume_grad], [output])
+    _call("gaussian_backward", variance, floor, [half_precision_grad, log_volume_grad], (output,))
     return output
 
 

@@ -43,22 +43,23 @@ def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
-    """Whether a tensor is laid out so, None for contiguous; of a dimension of size 1 the stride does not matter."""
+    """Whether a tensor has these strides, None for contiguous; that of a dimension of size 1 does not matter."""
     if strides is None:
         return tensor.is_contiguous()
     found = tensor.stride()
-    return found == strides or all(
-        size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True)
-    )
+    if found == strides:
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True))
 
 
 def empty(
     like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """An empty tensor of a shape and of strides, None for contiguous."""
+    dtype, device = dtype or like.dtype, like.device
     if strides is None:
-        return like.new_empty(shape, dtype=dtype)
-    return like.new_empty_strided(shape, strides, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
@@ -87,10 +88,9 @@ def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -
             raise ValueError(
                 f"{name} must be {list(shape)} {dtype} on the CPU for these children and this map; got {wrong}"
             )
-        placed = laid_out(tensor, strides)
-        if placed.data_ptr() % 64:
-            placed = empty(tensor, shape, strides).copy_(tensor)
-        if placed is not tensor:
-            keep.append(placed)
-        found.append(placed.data_ptr())
+        address = tensor.data_ptr()
+        if address % 64 or not has_strides(tensor, strides):
+            keep.append(empty(tensor, shape, strides).copy_(tensor))
+            address = keep[-1].data_ptr()
+        found.append(address)
     return found

@@ -6,15 +6,16 @@ tokens through which the records of all passes travel, as gradients, to one swee
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import IntLikeType
 
 from torchcaps.kernels import cpu_kernel, expect_one_device, once
-from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, padded, statistics_dtype, vector_strides
-from torchcaps.kernels.operator import differentiate, operator
+from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, statistics_dtype, vector_strides
+from torchcaps.kernels.operator import PLAIN, differentiate, operator
 
 
 class Record(NamedTuple):
@@ -45,39 +46,53 @@ class Record(NamedTuple):
     offset: Tensor | None = None
 
 
+def shapes_of(
+    pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
+) -> "Shapes":
+    """`Shapes`, kept for the next call where sizes are plain numbers."""
+    expect_one_device(pose, edge_lists)
+    sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
+    plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
+    make = _kept if plain else Shapes
+    return make(*sizes, lanes_of(pose.dtype) if pose.device.type == "cpu" else 1)
+
+
 class Shapes:
     """The shapes of all that goes through the operators, and strides where they are not those of contiguous tensors.
 
-    G softmaxes, one for each child site, or one for each edge where the types at one parent site compete alone.
-
-    Raises:
-        ValueError: pose and edge lists are on different devices.
+    G softmaxes, one for each child site, or one for each edge where the types at one parent site compete alone. On a
+    GPU ``lanes`` is 1.
     """
 
     def __init__(
-        self, pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
+        self,
+        pose: torch.Size,
+        transform: torch.Size,
+        edge_lists: IntLikeType,
+        parent_sites: IntLikeType,
+        types: bool,
+        by_sample: bool,
+        lanes: int,
     ) -> None:
-        expect_one_device(pose, edge_lists)
-        batch, sites, child_types, rows, inner = pose.shape
-        transforms, _, parent_types, _, columns = transform.shape
-        self.pose, self.activation = pose.shape, pose.shape[:3]
+        batch, sites, child_types, rows, inner = pose
+        transforms, _, parent_types, _, columns = transform
+        self.pose, self.activation = pose, pose[:3]
         self.transform = (transforms, child_types, parent_types, inner, columns)
-        self.edges = (edge_lists.shape[0] - sites - parent_sites - transforms - 3) // 5
+        self.edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
         self.edge_lists = (sites + parent_sites + transforms + 3 + 5 * self.edges,)
         self.scalars = (batch, parent_sites, parent_types)
         self.vectors = (*self.scalars, rows, columns)
-        self.strides = vector_strides(self.vectors, by_sample) if pose.device.type == "cpu" else None
-        self.coupling_grads = (padded(batch, pose), self.edges if types else sites, child_types)
+        self.strides = None if lanes == 1 else vector_strides(self.vectors, by_sample)
+        self.coupling_grads = (-(-batch // lanes) * lanes, self.edges if types else sites, child_types)
         self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
         self.couplings = (batch, parent_types, self.edges, child_types)
-
-    @property
-    def record(self) -> tuple[Any, ...]:
-        """Shape and strides of every entry of a `Record`."""
+        self.sizes = (*pose[:3], *self.scalars[1:], transforms, rows, inner, columns, self.edges)
         scalar, vector = (self.scalars, None), (self.vectors, self.strides)
         softmax = (self.log_sums, None), (self.coupling_grads, None)
-        found = vector, vector, scalar
-        return scalar, *(vector,) * 3, *softmax, *found, scalar, vector, vector, scalar
+        self.record = scalar, *(vector,) * 3, *softmax, vector, vector, scalar, scalar, vector, vector, scalar
+
+
+_kept = lru_cache(maxsize=256)(Shapes)
 
 
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
@@ -111,35 +126,34 @@ def _call(
     edge_lists: Tensor,
     parent_sites: int,
     options: tuple[bool, bool, bool],
-    records: Sequence[Record],
+    records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
 ) -> None:
-    """Runs a kernel of the CPU, on checked tensors."""
+    """Runs a kernel of the CPU, on checked tensors; records may end before their last entries."""
     pose, activation, transform = children
     if pose.ndim != 5 or transform.ndim != 5:
         raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
     types, _, by_sample = options
-    shapes, keep = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample), list[Tensor]()
-    sizes = (*pose.shape[:3], *shapes.scalars[1:], len(transform), *pose.shape[3:], transform.shape[4], shapes.edges)
+    shapes, keep = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), list[Tensor]()
     named = (
         ("pose", pose, shapes.pose, None),
         ("activation", activation, shapes.activation, None),
         ("transform", transform, shapes.transform, None),
     )
-    given, parts, entries = addresses(pose.dtype, named, keep), [], shapes.record
+    given, parts = addresses(pose.dtype, named, keep), []
     for record in records:
-        places = ((name, x, *entry) for name, x, entry in zip(Record._fields, record, entries, strict=True))
+        places = [(name, x, *entry) for name, x, entry in zip(Record._fields, record, shapes.record, strict=False)]
         parts += addresses(pose.dtype, places, keep)
     lists = addresses(torch.int32, (("edge_lists", edge_lists, shapes.edge_lists, None),), keep)[0]
     to = [0 if output is None else output.data_ptr() for output in outputs]
-    cpu_kernel(function, pose.dtype)((*sizes, *options, torch.get_num_threads()), lists, given, parts, to)
+    cpu_kernel(function, pose.dtype)((*shapes.sizes, *options, torch.get_num_threads()), lists, given, parts, to)
 
 
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
-    shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample)
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     dtype, vectors = statistics_dtype(pose.dtype), (shapes.vectors, shapes.strides)
     return (
         pose.new_empty(shapes.scalars, dtype=dtype),
@@ -166,7 +180,7 @@ def moments(
         tokens, *children, edge_lists, parent_sites, *agreement, even, *options, with_variance, constant_couplings
     )
     found = (mass, mean, variance if with_variance else None, log_mass, None if even else log_sums)
-    _call("moments", children, edge_lists, parent_sites, options, [Record(*agreement)], found)
+    _call("moments", children, edge_lists, parent_sites, options, [agreement], found)
     return outputs
 
 
@@ -174,7 +188,7 @@ def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
 ):  # fmt: skip
-    shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample)
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     dtype = statistics_dtype(pose.dtype)
 
     def grad(part, shape, strides=None):
@@ -251,7 +265,7 @@ def votes_backward(
 def _like_couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above, by_sample
 ):  # fmt: skip
-    shape = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample).couplings
+    shape = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample).couplings
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
 
 
@@ -264,12 +278,12 @@ def couplings(
     """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
     output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *options)
-    _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [Record(*agreement)], [output])
+    _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [agreement], [output])
     return output
 
 
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
-    shapes, dtype = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
+    shapes, dtype = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
     shapes_of_pass = [shape for shape, _ in shapes.record]
     return [pose.new_empty_strided(shape, (0,) * len(shape), dtype=dtype) for shape in shapes_of_pass * passes]
 

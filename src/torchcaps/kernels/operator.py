@@ -1,19 +1,38 @@
 """How an operator of this library is defined."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-__all__ = ["differentiate", "operator"]
+__all__ = ["PLAIN", "differentiate", "operator"]
 
 _library = torch.library.Library("torchcaps", "DEF")
+
+
+PLAIN = (Tensor, nn.Parameter)
+
+
+def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
+    """Whether something would miss a call that goes past PyTorch's dispatcher: autograd, a compiler, a mode, a profiler
+    or a subclass of Tensor."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+        or any(isinstance(x, Tensor) and not (type(x) in PLAIN and x.is_cpu) for x in arguments)
+    )
 
 
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Defines the operator ``torchcaps::NAME`` by the function of that name, which runs on the CPU.
 
-    Lighter than `torch.library.custom_op`, whose checks take longer than the kernels do on one image.
+    Lighter than `torch.library.custom_op`, whose checks take longer than the kernels do on one image; where nothing
+    needs PyTorch's dispatcher, the function is called directly, which is lighter still.
 
     Arguments:
         like: gives empty outputs.
@@ -26,7 +45,13 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
         _library.impl(name, on_cpu, "CPU")
         _library.impl(name, on_gpu, "CUDA")
         torch.library.register_fake(f"torchcaps::{name}", like, lib=_library)
-        return getattr(torch.ops.torchcaps, name).default
+        dispatched = getattr(torch.ops.torchcaps, name).default
+
+        @wraps(on_cpu)
+        def call(*arguments: Any) -> Any:
+            return (dispatched if _needs_the_dispatcher(arguments) else on_cpu)(*arguments)
+
+        return call
 
     return define
 

@@ -12,7 +12,7 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import Agreement, Competition, Votes
+from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]
@@ -175,11 +175,12 @@ def em_routing(
         for t in range(iterations)
     ]
     with torch.autocast(children.pose.device.type, enabled=False):
-        pose, activation = children.pose.to(dtype), children.activation.to(dtype)
+        pose, activation = in_dtype(children.pose, dtype), in_dtype(children.activation, dtype)
         votes = Votes(
-            pose, activation, transform.to(dtype), routing_map, competition, passes=iterations, backend=backend
+            pose, activation, in_dtype(transform, dtype), routing_map, competition, passes=iterations, backend=backend
         )
-        agreement, passes, numbers = None, [], pose.shape[3] * transform.shape[4]
+        agreement, passes = None, list[EMPass]()
+        cost, beta_a = pose.shape[3] * transform.shape[4] * in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
         for t, inverse_temperature in enumerate(inverse_temperatures):
             fitted = votes.moments(agreement)
             mass, mean, variance = fitted.mass, fitted.mean, cast(Tensor, fitted.variance)
@@ -189,9 +190,8 @@ def em_routing(
                 variance = variance + torch.where(mass[..., None, None] > 0, moved, 0)
             half_precision, log_volume = votes.gaussian(variance, variance_floor)
             if parent_activation == "logistic":
-                described = numbers * beta_u.to(mass.dtype) + log_volume
-                offset = inverse_temperature * beta_a.to(mass.dtype)
-                logit = torch.addcmul(offset, described, mass, value=-inverse_temperature / mean_data)
+                scale = -inverse_temperature / mean_data
+                logit = torch.addcmul(inverse_temperature * beta_a, cost + log_volume, mass, value=scale)
                 log_activation = functional.logsigmoid(logit)
             else:
                 log_activation = _log_proportions(mass)
@@ -202,7 +202,7 @@ def em_routing(
                 if tempering < 1:
                     constant, half_precision = tempering * constant, tempering * half_precision
                 agreement = Agreement(constant, quadratic=half_precision, centre=mean)
-        parents = Capsules(mean.to(dtype), log_activation.exp().to(dtype))
+        parents = Capsules(in_dtype(mean, dtype), in_dtype(log_activation.exp(), dtype))
     return (parents, passes) if return_passes else parents
 
 

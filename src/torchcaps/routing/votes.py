@@ -18,6 +18,11 @@ from torchcaps.routing_map import RoutingMap
 __all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
 
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``tensor.to(dtype)``, and quicker where there is nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 class Votes:
     """The votes of children for parents along every edge of a map, ``V = pose · transform``.
 
@@ -65,8 +70,8 @@ class Votes:
         if activation is not None:
             dtype = torch.promote_types(dtype, activation.dtype)
         self.routing_map = routing_map
-        self._activation = None if activation is None else activation.to(dtype)
-        self._pose, self._transform = pose.to(dtype), transform.to(dtype)
+        self._activation = None if activation is None else in_dtype(activation, dtype)
+        self._pose, self._transform = in_dtype(pose, dtype), in_dtype(transform, dtype)
         self._competition: Competition = competition
         self._none_of_the_above = none_of_the_above
         self._passes = passes
@@ -126,7 +131,9 @@ class Votes:
             return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         if constant_couplings:
             parts = Agreement(*(None if part is None else part.detach() for part in parts))
-        children = [None if x is None else x.detach() for x in (self._pose, self._activation, self._transform)]
+        children = (self._pose, self._activation, self._transform)
+        if torch.is_grad_enabled():
+            children = tuple(None if x is None else x.detach() for x in children)
         mass, mean, second, *_ = fused.moments(
             self._next_tokens(),
             *children,
@@ -189,7 +196,7 @@ class Votes:
             shape = vectors[:3] if name == "constant" else vectors
             if part is not None and part.shape != shape:
                 raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
-        return Agreement(*(None if part is None else part.to(dtype) for part in agreement))
+        return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
         """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""

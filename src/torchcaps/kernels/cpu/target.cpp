@@ -42,11 +42,17 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
+// Threads worth waking for work on some bytes.
+int threads_for(long bytes, int threads) {
+  constexpr long EACH = 256 * 1024;
+  return int(std::min<long>(threads, 1 + bytes / EACH));
+}
+
 // By type, transforms are put in lanes: [K, C, J, Q, N] → [K, C, JB, Q, N, lane].
 template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g, const Kernel& kernel, const T* from, Arena& arena) {
   const int one = g.Q * g.N;
   Vector<T>* to = arena.take<Vector<T>>(kernel.transform_size());
-  on_threads(g.K, g.threads, [&](int k, Arena&) {
+  on_threads(g.K, threads_for(kernel.transform_size() * long(sizeof(Vector<T>)), g.threads), [&](int k, Arena&) {
     for (int c = 0; c < g.C; ++c)
       for (int block = 0; block < kernel.JB; ++block) {
         const long first = (long(k) * g.C + c) * g.J + block * lanes<T>;
@@ -165,6 +171,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
 // Runs work(number, row, count) for every vector of lanes: the places of its first number and of its sum, and lanes in use.
 template <class T, class Work> void on_vectors(const Gaussian<T>& x, int threads, Work work) {
   constexpr long SITES = 16;
+  threads = threads_for(x.sites * x.numbers * x.lanes * long(sizeof(T)), threads);
   on_threads(int((x.sites + SITES - 1) / SITES), threads, [&](int chunk, Arena&) {
     for (long site = chunk * SITES; site < std::min(x.sites, (chunk + 1) * SITES); ++site)
       for (long lane = 0; lane < x.lanes; lane += lanes<T>)

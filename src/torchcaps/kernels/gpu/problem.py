@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from torchcaps.kernels.memory import padded, statistics_dtype
-from torchcaps.kernels.moments import Record, Shapes
+from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
 """Numbers of votes that a program holds at a time: eight registers a thread."""
@@ -91,7 +91,7 @@ class Problem:
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
-        edges = Shapes(pose, transform, lists, parent_sites, types, by_sample=False).edges
+        edges = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False).edges
         block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
         block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
         block_samples = max(1, TILE // (block_types * block_rows * block_columns))
