@@ -16,8 +16,9 @@ import torch
 from problems import MAPS as ALL_MAPS
 from problems import far, full_problem
 from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
-from torchcaps.kernels import _cpu, padded
+from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
+from torchcaps.kernels.memory import padded
 from torchcaps.routing.votes import Agreement, Moments, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -51,6 +52,7 @@ def device():
         with warnings.catch_warnings(action="ignore"):
             for name in ("moments", "moments_backward", "votes_backward", "couplings"):
                 library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
+        patch.setattr("torchcaps.kernels.operator._needs_the_dispatcher", lambda arguments: True)
         prepare_once(patch)
         yield "cpu"
         library._destroy()
@@ -75,7 +77,7 @@ class Fused:
     def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
         self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
         self.detached = [None if x is None else x.detach() for x in self.children]
-        self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above)
+        self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above, False)
         self.tokens = operators.open_votes(*self.children, self.sites, 3, *self.options)
 
     def moments(self, agreement=None, *, variance=True, constant_couplings=False):
@@ -357,13 +359,15 @@ def run(dtype, parent_types, rows, inner, columns, types):
     if types:
         activation, agreement, given = None, (None, vector, None, None), (scalar, vector, None)
     transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
-    layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types)
-    even = moments.forward(*layer, *(None,) * 4, True, *options, not types, False)
-    mass, mean, variance, log_mass, log_sums = moments.forward(*layer, *agreement, False, *options, not types, False)
+    layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
+    even = moments.moments([], *layer, *(None,) * 4, True, *options, not types, False)
+    forward = (*layer, *agreement, False, *options, not types, False)
+    mass, mean, variance, log_mass, log_sums = moments.moments([], *forward)
     found = (mean, None if types else variance, log_mass)
-    coupling_grads, *_ = moments.backward(*layer, *agreement, log_sums, *found, *given, *options, not types)
-    records = [*(None,) * 6, even[1], None, even[3], None, even[1], None]
-    records += [*agreement, log_sums, coupling_grads, *found, *given]
+    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types)
+    coupling_grads, offset, *_ = moments.moments_backward(*backward)
+    records = [*(None,) * 6, even[1], even[3], None, even[1], None, None]
+    records += [*agreement, log_sums, coupling_grads, mean, log_mass, *given, offset]
     moments.votes_backward(*layer, [torch.empty(0) if x is None else x for x in records], *options)
     if not types:
         moments.couplings(pose, *layer[2:], *agreement, *options)

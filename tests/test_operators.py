@@ -23,20 +23,21 @@ def calls():
     layer = (pose, activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
     scalar, vector = (*pose.shape[:1], MAPS["conv"].parent_sites, 5), (4, 4)
     agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
-    softmax = (False, True)
-    tokens = operators.open_votes(*layer, 1, *softmax)
-    mass, mean, variance, log_mass, log_sums = operators.moments([], *layer, *agreement, False, *softmax, True, False)
+    options = (False, True, False)
+    tokens = operators.open_votes(*layer, 1, *options)
+    mass, mean, variance, log_mass, log_sums = operators.moments([], *layer, *agreement, False, *options, True, False)
     found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
-    backward = (*layer, *agreement, log_sums, *found, *gradients, *softmax, True)
-    coupling_grads, *_ = operators.moments_backward(*backward)
+    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True)
+    coupling_grads, offset, *_ = operators.moments_backward(*backward)
+    record = [*agreement, log_sums, coupling_grads, mean, log_mass, *gradients, offset]
     return {
-        "open_votes": (*layer, 2, *softmax),
-        "moments": (tokens, *layer, *agreement, False, *softmax, True, False),
+        "open_votes": (*layer, 2, *options),
+        "moments": (tokens, *layer, *agreement, False, *options, True, False),
         "moments_backward": backward,
-        "votes_backward": (*layer, [*agreement, log_sums, coupling_grads, *found, *gradients], *softmax),
-        "couplings": (pose, *layer[2:], *agreement, *softmax),
+        "votes_backward": (*layer, record, *options),
+        "couplings": (pose, *layer[2:], *agreement, *options),
         "gaussian": (variance, 0.1),
-        "gaussian_backward": (0.5 / (variance + 0.1), torch.randn_like(variance), torch.randn_like(mass)),
+        "gaussian_backward": (variance, 0.1, torch.randn_like(variance), torch.randn_like(mass)),
     }
 
 
@@ -70,13 +71,13 @@ def test_edges_that_do_not_fit_are_refused(name):
 
 
 def test_passes_of_a_wrong_number_or_shape_are_refused():
-    *arguments, records, types, none_of_the_above = calls()["votes_backward"]
+    *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
         (records[:-1], "12 tensors a pass; got 11"),
         ([records[1], *records[1:]], "constant must be"),
     ):
         with pytest.raises(ValueError, match=message):
-            operators.votes_backward(*arguments, wrong, types, none_of_the_above)
+            operators.votes_backward(*arguments, wrong, types, none_of_the_above, by_sample)
 
 
 @pytest.mark.usefixtures("untyped")

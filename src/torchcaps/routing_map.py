@@ -155,15 +155,18 @@ class RoutingMap:
     def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
         sites = torch.arange(child_sites, device=device or "cpu")
-        return cls(torch.stack([sites, 0 * sites, sites], dim=1), child_sites, 1, child_sites, (1, 1))._set(True, 1)
+        edges = torch.stack([sites, 0 * sites, sites], dim=1)
+        return cls(edges, child_sites, 1, child_sites, (1, 1))._set(own_transforms=True, most_edges=1)
 
     @classmethod
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
         sites = torch.arange(child_sites, device=device or "cpu")
-        return cls(torch.stack([sites, 0 * sites, 0 * sites], dim=1), child_sites, 1, 1, (1, 1))._set(child_sites == 1, 1)
+        edges = torch.stack([sites, 0 * sites, 0 * sites], dim=1)
+        return cls(edges, child_sites, 1, 1, (1, 1))._set(own_transforms=child_sites == 1, most_edges=1)
 
     def _set(self, own_transforms: bool, most_edges: int) -> "RoutingMap":
+        """Whether no transform serves two child sites; and the edges of the child site that has the most."""
         object.__setattr__(self, "own_transforms", own_transforms)
         object.__setattr__(self, "most_edges", most_edges)
         return self

@@ -27,7 +27,7 @@ def _call(name: str, variance: Tensor, floor: float, grads: list[Any], outputs: 
     scalars = scalar_strides(shape, vectors[0] == 1)
     lanes, numbers = shape[0] if vectors[0] == 1 else shape[2], shape[3] * shape[4]
     sites = variance.numel() // max(1, lanes * numbers)
-    places = [("variance", variance, shape, vectors)]
+    places: list[Any] = [("variance", variance, shape, vectors)]
     if grads:
         places += [("half_precision_grad", grads[0], shape, vectors), ("log_volume_grad", grads[1], shape[:3], scalars)]
     given = addresses(variance.dtype, places, keep := list[Tensor]())

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
-__all__ = ["addresses", "empty", "has_strides", "laid_out", "lanes_of", "padded", "scalar_strides", "statistics_dtype", "vector_strides"]
+__all__ = [
+    "addresses",
+    "empty",
+    "has_strides",
+    "laid_out",
+    "lanes_of",
+    "padded",
+    "scalar_strides",
+    "statistics_dtype",
+    "vector_strides",
+]
 
 Place = tuple[str, Tensor | None, Sequence[IntLikeType], Sequence[IntLikeType] | None]
 

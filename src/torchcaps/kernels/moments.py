@@ -26,9 +26,9 @@ class Record(NamedTuple):
         log_sums: ``[padded B, 2, G, C]``, of each child's softmax the largest logit, and the logarithm of the sum of
             the exponentials of all logits minus it. None where the couplings are even.
         coupling_grads: γ, ``[padded B, G, C]``, Σ_j c_ij · gradient of c_ij. None where the couplings are constants.
-        mean, variance, log_mass: what the pass found. log_mass is ∞ where all children are off.
+        mean, log_mass: what the pass found. log_mass is ∞ where all children are off.
         mass_grad, mean_grad, variance_grad: the gradients of what it found.
-        offset: Σ variance · variance_grad, ``[B, P, J]``. The sweep over the votes takes it in place of the variance.
+        offset: Σ variance · variance_grad, ``[B, P, J]``.
     """
 
     constant: Tensor | None = None
@@ -38,7 +38,6 @@ class Record(NamedTuple):
     log_sums: Tensor | None = None
     coupling_grads: Tensor | None = None
     mean: Tensor | None = None
-    variance: Tensor | None = None
     log_mass: Tensor | None = None
     mass_grad: Tensor | None = None
     mean_grad: Tensor | None = None
@@ -89,7 +88,7 @@ class Shapes:
         self.sizes = (*pose[:3], *self.scalars[1:], transforms, rows, inner, columns, self.edges)
         scalar, vector = (self.scalars, None), (self.vectors, self.strides)
         softmax = (self.log_sums, None), (self.coupling_grads, None)
-        self.record = scalar, *(vector,) * 3, *softmax, vector, vector, scalar, scalar, vector, vector, scalar
+        self.record = scalar, *(vector,) * 3, *softmax, vector, scalar, scalar, vector, vector, scalar
 
 
 _kept = lru_cache(maxsize=256)(Shapes)
@@ -99,7 +98,8 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
     """Whether a vector of the processor holds numbers of several samples rather than of several parent types.
 
     It does where each child site has transforms of its own, which are then read once for many samples; and where types
-    would leave most of a vector empty, if the parents of a child, a vector for each number, fit in the cache.
+    would leave much of a vector empty, if the parents of a child, a vector for each number, fit in the cache. A program
+    compiled for any batch cannot depend on its size.
 
     Arguments:
         own_transforms: no transform serves two child sites.
@@ -110,7 +110,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
     lanes, types, numbers = lanes_of(pose.dtype), transform.shape[2], pose.shape[3] * transform.shape[4]
     full, cache = types / (-(-types // lanes) * lanes), 256 * 1024
     small = 5 * 64 * most_edges * types * numbers <= cache
-    return small and full < 0.75 and pose.shape[0] >= lanes / 2
+    return small and full < 0.75 and (torch.compiler.is_compiling() or pose.shape[0] >= lanes / 2)
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
@@ -128,6 +128,7 @@ def _call(
     options: tuple[bool, bool, bool],
     records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
+    variance: Tensor | None = None,
 ) -> None:
     """Runs a kernel of the CPU, on checked tensors; records may end before their last entries."""
     pose, activation, transform = children
@@ -139,6 +140,7 @@ def _call(
         ("pose", pose, shapes.pose, None),
         ("activation", activation, shapes.activation, None),
         ("transform", transform, shapes.transform, None),
+        ("variance", variance, shapes.vectors, shapes.strides),
     )
     given, parts = addresses(pose.dtype, named, keep), []
     for record in records:
@@ -215,18 +217,27 @@ def moments_backward(
     where it is None or where ``agreement_grads`` is False. Without log_sums the couplings are constants, and only the
     offset is computed."""
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    options, found = (types, none_of_the_above, by_sample), (mean, variance, log_mass)
-    gradients = mass_grad, mean_grad, variance_grad
+    options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
     outputs = _like_moments_backward(
-        *children, edge_lists, parent_sites, *agreement, log_sums, *found, *gradients, *options, agreement_grads
+        *children,
+        edge_lists,
+        parent_sites,
+        *agreement,
+        log_sums,
+        mean,
+        variance,
+        log_mass,
+        *gradients,
+        *options,
+        agreement_grads,
     )
     if log_sums is not None and not log_sums.numel():  # a map without edges
         for output in outputs[2:]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
-    record = Record(*agreement, log_sums, None, *found, *gradients)
+    record = Record(*agreement, log_sums, None, mean, log_mass, *gradients)
     if any(output is not None for output in wanted):
-        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted)
+        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, variance)
     return outputs
 
 
@@ -285,7 +296,7 @@ def couplings(
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
     shapes, dtype = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
     shapes_of_pass = [shape for shape, _ in shapes.record]
-    return [pose.new_empty_strided(shape, (0,) * len(shape), dtype=dtype) for shape in shapes_of_pass * passes]
+    return [torch.zeros(1, dtype=dtype, device=pose.device).expand(shape) for shape in shapes_of_pass * passes]
 
 
 @operator(_tokens, _tokens)
@@ -339,9 +350,7 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
         *gradients, *options, any(wanted),
     )  # fmt: skip
     agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, wanted, strict=True)]
-    record = Record(
-        *agreement, log_sums if routed else None, coupling_grads, mean, None, log_mass, *gradients, offset
-    )
+    record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, log_mass, *gradients, offset)
     record = [None if entry is None or not entry.numel() else entry for entry in record]
     return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 6
 

@@ -31,6 +31,9 @@ class Agreement(NamedTuple):
 class Moments(NamedTuple):
     """What a parent learns of its votes, each weighted by coupling and activation of its child: ``w_ij = a_i c_ij``.
 
+    Fused kernels give mean and variance in a memory layout of their own, which elementwise operations keep. Use
+    ``reshape`` or ``flatten`` where ``view`` would need contiguous tensors.
+
     Arguments:
         mass: Σ w, ``[B, P, J]``.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 where all children are off.

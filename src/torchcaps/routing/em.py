@@ -179,7 +179,7 @@ def em_routing(
         votes = Votes(
             pose, activation, in_dtype(transform, dtype), routing_map, competition, passes=iterations, backend=backend
         )
-        agreement, passes = None, list[EMPass]()
+        agreement, passes = None, []
         cost, beta_a = pose.shape[3] * transform.shape[4] * in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
         for t, inverse_temperature in enumerate(inverse_temperatures):
             fitted = votes.moments(agreement)

@@ -79,7 +79,9 @@ class Votes:
         if self.fused:
             self._pose = self._pose.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
-        self._by_sample = fused.samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
+        self._by_sample = fused.samples_in_lanes(
+            self._pose, transform, routing_map.own_transforms, routing_map.most_edges
+        )
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
@@ -131,12 +133,15 @@ class Votes:
             return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         if constant_couplings:
             parts = Agreement(*(None if part is None else part.detach() for part in parts))
-        children = (self._pose, self._activation, self._transform)
+        pose, activation, transform = self._pose, self._activation, self._transform
         if torch.is_grad_enabled():
-            children = tuple(None if x is None else x.detach() for x in children)
+            pose, transform = pose.detach(), transform.detach()
+            activation = None if activation is None else activation.detach()
         mass, mean, second, *_ = fused.moments(
             self._next_tokens(),
-            *children,
+            pose,
+            activation,
+            transform,
             self._edge_lists,
             self.routing_map.parent_sites,
             *parts,

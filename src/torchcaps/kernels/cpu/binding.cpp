@@ -118,9 +118,7 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
 // The entries of torchcaps.kernels.moments.Record.
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0) {
   const auto entry = [&](std::size_t i) { return at<const T>(x.at(first + i)); };
-  const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11),
-                         entry(12)};
-  if (record.variance_grad && !record.variance && !record.offset) throw std::invalid_argument("variance_grad is given without variance and offset");
+  const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
   if (record.coupling_grads && !record.log_sums) throw std::invalid_argument("coupling_grads is given without log_sums");
   return record;
 }
@@ -132,25 +130,27 @@ template <class T> void define(nb::module_& m, const char* dtype) {
                                         const Addresses& records, const Addresses& out) {
       const Problem g = problem_of(sizes, edge_lists);
       nb::gil_scoped_release released;
-      run(g, children_at<T>(children), records, out);
+      run(g, children, records, out);
     });
   };
-  define("moments", [](const Problem& g, const Children<T>& children, const Addresses& agreement, const Addresses& x) {
+  define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x) {
     const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4))};
-    kernels<T>().moments(g, children, agreement_at<T>(agreement, 0), out);
+    kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0), out);
   });
-  define("couplings", [](const Problem& g, const Children<T>& children, const Addresses& agreement, const Addresses& x) {
-    kernels<T>().couplings(g, children, agreement_at<T>(agreement, 0), at<T>(x.at(0)));
+  define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x) {
+    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0), at<T>(x.at(0)));
   });
-  define("moments_backward", [](const Problem& g, const Children<T>& children, const Addresses& record, const Addresses& x) {
+  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x) {
     const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5))};
-    kernels<T>().moments_backward(g, children, record_at<T>(record), out);
+    const T* variance = at<const T>(given.at(3));
+    if (variance && !at<T>(record.at(10))) throw std::invalid_argument("variance is given without variance_grad");
+    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
   });
-  define("votes_backward", [](const Problem& g, const Children<T>& children, const Addresses& records, const Addresses& x) {
-    constexpr std::size_t ENTRIES = 13;
+  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x) {
+    constexpr std::size_t ENTRIES = 12;
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
-    kernels<T>().votes_backward(g, children, passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
+    kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
   });
   // Sizes are sites, numbers, lanes and threads.
   using GaussianSizes = std::array<long, 4>;

@@ -226,10 +226,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         *mass = total;
         for (int h = 0; h < numbers(); h += BLOCK) {
           V one[BLOCK], two[BLOCK];
-          for (int i = 0; i < BLOCK; ++i) {
-            one[i] = first[h + i];
-            if (SECOND) two[i] = second[h + i];
-          }
+          for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i], two[i] = SECOND ? second[h + i] : V{};
           for (int c = 0; c < children; ++c) {
             const V* dc = d + long(c) * numbers() + h;
             for (int i = 0; i < BLOCK; ++i) {
@@ -320,10 +317,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           }
         }
       }
-      for (int h = 0; h < count; ++h) {
-        first[h] = one[h];
-        if (with_variance) second[h] = two[h];
-      }
+      for (int h = 0; h < count; ++h) first[h] = one[h];
+      for (int h = 0; h < count && with_variance; ++h) second[h] = two[h];
     }
   }
 

@@ -56,28 +56,30 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
       records[inverse_at()] = exponential(-records[log_mass_at()]);
       records[faint_at()] = all(T(any(records[log_mass_at()] < ALMOST_NOTHING)));
-      records[offset_at()] = pass.variance ? offset_of(pass, place) : load_scalar(pass.offset, place);
+      records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
-  // Σ variance · its gradient, of one block of parents.
-  V offset_of(const Record<T>& pass, const typename Base::Place& place) const {
-    V variance[MOST], variance_grad[MOST], sum{};
-    load_vector(pass.variance, place, variance);
-    load_vector(pass.variance_grad, place, variance_grad);
-    for (int h = 0; h < numbers(); ++h) sum += variance[h] * variance_grad[h];
-    return sum;
-  }
-  void offsets(int unit, const Record<T>& pass, T* out) const {
-    for (int at = 0; at < PB; ++at) store_scalar(offset_of(pass, place(unit, at)), out, place(unit, at));
+  // Σ variance · its gradient, of every parent.
+  void offsets(int unit, const Record<T>& pass, const T* variances, T* out) const {
+    for (int at = 0; out && at < PB; ++at) {
+      const auto place = this->place(unit, at);
+      V variance[MOST], variance_grad[MOST], sum{};
+      load_vector(variances, place, variance);
+      load_vector(pass.variance_grad, place, variance_grad);
+      for (int h = 0; h < numbers(); ++h) sum += variance[h] * variance_grad[h];
+      store_scalar(sum, out, place);
+    }
   }
 
   // Of one unit: γ of every child, offsets, and the gradients of the agreement.
-  void agreement_grads(int unit, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out, Arena& arena) const {
+  void agreement_grads(int unit, const Children<T>& x, Record<T> pass, const T* variance, const PassGrads<T>& out, Arena& arena) const {
     const Child* pose = children_of(x.pose, unit, pose_size(), arena);
     const Child* activation = activations_of(x, unit, arena);
     const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * unit;
     Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * unit;
     V* parents = arena.take<V>(PB * record_size());
+    offsets(unit, pass, variance, out.offset);
+    pass.offset = out.offset;
     load_pass(unit, pass, parents);
     V* sums = zeros(PB * sums_size(), arena);
     const long most = this->most_visited();
@@ -122,7 +124,6 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         add_up(group, children, d, u, sums);
       }
     }
-    for (int at = 0; at < PB; ++at) store_scalar(parents[at * record_size() + offset_at()], out.offset, place(unit, at));
     if (wanted) store_agreement_grads(unit, parents, sums, out);
   }
 

@@ -37,10 +37,10 @@ template <class T> struct MomentsOut {
 };
 
 // A pass as its gradients need it. Gradients that are null are 0. log_sums is null where the couplings are even, and
-// coupling_grads where they are constants. The first sweep reads variance, and the second offset, Σ variance · its gradient.
+// coupling_grads where they are constants. offset is Σ variance · its gradient.
 template <class T> struct Record {
   Agreement<T> agreement;
-  const T *log_sums, *coupling_grads, *mean, *variance, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
+  const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
 // Without coupling_grads, offset alone is computed.
@@ -69,7 +69,7 @@ template <class T> struct GaussianBackward {
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
-  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const PassGrads<T>&);
+  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const T* variance, const PassGrads<T>&);
   void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
   void (*gaussian)(const Gaussian<T>&, int threads);
   void (*gaussian_backward)(const GaussianBackward<T>&, int threads);

@@ -121,13 +121,13 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     });
   }
 
-  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
+  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const T* variance, const PassGrads<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
       if (!out.coupling_grads)
-        return on_threads(kernel.units(), g.threads, [&](int unit, Arena&) { kernel.offsets(unit, pass, out.offset); });
+        return on_threads(kernel.units(), g.threads, [&](int unit, Arena&) { kernel.offsets(unit, pass, variance, out.offset); });
       const long each = long(g.groups()) * g.C;
       std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
-      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, out, arena); });
+      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, variance, out, arena); });
     });
   }
 
@@ -237,8 +237,8 @@ template <class T> constexpr Kernels<T> kernels_in() {
       [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
         choose<T>(g, form_of(agreement, false), [&](auto batch) { batch.couplings(g, x, agreement, out); });
       },
-      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
-        choose<T>(g, form_of(pass.agreement, pass.variance_grad), [&](auto batch) { batch.moments_backward(g, x, pass, out); });
+      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const T* variance, const PassGrads<T>& out) {
+        choose<T>(g, form_of(pass.agreement, pass.variance_grad), [&](auto batch) { batch.moments_backward(g, x, pass, variance, out); });
       },
       [](const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
         int form = 0;

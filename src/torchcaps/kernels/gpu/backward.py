@@ -213,10 +213,8 @@ def moments_backward(
     constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
     if log_sums is None:
         return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad
-    agreement, found = (constant, linear, quadratic, centre), (mean, None, log_mass)
-    record = record_of(
-        *agreement, log_sums, None, *found, mass_grad, mean_grad, variance_grad, offset, dtype=problem.dtype
-    )
+    agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
+    record = record_of(*agreement, log_sums, None, mean, log_mass, *gradients, offset, dtype=problem.dtype)
     coupling_grads = problem.per_softmax()
     problem.per_child(_sum_over_softmax, z.softmaxes, record, coupling_grads)
     if agreement_grads:
