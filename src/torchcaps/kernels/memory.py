@@ -1,4 +1,4 @@
-"""Where the tensors of the kernels stand in memory."""
+"""Memory layout of the tensors that the kernels read and write."""
 
 from collections.abc import Iterable, Sequence
 
@@ -38,8 +38,11 @@ def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Strides of parents' vectors ``[B, P, J, R, N]`` in the kernels of the CPU: what a vector of the processor holds
-    comes last in memory, the types as ``[B, P, R, N, J]`` or the samples as ``[P, J, R, N, B]``."""
+    """Strides of ``[B, P, J, R, N]``, a vector for each parent, in the kernels of the CPU.
+
+    The dimension that runs along the processor's SIMD lanes is contiguous: ``[B, P, R, N, J]`` in memory, or by sample
+    ``[P, J, R, N, B]``.
+    """
     batch, sites, types, rows, columns = shape
     if by_sample:
         return 1, types * rows * columns * batch, rows * columns * batch, columns * batch, batch
@@ -47,7 +50,7 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
 
 
 def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Strides of ``[B, P, J]`` beside those vectors."""
+    """Strides of ``[B, P, J]`` in the same order of dimensions."""
     batch, sites, types, *_ = shape
     return (1, types * batch, batch) if by_sample else (sites * types, types, 1)
 

@@ -48,7 +48,7 @@ class Record(NamedTuple):
 def shapes_of(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
 ) -> "Shapes":
-    """`Shapes`, kept for the next call where sizes are plain numbers."""
+    """`Shapes`, cached where all sizes are plain numbers."""
     expect_one_device(pose, edge_lists)
     sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
     plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
@@ -95,11 +95,11 @@ _kept = lru_cache(maxsize=256)(Shapes)
 
 
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
-    """Whether a vector of the processor holds numbers of several samples rather than of several parent types.
+    """Whether the SIMD lanes of the processor hold samples rather than parent types.
 
-    It does where each child site has transforms of its own, which are then read once for many samples; and where types
-    would leave much of a vector empty, if the parents of a child, a vector for each number, fit in the cache. A program
-    compiled for any batch cannot depend on its size.
+    They do where each child site has its own transforms, which are then read once for several samples; and where types
+    would leave many lanes empty and the parents of a child fit in the cache. While a graph is traced the batch size
+    does not matter, so that it may vary.
 
     Arguments:
         own_transforms: no transform serves two child sites.

@@ -16,8 +16,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether something would miss a call that goes past PyTorch's dispatcher: autograd, a compiler, a mode, a profiler
-    or a subclass of Tensor."""
+    """Whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass has to see the call."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -31,8 +30,8 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Defines the operator ``torchcaps::NAME`` by the function of that name, which runs on the CPU.
 
-    Lighter than `torch.library.custom_op`, whose checks take longer than the kernels do on one image; where nothing
-    needs PyTorch's dispatcher, the function is called directly, which is lighter still.
+    Cheaper to call than `torch.library.custom_op`, whose checks take longer than the kernels do on one image. Where
+    nothing needs PyTorch's dispatcher, the function is called directly, which is cheaper still.
 
     Arguments:
         like: gives empty outputs.

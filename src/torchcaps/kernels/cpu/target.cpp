@@ -42,7 +42,7 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// Threads worth waking for work on some bytes.
+// How many threads pay off for work on so many bytes.
 int threads_for(long bytes, int threads) {
   constexpr long EACH = 256 * 1024;
   return int(std::min<long>(threads, 1 + bytes / EACH));
