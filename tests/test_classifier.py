@@ -59,7 +59,7 @@ def test_the_accuracy_of_a_run_is_that_of_its_classifier(finished, images):
 
 
 def test_preparation_and_classes_come_back(tmp_path):
-    preparation = Preparation(standardise=True, crop=20, test_crops=2)
+    preparation = Preparation(standardise="first", crop=20, test_crops=2)
     network = CapsNet(**TINY).eval()
     Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preparation).save_pretrained(tmp_path)
     again = Classifier.from_pretrained(tmp_path)

@@ -116,7 +116,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
         ({"margin_schedule": "linear"}, "wants loss=spread"),
         ({"loss": "spred"}, "did you mean 'spread'"),
-        ({"standardise": "true"}, "set reconstruction_weight=0"),
+        ({"standardise": "first"}, "set reconstruction_weight=0"),
         ({"test_crops": "3"}, "set crop too"),
         ({"epoch": "1"}, "did you mean 'epochs'"),
         ({"model.decode": "false"}, "did you mean 'model.decoder'"),

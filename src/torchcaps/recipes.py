@@ -74,6 +74,34 @@ def capsnet_fashion_mnist() -> Recipe:
     return replace(capsnet_mnist(), name="capsnet-fashion-mnist", data="fashion-mnist")
 
 
+def efficient_capsnet_mnist() -> Recipe:
+    """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
+
+    The authors' losses, rate and augmentation, but shifts of up to 2 pixels. They take batches of 16 and 150 epochs, in
+    which the rate falls by 0.97 an epoch. Their own: ``--batch-size 16 --epochs 150 --set schedule=exponential --set
+    decay_rate=0.97 --set decay_steps=3375``.
+    """
+    return Recipe(
+        name="efficient-capsnet-mnist",
+        model="efficient-capsnet",
+        data="mnist",
+        reconstruction_weight=0.0005,
+        shift=2,
+        rotation=30.0,
+        squeeze=0.25,
+        erase=4,
+        learning_rate=1e-3,
+        schedule="cosine",
+        batch_size=64,
+        epochs=20,
+    )
+
+
+def efficient_capsnet_fashion_mnist() -> Recipe:
+    """Efficient-CapsNet on Fashion-MNIST, with the settings of `efficient_capsnet_mnist`."""
+    return replace(efficient_capsnet_mnist(), name="efficient-capsnet-fashion-mnist", data="fashion-mnist")
+
+
 def cnn_baseline_mnist() -> Recipe:
     """The convolutional baseline on MNIST: Sabour, Frosst & Hinton 2017, section 5; softmax cross-entropy."""
     return replace(
@@ -120,7 +148,7 @@ def matrix_capsnet_smallnorb() -> Recipe:
         data="smallnorb",
         loss="spread",
         margin_schedule="linear",
-        standardise=True,
+        standardise="first",
         crop=32,
         brightness=63 / 255,
         contrast=0.8,
@@ -148,7 +176,7 @@ def matrix_capsnet_mnist() -> Recipe:
         name="matrix-capsnet-mnist",
         data="mnist",
         routing_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
-        standardise=False,
+        standardise="none",
         crop=0,
         brightness=0.0,
         contrast=0.0,
@@ -181,6 +209,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist-5k": capsnet_mnist_5k,
     "capsnet-images": capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
+    "efficient-capsnet-mnist": efficient_capsnet_mnist,
+    "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
     "cnn-baseline-mnist": cnn_baseline_mnist,
     "pooled-cnn-mnist": pooled_cnn_mnist,
     "pooled-capsnet-mnist": pooled_capsnet_mnist,

@@ -83,6 +83,7 @@ def train(
             chosen.data,
             data_dir,
             validation_fraction=chosen.validation_fraction,
+            validation_attribute=chosen.validation_attribute,
             seed=chosen.seed,
             **chosen.data_options,
         )
