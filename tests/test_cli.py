@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
-from torchcaps import MODELS, BadInput, Routing, create_model
+from torchcaps import MODELS, BadInput, Classifier, Routing, create_model
 from torchcaps.recipes import RECIPES, create_recipe
 
 
@@ -58,6 +58,23 @@ def test_evaluate_and_predict(call, finished, images):
     assert code == 0, error
     assert "left" in out
     assert "right" in out
+
+
+def test_a_published_network_answers_as_its_run_and_says_where_it_comes_from(call, refused, finished, images, tmp_path):
+    run, weights = finished[0], tmp_path / "weights" / "left-right"
+    code, out, error = call("publish", run, weights)
+    assert code == 0, error
+    assert "MiB" in out
+    assert {path.name for path in weights.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    card = (weights / "README.md").read_text()
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert f"{metrics['test_accuracy_percent']:.2f} % of {metrics['test_images']} images" in card
+    assert Classifier.from_pretrained(weights).model.decoder is None
+    picture = images / "left" / "000.png"
+    answers = [Classifier.from_pretrained(folder).predict(picture).scores for folder in (run, weights)]
+    assert torch.equal(*answers)
+    (tmp_path / "unfinished").mkdir()
+    assert "no metrics.json: finish the training" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
 
 
 def test_settings_reach_the_recipe():

@@ -280,7 +280,9 @@ def test_the_rate_follows_its_schedule_and_rises_first_in_a_line(schedule, rates
         module = TrainingModule(nn.Linear(1, 1), replace(recipe, warm_up_epochs=warm_up_epochs), 2, steps=100)
         scheduler = module.configure_optimizers()["lr_scheduler"]["scheduler"]
         (rate,) = scheduler.lr_lambdas
-        assert [rate(step) for step in (0, 50, 100)] == pytest.approx([a * b for a, b in zip(rates, factors, strict=True)])
+        assert [rate(step) for step in (0, 50, 100)] == pytest.approx(
+            [a * b for a, b in zip(rates, factors, strict=True)]
+        )
 
 
 def test_mixup_mixes_images_and_their_losses_in_training_alone():

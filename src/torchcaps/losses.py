@@ -128,9 +128,7 @@ def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[T
     return functional.nll_loss(functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log(), target)
 
 
-def activation_logit_cross_entropy(
-    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]
-) -> Float[Tensor, ""]:
+def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
     """Softmax cross-entropy of the activations' logits, ``log(a / (1 - a))``, mean over the batch.
 
     Unlike the spread loss it has a gradient for every class at every activation. Logits are taken of activations at

@@ -112,7 +112,9 @@ class Recipe:
             if not 0 < getattr(self, key) <= 1e30:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
         if self.mixup and self.reconstruction_weight:
-            raise BadInput("mixup and reconstruction_weight are above 0: a mixed image has no one class to be drawn from")
+            raise BadInput(
+                "mixup and reconstruction_weight are above 0: a mixed image has no one class to be drawn from"
+            )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
                 f"margin_schedule is {self.margin_schedule!r}: it wants loss=spread without a loss.margin; "

@@ -14,7 +14,6 @@ from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, kinds_of
 
-
 Standardise = Literal["none", "first", "last"]
 
 
@@ -49,10 +48,11 @@ class Preparation:
         crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
         brightness: in training, up to so much is added or taken away, at most 10.
         contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
-        rotation: in training, half of the images are turned by up to so many degrees: a normal distribution with a third
-            of it as standard deviation, cut off at it (this and the next two: Mazzia, Salvetti & Chiaberge 2021).
-        squeeze: in training, widths shrink by up to this share, at most 0.9: the positive half of such a distribution.
-        erase: in training, pixels a side of a square that is set to 0, anywhere at least this far from the border.
+        rotation: largest angle in degrees; in training, half of the images are rotated, by angles from a normal
+            distribution whose standard deviation is a third of the largest. This and the next two are the augmentation
+            of Mazzia, Salvetti & Chiaberge 2021.
+        squeeze: largest share, at most 0.9, by which an image becomes narrower in training; distributed likewise.
+        erase: in training, side in pixels of a square that is set to 0, at least as far from the border.
         test_crops: in tests, the scores of so many crops a side, spread evenly, are averaged; 1 is the centre alone.
     Raises:
         BadInput: a value is out of its range.
@@ -74,11 +74,11 @@ class Preparation:
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
-        ranges = {"shift": (0, 10_000), "crop": (0, 10_000), "test_crops": (1, 32)}
-        ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9), "erase": (0, 10_000)}
+        ranges = {name: (0.0, 10_000.0) for name in ("shift", "crop", "erase")} | {"test_crops": (1.0, 32.0)}
+        ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9)}
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} to {most:,}")
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:g}")
         if self.test_crops > 1 and not self.crop:
             raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
 
@@ -91,11 +91,15 @@ class Preparation:
         """Channels, height and width of the network's input.
 
         Raises:
-            BadInput: the crop is larger than the stored image.
+            BadInput: the crop is larger than the stored image, or a square that is erased than a third of the input.
         """
         channels, height, width = stored
         if self.crop > min(height, width):
             raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the images' smaller side")
+        if 3 * self.erase > (self.crop or min(height, width)):
+            raise BadInput(
+                f"erase is {self.erase}: use at most {(self.crop or min(height, width)) // 3}, a third of a side"
+            )
         return (channels, self.crop, self.crop) if self.crop else stored
 
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
@@ -132,7 +136,7 @@ class Preparation:
         return _channels_last(self._standardised(images, "last"))
 
     def _warped(self, images: Tensor, warp: Tensor) -> Tensor:
-        """Turned and squeezed about the centre, with a square erased."""
+        """Rotated and squeezed about the centre, with a square erased."""
         _, _, height, width = images.shape
         turn, squeeze, down, across = warp.unbind(1)
         if self.rotation or self.squeeze:
@@ -142,13 +146,12 @@ class Preparation:
             places = functional.affine_grid(torch.stack(rows, dim=1).view(-1, 2, 3), list(images.shape), False)
             images = functional.grid_sample(images, places, align_corners=False)
         if self.erase:
-            first = [
-                (self.erase + place * (side - 3 * self.erase + 1)).floor()[:, None]
-                for place, side in ((down, height), (across, width))
-            ]
-            row, column = (torch.arange(side, device=images.device) - at for at, side in zip(first, (height, width), strict=True))
-            inside = [(x >= 0) & (x < self.erase) for x in (row, column)]
-            images = images.masked_fill((inside[0][:, :, None] & inside[1][:, None, :])[:, None], 0)
+            inside = []
+            for place, side in ((down, height), (across, width)):
+                first = self.erase + (place * (side - 3 * self.erase + 1)).floor()
+                distance = torch.arange(side, device=images.device) - first[:, None]
+                inside.append((distance >= 0) & (distance < self.erase))
+            images = images.masked_fill(inside[0][:, None, :, None] & inside[1][:, None, None, :], 0)
         return images
 
     def plain(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
