@@ -74,7 +74,7 @@ class Preparation:
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
-        ranges = {name: (0.0, 10_000.0) for name in ("shift", "crop", "erase")} | {"test_crops": (1.0, 32.0)}
+        ranges = dict.fromkeys(("shift", "crop", "erase"), (0.0, 10000.0)) | {"test_crops": (1.0, 32.0)}
         ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9)}
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
