@@ -113,13 +113,13 @@ def test_a_run_is_trained_saved_and_evaluated_with_the_rule_that_was_asked_for(c
 def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_own_options():
     settings = {"loss.positive_margin": "0.8", "loss": "margin", "data.stereo": "false", "model.pose": "vector"}
     for order in (settings, dict(reversed(settings.items()))):
-        recipe = create_recipe("matrix-capsnet-toys", order)
+        recipe = create_recipe("matrix-capsnet-toys-paper", order)
         assert recipe.loss_options == {"positive_margin": 0.8}
         assert recipe.margin_schedule == "none"
         assert recipe.data_options == {"stereo": False}
         assert recipe.model_options == {"pose": "vector"}
     assert create_recipe("pooled-cnn-mnist", {"loss": "cross_entropy"}).loss_options == {}
-    assert create_recipe("matrix-capsnet-toys", {"margin_schedule": "none", "loss.margin": "1"}).loss_options == {
+    assert create_recipe("matrix-capsnet-toys-paper", {"margin_schedule": "none", "loss.margin": "1"}).loss_options == {
         "margin": 1.0
     }
 

@@ -162,8 +162,34 @@ def matrix_capsnet_smallnorb() -> Recipe:
 
 
 def matrix_capsnet_toys() -> Recipe:
+    """Matrix capsules on the rendered toys, three iterations, with what later papers have found to help.
+
+    Two more convolutions, BatchNorm behind all three and on the primary capsules, standardisation last, cross-entropy
+    on activation logits, a cosine schedule. With the paper's own settings a third iteration learns worse than two. It
+    learns better here because the couplings are tempered and the variance floor is as large as the votes' variance.
+    Settings and number of epochs were chosen on toys held out from training (``--set validation_attribute=instance``);
+    this recipe trains on all toys of the training split and keeps the last epoch. The paper's settings:
+    `matrix_capsnet_toys_paper`.
+    """
+    return replace(
+        matrix_capsnet_smallnorb(),
+        name="matrix-capsnet-toys",
+        data="toys",
+        model_options={"stem": 2, "normalise": True},
+        routing_options={"iterations": 3, "variance_floor": 0.3, "initial_beta_a": 0.0, "tempering": 0.25},
+        loss="activation_logit_cross_entropy",
+        margin_schedule="none",
+        standardise="last",
+        schedule="cosine",
+        validation_fraction=0.02,
+        choose="last",
+        epochs=6,
+    )
+
+
+def matrix_capsnet_toys_paper() -> Recipe:
     """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`."""
-    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys", data="toys")
+    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys-paper", data="toys")
 
 
 def matrix_capsnet_mnist() -> Recipe:
@@ -216,6 +242,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "pooled-capsnet-mnist": pooled_capsnet_mnist,
     "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
     "matrix-capsnet-toys": matrix_capsnet_toys,
+    "matrix-capsnet-toys-paper": matrix_capsnet_toys_paper,
     "matrix-capsnet-mnist": matrix_capsnet_mnist,
     "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
     "cnn-baseline-toys": cnn_baseline_toys,
