@@ -59,7 +59,7 @@ def test_the_accuracy_of_a_run_is_that_of_its_classifier(finished, images):
 
 
 def test_preparation_and_classes_come_back(tmp_path):
-    preparation = Preparation(standardise=True, crop=20, test_crops=2)
+    preparation = Preparation(standardise="first", crop=20, test_crops=2)
     network = CapsNet(**TINY).eval()
     Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preparation).save_pretrained(tmp_path)
     again = Classifier.from_pretrained(tmp_path)
@@ -191,7 +191,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["options"].update(routing="em"), "no option 'routing'"),
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
-        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 2"),
+        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 3"),
         (lambda content: content.update(format=2.0), "format takes a whole number"),
         (lambda content: content.update(options=5), "options takes a table"),
         (lambda content: content.update(options=None), "options takes a table"),

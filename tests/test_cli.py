@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
-from torchcaps import MODELS, BadInput, Routing, create_model
+from torchcaps import MODELS, BadInput, Classifier, Routing, create_model
 from torchcaps.recipes import RECIPES, create_recipe
 
 
@@ -60,6 +60,23 @@ def test_evaluate_and_predict(call, finished, images):
     assert "right" in out
 
 
+def test_a_published_network_answers_as_its_run_and_says_where_it_comes_from(call, refused, finished, images, tmp_path):
+    run, weights = finished[0], tmp_path / "weights" / "left-right"
+    code, out, error = call("publish", run, weights)
+    assert code == 0, error
+    assert "MiB" in out
+    assert {path.name for path in weights.iterdir()} == {"model.safetensors", "config.json", "README.md"}
+    card = (weights / "README.md").read_text()
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert f"{metrics['test_accuracy_percent']:.2f} % of {metrics['test_images']} images" in card
+    assert Classifier.from_pretrained(weights).model.decoder is None
+    picture = images / "left" / "000.png"
+    answers = [Classifier.from_pretrained(folder).predict(picture).scores for folder in (run, weights)]
+    assert torch.equal(*answers)
+    (tmp_path / "unfinished").mkdir()
+    assert "no metrics.json: finish the training" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
+
+
 def test_settings_reach_the_recipe():
     recipe = create_recipe(
         "capsnet-mnist", {"routing.iterations": "1", "learning_rate": "1", "loss.negative_weight": "0.25"}
@@ -96,13 +113,13 @@ def test_a_run_is_trained_saved_and_evaluated_with_the_rule_that_was_asked_for(c
 def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_own_options():
     settings = {"loss.positive_margin": "0.8", "loss": "margin", "data.stereo": "false", "model.pose": "vector"}
     for order in (settings, dict(reversed(settings.items()))):
-        recipe = create_recipe("matrix-capsnet-toys", order)
+        recipe = create_recipe("matrix-capsnet-toys-paper", order)
         assert recipe.loss_options == {"positive_margin": 0.8}
         assert recipe.margin_schedule == "none"
         assert recipe.data_options == {"stereo": False}
         assert recipe.model_options == {"pose": "vector"}
     assert create_recipe("pooled-cnn-mnist", {"loss": "cross_entropy"}).loss_options == {}
-    assert create_recipe("matrix-capsnet-toys", {"margin_schedule": "none", "loss.margin": "1"}).loss_options == {
+    assert create_recipe("matrix-capsnet-toys-paper", {"margin_schedule": "none", "loss.margin": "1"}).loss_options == {
         "margin": 1.0
     }
 
@@ -116,7 +133,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
         ({"margin_schedule": "linear"}, "wants loss=spread"),
         ({"loss": "spred"}, "did you mean 'spread'"),
-        ({"standardise": "true"}, "set reconstruction_weight=0"),
+        ({"standardise": "first"}, "set reconstruction_weight=0"),
         ({"test_crops": "3"}, "set crop too"),
         ({"epoch": "1"}, "did you mean 'epochs'"),
         ({"model.decode": "false"}, "did you mean 'model.decoder'"),

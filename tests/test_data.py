@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from idx_files import idx, refused
+from torchcaps import BadInput
 from torchcaps.data import (
     DATASETS,
     Dataset,
     Images,
     cut,
+    cut_by,
     load_idx_pair,
     load_mnist,
     load_mnist_5k,
@@ -140,6 +142,25 @@ def test_cut_leaves_every_class_of_two_on_both_sides(labels, fraction, seed):
         count = labels.count(label)
         held = held_out.labels.tolist().count(label)
         assert held == (min(max(round(fraction * count), 1), count - 1) if count > 1 else 0)
+
+
+def test_cut_by_holds_out_one_value_of_every_class():
+    labels = torch.arange(600) % 3
+    toys = Images(torch.zeros(600, 1, 2, 2, dtype=torch.uint8), labels, ("a", "b", "c"), {"toy": torch.arange(600) % 5})
+    chosen = set()
+    for seed in range(20):
+        rest, held_out = cut_by(toys, "toy", seed)
+        assert (len(rest), len(held_out)) == (480, 120)
+        values = [held_out.attributes["toy"][held_out.labels == label].unique().tolist() for label in range(3)]
+        assert all(len(value) == 1 for value in values)
+        for label, (value,) in enumerate(values):
+            assert value not in rest.attributes["toy"][rest.labels == label]
+            chosen.add((label, value))
+    assert len(chosen) > 12
+    with pytest.raises(BadInput, match="unknown attribute 'toys'"):
+        cut_by(toys, "toys", 0)
+    with pytest.raises(BadInput, match="class a has one value of toy"):
+        cut_by(toys.where(toy=[0]), "toy", 0)
 
 
 def test_cut_refuses_fractions_and_seeds_out_of_range():

@@ -22,7 +22,13 @@ from torchcaps import (
     squash,
 )
 from torchcaps.layers import UnfoldedConv2d
-from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss, spread_margin
+from torchcaps.losses import (
+    activation_logit_cross_entropy,
+    margin_loss,
+    reconstruction_loss,
+    spread_loss,
+    spread_margin,
+)
 
 
 def test_a_primary_capsule_is_the_channels_at_one_position():
@@ -258,3 +264,33 @@ def test_every_layer_takes_every_rule_by_its_name(kind, name):
 def test_an_unknown_rule_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="unknown routing 'dynamik'; did you mean 'dynamic'"):
         SharedCaps(16, 5, 16, routing="dynamik")
+
+
+def test_logit_cross_entropy_is_a_softmax_over_the_logits_and_finite_at_the_bounds():
+    scores, target = torch.tensor([[0.9, 0.2, 0.4]]), torch.tensor([1])
+    odds = scores / (1 - scores)
+    torch.testing.assert_close(activation_logit_cross_entropy(scores, target), -(odds[0, 1] / odds.sum()).log())
+    certain = torch.tensor([[1.0, 0.0]], requires_grad=True)
+    loss = activation_logit_cross_entropy(certain, torch.tensor([1]))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(certain.grad).all()
+
+
+def test_the_exponential_squash_is_its_formula_and_finite_at_zero():
+    pose = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]], requires_grad=True)
+    found = squash(pose, "exponential")
+    torch.testing.assert_close(found[0], (1 - math.exp(-5)) * torch.tensor([[0.6, 0.8]]))
+    assert not found[1].any()
+    found.sum().backward()
+    torch.testing.assert_close(pose.grad[1], torch.ones(1, 2))
+
+
+def test_normalised_primary_capsules_have_poses_of_unit_variance_and_logits_of_mean_zero():
+    layer = PrimaryCaps(3, 4, (4, 4), 1, squash_form="none", activation="sigmoid", normalise=True)
+    capsules = layer(5 + 3 * torch.randn(16, 3, 6, 6))
+    torch.testing.assert_close(capsules.pose.std(dim=(0, 1), correction=0), torch.ones(4, 4, 4), atol=1e-2, rtol=0)
+    torch.testing.assert_close(capsules.activation.logit().mean(dim=(0, 1)), torch.zeros(4), atol=1e-4, rtol=0)
+    assert {name for name, _ in layer.named_parameters()} == {
+        f"{part}.{kind}" for part in ("convolution", "activation") for kind in ("weight", "bias")
+    }

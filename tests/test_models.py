@@ -65,6 +65,21 @@ def test_matrix_capsnet_has_the_papers_parameters():
     assert parameters(create_model("matrix-capsnet", widths=(8, 2, 3, 4), **stereo)) == by_hand(8, 2, 3, 4, 16)
 
 
+def test_a_stem_adds_its_convolutions_and_norms_and_keeps_the_grid():
+    plain, deep = (MatrixCapsNet((2, 32, 32), 5, stem=stem) for stem in (0, 2))
+    assert parameters(deep) - parameters(plain) == 2 * (64 * 64 * 9 + 64) + 3 * 128
+    assert deep.second_capsules.parent_grid == plain.second_capsules.parent_grid
+    assert parameters(MatrixCapsNet((2, 32, 32), 5, normalise=True)) == parameters(plain)
+
+
+def test_efficient_capsnet_has_the_authors_parameters():
+    convolutions = 5 * 5 * 32 + 32 + 9 * (32 * 64 + 64 * 64 + 64 * 128) + 64 + 64 + 128
+    norms, primary = 2 * (32 + 64 + 64 + 128), 9 * 9 * 128 + 128
+    routed = 16 * 10 * 8 * 16 + 16 * 10
+    assert parameters(create_model("efficient-capsnet", decoder=False)) == convolutions + norms + primary + routed
+    assert convolutions + norms + primary + routed == 161_824
+
+
 def test_the_matrix_baseline_has_the_papers_parameters():
     by_hand = (50 + 1) * 32 + (800 + 1) * 64 + (8 * 8 * 64 + 1) * 1024 + 1025 * 5
     assert parameters(create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), classes=5)) == by_hand == 4_253_349
@@ -91,6 +106,7 @@ SMALL = {
     "baseline-cnn": {"channels": (4, 4, 4), "hidden_sizes": (8, 8)},
     "pooled-cnn": {},
     "pooled-capsnet": {},
+    "efficient-capsnet": {"channels": (4, 4, 4, 16)},
     "matrix-capsnet": {"widths": (4, 2, 3, 3)},
     "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
 }

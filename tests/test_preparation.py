@@ -32,10 +32,10 @@ def test_plainly_pixels_become_numbers_between_zero_and_one_and_the_crop_is_the_
 
 
 def test_standardised_images_have_mean_zero_and_variance_one_and_a_flat_one_is_finite():
-    images = Preparation(standardise=True).plain(torch.randint(0, 256, (4, 2, 9, 9)).to(torch.uint8))
+    images = Preparation(standardise="first").plain(torch.randint(0, 256, (4, 2, 9, 9)).to(torch.uint8))
     torch.testing.assert_close(images.mean(dim=(1, 2, 3)), torch.zeros(4), atol=1e-5, rtol=0)
     torch.testing.assert_close(images.std(dim=(1, 2, 3), correction=0), torch.ones(4))
-    flat = Preparation(standardise=True).plain(torch.full((1, 1, 4, 4), 7, dtype=torch.uint8))
+    flat = Preparation(standardise="first").plain(torch.full((1, 1, 4, 4), 7, dtype=torch.uint8))
     torch.testing.assert_close(flat, torch.zeros(1, 1, 4, 4), atol=1e-4, rtol=0)
 
 
@@ -109,3 +109,58 @@ def test_values_out_of_range_are_refused(options):
 def test_a_crop_larger_than_the_image_is_refused():
     with pytest.raises(BadInput, match="at most 6"):
         Preparation(crop=7).image_shape((3, 6, 8))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_standardised_last_is_standardised_whatever_crop_and_jitter_have_done():
+    pixels = torch.randint(0, 256, (50, 2, 9, 9)).to(torch.uint8)
+    jitter = {"crop": 5, "brightness": 0.3, "contrast": 0.8}
+    for standardise, flat in (("last", True), ("first", False)):
+        preparation = Preparation(standardise=standardise, **jitter)
+        varied = preparation.varied(pixels, preparation.variation(0, 0, 50))
+        means, deviations = varied.mean(dim=(1, 2, 3)), varied.std(dim=(1, 2, 3), correction=0)
+        assert bool(means.abs().max() < 1e-5 and (deviations - 1).abs().max() < 1e-4) == flat
+        plain = preparation.plain(pixels)
+        assert bool(plain.mean(dim=(1, 2, 3)).abs().max() < 1e-5) == flat
+        torch.testing.assert_close(plain, preparation.plain_of(pixels.float() / 255))
+        torch.testing.assert_close(plain, preparation.views(pixels)[0])
+    with pytest.raises(BadInput, match="standardise takes one of none, first, last; got 'twice'"):
+        Preparation(standardise="twice")
+
+
+def test_a_rotation_turns_half_of_the_images_about_their_centre_by_less_than_the_limit():
+    image = torch.zeros(1, 1, 29, 29, dtype=torch.uint8)
+    image[0, 0, 14, 20:27] = 255
+    preparation = Preparation(rotation=40.0)
+    varied = preparation.varied(image.expand(2000, -1, -1, -1), preparation.variation(0, 0, 2000))[:, 0]
+    span = torch.arange(29.0) - 14
+    down, across = ((varied * x).sum(dim=(1, 2)) / varied.sum(dim=(1, 2)) for x in (span[:, None], span))
+    angles = torch.rad2deg(torch.atan2(down, across))
+    turned = angles.abs() > 1e-3
+    assert 900 < turned.sum() < 1100
+    assert 35 < angles.abs().max() < 40.5
+    assert abs(angles[turned].std() - 40 / 3) < 1
+    torch.testing.assert_close(torch.hypot(down, across), torch.full((2000,), 9.0), atol=0.2, rtol=0)
+
+
+def test_squeezed_images_are_narrower_and_no_lower_by_less_than_the_share():
+    image = torch.full((1, 1, 20, 40), 255, dtype=torch.uint8)
+    preparation = Preparation(squeeze=0.5)
+    varied = preparation.varied(image.expand(500, -1, -1, -1), preparation.variation(0, 0, 500))[:, 0]
+    torch.testing.assert_close(varied.sum(dim=1), varied[:, :1].sum(dim=1) * 20)
+    widths = varied[:, 0].sum(dim=1)
+    assert 20 <= widths.min() < 23
+    assert 39 < widths.max() < 41
+
+
+def test_a_square_is_erased_anywhere_but_at_the_border():
+    image = torch.full((1, 3, 12, 14), 255, dtype=torch.uint8)
+    preparation = Preparation(erase=3)
+    varied = preparation.varied(image.expand(3000, -1, -1, -1), preparation.variation(0, 0, 3000))
+    erased = varied == 0
+    assert (erased.sum(dim=(2, 3)) == 9).all()
+    ever = erased[:, 0].any(dim=0)
+    assert ever[3:9, 3:11].all()
+    assert ever.sum() == 6 * 8
+    with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of a side"):
+        preparation.image_shape((1, 8, 20))

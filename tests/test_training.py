@@ -14,14 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
+from torchcaps import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preparation, Splits, load_splits
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import ImageBatches, SplitBatches, fit
+from torchcaps.training_module import TrainingModule
 
 
 def weights_equal(one: Path, other: Path) -> bool:
@@ -267,3 +271,41 @@ def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(cal
 def test_auto_precision_is_one_of_the_two():
     assert resolve_precision("auto") in ("bf16", "float32")
     assert resolve_precision("bf16") == "bf16"
+
+
+@pytest.mark.parametrize(("schedule", "rates"), [("cosine", [1, 0.5, 0]), ("exponential", [1, 0.5, 0.25])])
+def test_the_rate_follows_its_schedule_and_rises_first_in_a_line(schedule, rates):
+    recipe = replace(create_recipe("capsnet-mnist"), schedule=schedule, decay_rate=0.5, decay_steps=50, epochs=10)
+    for warm_up_epochs, factors in ((0.0, [1, 1, 1]), (10.0, [0.01, 0.51, 1])):
+        module = TrainingModule(nn.Linear(1, 1), replace(recipe, warm_up_epochs=warm_up_epochs), 2, steps=100)
+        scheduler = module.configure_optimizers()["lr_scheduler"]["scheduler"]
+        (rate,) = scheduler.lr_lambdas
+        assert [rate(step) for step in (0, 50, 100)] == pytest.approx(
+            [a * b for a, b in zip(rates, factors, strict=True)]
+        )
+
+
+def test_mixup_mixes_images_and_their_losses_in_training_alone():
+    class Sums(nn.Module):
+        def forward(self, images, labels):
+            self.seen = images
+            return Prediction(images.flatten(1).sum(dim=1, keepdim=True).expand(-1, 2) * torch.tensor([1.0, -1.0]))
+
+    recipe = replace(create_recipe("cnn-baseline-mnist"), mixup=1.0)
+    module = TrainingModule(Sums(), recipe, 2)
+    images, labels = torch.eye(8).view(8, 1, 1, 8), torch.arange(8) % 2
+    torch.manual_seed(0)
+    loss, _ = module.loss_and_scores(images, labels, train=True)
+    mixed = module.model.seen.flatten(1)
+    shares = mixed.diagonal()
+    torch.testing.assert_close(mixed.sum(dim=1), torch.ones(8))
+    changed = shares < 1
+    assert changed.any()
+    share = shares[changed][0]
+    torch.testing.assert_close(shares[changed], share.expand(int(changed.sum())))
+    others = torch.where(changed, (mixed - torch.diag(shares)).argmax(dim=1), torch.arange(8))
+    scores = torch.tensor([[1.0, -1.0]]).expand(8, 2)
+    parts = [functional.cross_entropy(scores, each) for each in (labels, labels[others])]
+    torch.testing.assert_close(loss, share * parts[0] + (1 - share) * parts[1])
+    module.loss_and_scores(images, labels, train=False)
+    assert torch.equal(module.model.seen, images)

@@ -31,7 +31,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from torchcaps.checks import INTEGERS, described, has_values
 
-SquashForm = Literal["sabour", "su", "unit", "none"]
+SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 
 
 class Capsules(NamedTuple):
@@ -91,14 +91,15 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 
         v = |s|² / (c + |s|²) · s / |s|
 
-    ``unit`` is ``s / |s|`` and ``none`` is ``s``. Value and gradient are finite everywhere, at zero too.
+    Mazzia, Salvetti & Chiaberge 2021 have ``exponential``, ``v = (1 - e^-|s|) s / |s|``. ``unit`` is ``s / |s|`` and
+    ``none`` is ``s``. Value and gradient are finite everywhere, at zero too.
 
     Arguments:
         pose: ``[..., R, Q]``, any real values with |s|² inside the dtype's range.
-        form: ``sabour``, ``su``, ``unit`` or ``none``.
+        form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:
-        ValueError: the form is not one of the four.
+        ValueError: the form is not one of these.
 
     Example:
         >>> squash(torch.tensor([[3.0, 4.0]]))
@@ -108,6 +109,9 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         return pose
     if form == "unit":
         return pose / lengths(pose)[..., None, None].clamp_min(1e-12)
+    if form == "exponential":
+        length = lengths(pose)[..., None, None]
+        return pose * torch.where(length > 0, -torch.expm1(-length) / torch.where(length > 0, length, 1), 1)
     if form not in ("sabour", "su"):
         raise ValueError(f"unknown squash form {form!r}: use one of {', '.join(get_args(SquashForm))}")
     length = lengths(pose)[..., None, None]

@@ -31,6 +31,7 @@ class PrimaryCaps(nn.Module):
         squash_form: see `squash`.
         activation: ``length`` of the pose, or ``sigmoid`` of a convolution of its own.
         unfold: convolve by `UnfoldedConv2d`.
+        normalise: BatchNorm without weights of its own on every number of a pose and on the logits of the activations.
 
     Raises:
         ValueError: an unknown activation.
@@ -52,6 +53,7 @@ class PrimaryCaps(nn.Module):
         squash_form: SquashForm = "sabour",
         activation: Literal["length", "sigmoid"] = "length",
         unfold: bool = False,
+        normalise: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ("length", "sigmoid"):
@@ -65,14 +67,18 @@ class PrimaryCaps(nn.Module):
         self.activation = None
         if activation == "sigmoid":
             self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
+        self.pose_norm = nn.BatchNorm2d(below[1], affine=False) if normalise else nn.Identity()
+        self.activation_norm = nn.BatchNorm2d(types, affine=False) if normalise else nn.Identity()
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Capsules at every position of the convolved map, sites row by row."""
-        pose = self.convolution(features).float().flatten(2).mT.unflatten(2, (self.types, *self.pose_shape))
+        pose = self.pose_norm(self.convolution(features).float())
+        pose = pose.flatten(2).mT.unflatten(2, (self.types, *self.pose_shape))
         pose = squash(pose.contiguous(), self.squash_form)
         if self.activation is None:
             return Capsules(pose, lengths(pose))
-        return Capsules(pose, self.activation(features).float().flatten(2).mT.sigmoid())
+        logits = self.activation_norm(self.activation(features).float())
+        return Capsules(pose, logits.flatten(2).mT.sigmoid())
 
 
 class CapsuleLayer(nn.Module):

@@ -128,16 +128,36 @@ def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[T
     return functional.nll_loss(functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log(), target)
 
 
+def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
+    """Softmax cross-entropy of the activations' logits, ``log(a / (1 - a))``, mean over the batch.
+
+    Unlike the spread loss it has a gradient for every class at every activation. Logits are taken of activations at
+    least 1e-6 away from 0 and 1.
+
+    Arguments:
+        scores: ``[B, classes]``, activations in [0, 1].
+        target: class of each sample ``[B]``.
+
+    Example:
+        >>> import torch
+        >>> activation_logit_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
+        tensor(0.6931)
+    """
+    return functional.cross_entropy(scores.float().logit(eps=1e-6), target)
+
+
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "margin": margin_loss,
     "cross_entropy": functional.cross_entropy,
     "spread": spread_loss,
     "activation_cross_entropy": activation_cross_entropy,
+    "activation_logit_cross_entropy": activation_logit_cross_entropy,
 }
 
 __all__ = [
     "LOSSES",
     "activation_cross_entropy",
+    "activation_logit_cross_entropy",
     "margin_loss",
     "reconstruction_loss",
     "spread_loss",

@@ -74,6 +74,34 @@ def capsnet_fashion_mnist() -> Recipe:
     return replace(capsnet_mnist(), name="capsnet-fashion-mnist", data="fashion-mnist")
 
 
+def efficient_capsnet_mnist() -> Recipe:
+    """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
+
+    The authors' losses, rate and augmentation, but shifts of up to 2 pixels. They take batches of 16 and 150 epochs, in
+    which the rate falls by 0.97 an epoch. Their own: ``--batch-size 16 --epochs 150 --set schedule=exponential --set
+    decay_rate=0.97 --set decay_steps=3375``.
+    """
+    return Recipe(
+        name="efficient-capsnet-mnist",
+        model="efficient-capsnet",
+        data="mnist",
+        reconstruction_weight=0.0005,
+        shift=2,
+        rotation=30.0,
+        squeeze=0.25,
+        erase=4,
+        learning_rate=1e-3,
+        schedule="cosine",
+        batch_size=64,
+        epochs=20,
+    )
+
+
+def efficient_capsnet_fashion_mnist() -> Recipe:
+    """Efficient-CapsNet on Fashion-MNIST, with the settings of `efficient_capsnet_mnist`."""
+    return replace(efficient_capsnet_mnist(), name="efficient-capsnet-fashion-mnist", data="fashion-mnist")
+
+
 def cnn_baseline_mnist() -> Recipe:
     """The convolutional baseline on MNIST: Sabour, Frosst & Hinton 2017, section 5; softmax cross-entropy."""
     return replace(
@@ -120,7 +148,7 @@ def matrix_capsnet_smallnorb() -> Recipe:
         data="smallnorb",
         loss="spread",
         margin_schedule="linear",
-        standardise=True,
+        standardise="first",
         crop=32,
         brightness=63 / 255,
         contrast=0.8,
@@ -134,8 +162,34 @@ def matrix_capsnet_smallnorb() -> Recipe:
 
 
 def matrix_capsnet_toys() -> Recipe:
+    """Matrix capsules on the rendered toys, three iterations, with what later papers have found to help.
+
+    Two more convolutions, BatchNorm behind all three and on the primary capsules, standardisation last, cross-entropy
+    on activation logits, a cosine schedule. With the paper's own settings a third iteration learns worse than two. It
+    learns better here because the couplings are tempered and the variance floor is as large as the votes' variance.
+    Settings and number of epochs were chosen on toys held out from training (``--set validation_attribute=instance``);
+    this recipe trains on all toys of the training split and keeps the last epoch. The paper's settings:
+    `matrix_capsnet_toys_paper`.
+    """
+    return replace(
+        matrix_capsnet_smallnorb(),
+        name="matrix-capsnet-toys",
+        data="toys",
+        model_options={"stem": 2, "normalise": True},
+        routing_options={"iterations": 3, "variance_floor": 0.3, "initial_beta_a": 0.0, "tempering": 0.25},
+        loss="activation_logit_cross_entropy",
+        margin_schedule="none",
+        standardise="last",
+        schedule="cosine",
+        validation_fraction=0.02,
+        choose="last",
+        epochs=6,
+    )
+
+
+def matrix_capsnet_toys_paper() -> Recipe:
     """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`."""
-    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys", data="toys")
+    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys-paper", data="toys")
 
 
 def matrix_capsnet_mnist() -> Recipe:
@@ -148,7 +202,7 @@ def matrix_capsnet_mnist() -> Recipe:
         name="matrix-capsnet-mnist",
         data="mnist",
         routing_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
-        standardise=False,
+        standardise="none",
         crop=0,
         brightness=0.0,
         contrast=0.0,
@@ -181,11 +235,14 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist-5k": capsnet_mnist_5k,
     "capsnet-images": capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
+    "efficient-capsnet-mnist": efficient_capsnet_mnist,
+    "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
     "cnn-baseline-mnist": cnn_baseline_mnist,
     "pooled-cnn-mnist": pooled_cnn_mnist,
     "pooled-capsnet-mnist": pooled_capsnet_mnist,
     "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
     "matrix-capsnet-toys": matrix_capsnet_toys,
+    "matrix-capsnet-toys-paper": matrix_capsnet_toys_paper,
     "matrix-capsnet-mnist": matrix_capsnet_mnist,
     "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
     "cnn-baseline-toys": cnn_baseline_toys,

@@ -90,7 +90,7 @@ def fit(
     watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
-    """Train as the recipe says, choose the epoch on validation, read the test split once, and fill the run folder.
+    """Train as the recipe says, choose the epoch, read the test split once, and fill the run folder.
 
     Of epochs with equal validation accuracy the one of lower validation loss is kept. A finished run is left as it is,
     unless the recipe has more epochs than it was begun with: then it goes on, and reads the test split again.
@@ -182,7 +182,7 @@ def _train(
         trainer.fit(module, data, ckpt_path=last)
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
-    chosen = load_checkpoint(folder / "best.ckpt", module)
+    chosen = load_checkpoint(folder / f"{recipe.choose}.ckpt", module)
     module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]

@@ -1,5 +1,6 @@
 """One step of a training, of a validation and of a test, as Lightning calls them."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,19 @@ class TrainingModule(lightning.LightningModule):
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         """What is minimised, and the scores."""
         recipe = self.recipe
+        others, share = labels, 1.0
+        if recipe.mixup and train:
+            share = float(torch.distributions.Beta(recipe.mixup, recipe.mixup).sample())
+            order = torch.randperm(len(images)).to(images.device)
+            images, others = share * images + (1 - share) * images[order], labels[order]
         prediction = self.model(images, labels)
         options = dict(recipe.loss_options)
         if recipe.margin_schedule != "none":
             step = self.global_step if train else self.steps
             options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
         loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
+        if share < 1:
+            loss = share * loss + (1 - share) * LOSSES[recipe.loss](prediction.scores, others, **options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
         return loss, prediction.scores
@@ -141,10 +149,18 @@ class TrainingModule(lightning.LightningModule):
             lr=recipe.learning_rate,  # type: ignore[call-arg]
             weight_decay=recipe.weight_decay,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: recipe.decay_rate ** (step / recipe.decay_steps)
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _rate(self, step: int) -> float:
+        """What the learning rate is multiplied by at a step."""
+        recipe = self.recipe
+        if recipe.schedule == "cosine":
+            rate = (1 + math.cos(math.pi * min(1.0, step / max(1, self.steps)))) / 2
+        else:
+            rate = recipe.decay_rate ** (step / recipe.decay_steps)
+        rising = recipe.warm_up_epochs * self.steps / recipe.epochs
+        return rate * min(1.0, (step + 1) / rising) if rising else rate
 
 
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The commands: recipes, train, evaluate, predict, data, experiment, bench, info."""
+"""The commands: recipes, train, evaluate, predict, publish, data, experiment, bench, info."""
 
 import os
 import warnings
@@ -83,6 +83,7 @@ def train(
             chosen.data,
             data_dir,
             validation_fraction=chosen.validation_fraction,
+            validation_attribute=chosen.validation_attribute,
             seed=chosen.seed,
             **chosen.data_options,
         )
@@ -178,6 +179,20 @@ def predict(
         first, second = (classifier.class_names[index] for index in classes)
         rows.append((path, first, f"{values[0]:.3f}", second, f"{values[1]:.3f}"))
     print_table(("image", "class", "score", "runner-up", "score"), rows)
+
+
+@app.command()
+def publish(
+    run: RunFolder,
+    folder: Annotated[Path, typer.Argument(help="Folder for the weights, such as weights/NAME.")],
+) -> None:
+    """Weights to share: a run's network without its decoder, and a page with data, recipe, commit and figures."""
+    from torchcaps.model_card import publish as publish_run
+
+    writable(folder)
+    card = publish_run(run, folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    print(f"{folder}: {size / 2**20:.2f} MiB; read {card}")
 
 
 app.command()(experiment)

@@ -15,7 +15,7 @@ from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_file import read_image
 from torchcaps.data.image_folder import load_image_folder, read_folder
-from torchcaps.data.images import Images, Splits, cut, shift, shift_offsets
+from torchcaps.data.images import Images, Splits, cut, cut_by, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
@@ -33,6 +33,7 @@ __all__ = [
     "Variation",
     "camera_rotation",
     "cut",
+    "cut_by",
     "difference",
     "download",
     "fetch_mnist",
@@ -141,7 +142,13 @@ FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 
 
 def load_splits(
-    name_or_folder: str, data_dir: Path, *, validation_fraction: float = 0.1, seed: int = 0, **options: Any
+    name_or_folder: str,
+    data_dir: Path,
+    *,
+    validation_fraction: float = 0.1,
+    validation_attribute: str = "",
+    seed: int = 0,
+    **options: Any,
 ) -> Splits:
     """Load a dataset of the table, or a folder of images, as train, validation and test.
 
@@ -153,6 +160,7 @@ def load_splits(
         name_or_folder: a name in `DATASETS`, which wins, or the path of a folder (see `load_image_folder`).
         data_dir: where the files of named datasets lie or are downloaded to.
         validation_fraction: above 0, at most 0.5.
+        validation_attribute: hold out by this attribute of a named dataset instead; see `cut_by`.
         seed: 0 or greater.
         options: for a folder: image_size, channels, test_fraction; for a name: what its `Dataset` says.
     Raises:
@@ -184,7 +192,12 @@ def load_splits(
     found: list[str] = []
     if known:
         train, test = DATASETS[name_or_folder].load(data_dir, **options)
-        splits = Splits(*cut(train, validation_fraction, seed), test)
+        by_attribute = cut_by(train, validation_attribute, seed) if validation_attribute else None
+        splits = Splits(*(by_attribute or cut(train, validation_fraction, seed)), test)
+    elif validation_attribute:
+        raise BadInput(
+            f"validation_attribute is {validation_attribute!r}, but a folder has no attributes: leave it out"
+        )
     else:
         splits, found = read_folder(folder, **options, validation=(validation_fraction, seed))
     for split in ("train", "validation", "test"):

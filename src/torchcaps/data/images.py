@@ -115,6 +115,38 @@ def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
     return images.subset(rest), images.subset(held_out)
 
 
+def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
+    """Cut images in two by an attribute: `(rest, held_out)`, each in the order of the original.
+
+    Of every class, all images of one value of the attribute are held out, such as one of five toys; which one depends
+    on the seed and the class alone.
+
+    Arguments:
+        images: the images to cut.
+        attribute: one of `images.attributes`.
+        seed: 0 or greater.
+    Raises:
+        BadInput: the images have no such attribute, or it has a single value in some class.
+    Example:
+        >>> labels, toy = torch.tensor([0, 0, 1, 1]), {"toy": torch.tensor([4, 5, 4, 6])}
+        >>> images = Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels, ("cat", "dog"), toy)
+        >>> [part.labels.tolist() for part in cut_by(images, "toy", seed=0)]
+        [[0, 1], [0, 1]]
+    """
+    if attribute not in images.attributes:
+        known = nearest(attribute, images.attributes) if images.attributes else "; these images have none"
+        raise BadInput(f"unknown attribute {attribute!r}{known}")
+    held_out = torch.zeros(len(images), dtype=torch.bool)
+    for label in images.labels.unique().tolist():
+        members = images.labels == label
+        values = images.attributes[attribute][members].unique()
+        if len(values) < 2:
+            raise BadInput(f"class {images.class_names[label]} has one value of {attribute}: nothing can be held out")
+        chosen = values[int(np.random.PCG64([seed, label]).random_raw() % len(values))]
+        held_out |= members & (images.attributes[attribute] == chosen)
+    return images.subset((~held_out).nonzero().flatten()), images.subset(held_out.nonzero().flatten())
+
+
 def cut_indices(
     labels: Int64[Tensor, " N"], fraction: float, seed: int
 ) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " M"]]:

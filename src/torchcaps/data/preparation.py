@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
+from torch.nn import functional
 
 from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, kinds_of
+
+Standardise = Literal["none", "first", "last"]
 
 
 class Variation(NamedTuple):
@@ -20,10 +23,13 @@ class Variation(NamedTuple):
     Arguments:
         offsets: ``[N, 2]``, pixels down and to the right; None without shifts.
         uniform: ``[N, 4]`` in [0, 1): place of the crop down and across, brightness, contrast; None without any.
+        warp: ``[N, 4]``: rotation and squeeze in [-1, 1], where of an image the erased square is, down and across, in
+            [0, 1); None without any.
     """
 
     offsets: Int64[Tensor, "N 2"] | None
     uniform: Float[Tensor, "N 4"] | None
+    warp: Float[Tensor, "N 4"] | None = None
 
     def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
         """The rows of these images."""
@@ -36,10 +42,17 @@ class Preparation:
 
     Arguments:
         shift: in training, up to so many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
-        standardise: each image, all its channels together, to mean 0 and variance 1; else pixels in [0, 1].
+        standardise: each image, all its channels together, to mean 0 and variance 1: ``first``, before crop, brightness
+            and contrast, as the text of Hinton, Sabour & Frosst 2018; ``last``, after them, as the authors' code; or
+            ``none``, pixels in [0, 1].
         crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
         brightness: in training, up to so much is added or taken away, at most 10.
         contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
+        rotation: largest angle in degrees; in training, half of the images are rotated, by angles from a normal
+            distribution whose standard deviation is a third of the largest. This and the next two are the augmentation
+            of Mazzia, Salvetti & Chiaberge 2021.
+        squeeze: largest share, at most 0.9, by which an image becomes narrower in training; distributed likewise.
+        erase: in training, side in pixels of a square that is set to 0, at least as far from the border.
         test_crops: in tests, the scores of so many crops a side, spread evenly, are averaged; 1 is the centre alone.
     Raises:
         BadInput: a value is out of its range.
@@ -49,20 +62,23 @@ class Preparation:
     """
 
     shift: int = 0
-    standardise: bool = False
+    standardise: Standardise = "none"
     crop: int = 0
     brightness: float = 0.0
     contrast: float = 0.0
+    rotation: float = 0.0
+    squeeze: float = 0.0
+    erase: int = 0
     test_crops: int = 1
 
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
-        ranges = {"shift": (0, 10_000), "crop": (0, 10_000), "test_crops": (1, 32)}
-        ranges |= {"brightness": (0, 10), "contrast": (0, 1)}
+        ranges = dict.fromkeys(("shift", "crop", "erase"), (0.0, 10000.0)) | {"test_crops": (1.0, 32.0)}
+        ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9)}
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} to {most:,}")
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:g}")
         if self.test_crops > 1 and not self.crop:
             raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
 
@@ -75,11 +91,15 @@ class Preparation:
         """Channels, height and width of the network's input.
 
         Raises:
-            BadInput: the crop is larger than the stored image.
+            BadInput: the crop is larger than the stored image, or a square that is erased than a third of the input.
         """
         channels, height, width = stored
         if self.crop > min(height, width):
             raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the images' smaller side")
+        if 3 * self.erase > (self.crop or min(height, width)):
+            raise BadInput(
+                f"erase is {self.erase}: use at most {(self.crop or min(height, width)) // 3}, a third of a side"
+            )
         return (channels, self.crop, self.crop) if self.crop else stored
 
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
@@ -89,46 +109,73 @@ class Preparation:
         return Variation(
             shift_offsets(seed, epoch, count, self.shift) if self.shift else None,
             None if uniform is None else torch.from_numpy(uniform),
+            self._warp(np.random.default_rng([seed, epoch, 3]), count),
         )
+
+    def _warp(self, random: np.random.Generator, count: int) -> Tensor | None:
+        if not (self.rotation or self.squeeze or self.erase):
+            return None
+        amounts = (random.standard_normal((count, 2)) / 3).clip(-1, 1)
+        uniform = random.random((count, 3))
+        amounts[:, 0] *= uniform[:, 2] < 0.5
+        return torch.from_numpy(np.concatenate([amounts, uniform[:, :2]], axis=1)).float()
 
     def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
         """The input for training, as chance has it."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
-        images = self._scaled(pixels)
-        if variation.uniform is None:
-            return _channels_last(images)
-        down, across, brightness, contrast = variation.uniform.unbind(1)
-        images = self._cut(images, down, across)
-        factor, more = 1 + self.contrast * (2 * contrast - 1), self.brightness * (2 * brightness - 1)
-        mean = images.mean(dim=(1, 2, 3))
-        return _channels_last(images * factor[:, None, None, None] + (mean * (1 - factor) + more)[:, None, None, None])
+        images = self._standardised(_scaled(pixels), "first")
+        if variation.uniform is not None:
+            down, across, brightness, contrast = variation.uniform.unbind(1)
+            images = self._cut(images, down, across)
+            factor, more = 1 + self.contrast * (2 * contrast - 1), self.brightness * (2 * brightness - 1)
+            mean = images.mean(dim=(1, 2, 3))
+            images = images * factor[:, None, None, None] + (mean * (1 - factor) + more)[:, None, None, None]
+        if variation.warp is not None:
+            images = self._warped(images, variation.warp)
+        return _channels_last(self._standardised(images, "last"))
+
+    def _warped(self, images: Tensor, warp: Tensor) -> Tensor:
+        """Rotated and squeezed about the centre, with a square erased."""
+        _, _, height, width = images.shape
+        turn, squeeze, down, across = warp.unbind(1)
+        if self.rotation or self.squeeze:
+            angle, stretch = torch.deg2rad(self.rotation * turn), 1 / (1 - self.squeeze * squeeze.abs())
+            cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+            rows = [cosine * stretch, sine * height / width, zero, -sine * stretch * width / height, cosine, zero]
+            places = functional.affine_grid(torch.stack(rows, dim=1).view(-1, 2, 3), list(images.shape), False)
+            images = functional.grid_sample(images, places, align_corners=False)
+        if self.erase:
+            inside = []
+            for place, side in ((down, height), (across, width)):
+                first = self.erase + (place * (side - 3 * self.erase + 1)).floor()
+                distance = torch.arange(side, device=images.device) - first[:, None]
+                inside.append((distance >= 0) & (distance < self.erase))
+            images = images.masked_fill(inside[0][:, None, :, None] & inside[1][:, None, None, :], 0)
+        return images
 
     def plain(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
         """The input without chance: the centre crop."""
-        return self._at(pixels, 0.5, 0.5)
+        return self._at(_scaled(pixels), 0.5, 0.5)
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
         """The same of images in [0, 1], differentiable."""
-        place = torch.full((len(images),), 0.5, device=images.device)
-        return _channels_last(self._cut(self._standardised(images), place, place))
+        return self._at(images, 0.5, 0.5)
 
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
         """The inputs of a test, `test_crops`² views of each image."""
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
         places = torch.linspace(0, 1, self.test_crops).tolist()
-        return torch.stack([self._at(pixels, down, across) for down in places for across in places])
+        return torch.stack([self._at(_scaled(pixels), down, across) for down in places for across in places])
 
-    def _at(self, pixels: Tensor, down: float, across: float) -> Tensor:
-        place = torch.ones(len(pixels), device=pixels.device)
-        return _channels_last(self._cut(self._scaled(pixels), down * place, across * place))
+    def _at(self, images: Tensor, down: float, across: float) -> Tensor:
+        place = torch.ones(len(images), device=images.device)
+        images = self._cut(self._standardised(images, "first"), down * place, across * place)
+        return _channels_last(self._standardised(images, "last"))
 
-    def _scaled(self, pixels: Tensor) -> Tensor:
-        return self._standardised(pixels.float().div_(255))
-
-    def _standardised(self, images: Tensor) -> Tensor:
-        if not self.standardise:
+    def _standardised(self, images: Tensor, when: Standardise) -> Tensor:
+        if self.standardise != when:
             return images
         deviation, mean = torch.std_mean(images, dim=(1, 2, 3), keepdim=True, correction=0)
         return (images - mean) / deviation.clamp_min(1 / 255)
@@ -144,6 +191,10 @@ class Preparation:
         rows = (first_row[:, None] + span)[:, None, :, None].expand(-1, channels, -1, width)
         columns = (first_column[:, None] + span)[:, None, None, :].expand(-1, channels, self.crop, -1)
         return images.gather(2, rows).gather(3, columns)
+
+
+def _scaled(pixels: Tensor) -> Tensor:
+    return pixels.float().div_(255)
 
 
 def _channels_last(images: Tensor) -> Tensor:

@@ -88,7 +88,8 @@ class Study:
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
         """The recipe's data; no more than so many images of its training and test splits, drawn with seed 0."""
         options = tuple(sorted(recipe.data_options.items()))
-        splits = _loaded(recipe.data, self.data_dir, recipe.validation_fraction, recipe.seed, options)
+        held_out = recipe.validation_fraction, recipe.validation_attribute
+        splits = _loaded(recipe.data, self.data_dir, *held_out, recipe.seed, options)
         share = 1.0 if train is None else min(1.0, train / len(splits.train))
         return Splits(
             some(splits.train, train),
@@ -287,10 +288,11 @@ def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | Non
 
 @lru_cache(maxsize=1)
 def _loaded(
-    data: str, data_dir: Path, validation_fraction: float, seed: int, options: tuple[tuple[str, Any], ...]
+    data: str, data_dir: Path, fraction: float, attribute: str, seed: int, options: tuple[tuple[str, Any], ...]
 ) -> Splits:
     """The last data are kept: the rows of a table mostly learn from the same."""
-    return load_splits(data, data_dir, validation_fraction=validation_fraction, seed=seed, **dict(options))
+    held_out: dict[str, Any] = {"validation_fraction": fraction, "validation_attribute": attribute}
+    return load_splits(data, data_dir, seed=seed, **held_out, **dict(options))
 
 
 def percent(right: Tensor | Sequence[bool]) -> float:

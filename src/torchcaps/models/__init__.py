@@ -9,6 +9,7 @@ from torch import nn
 from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput, nearest
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
+from torchcaps.models.efficient import EfficientCapsNet
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
@@ -17,6 +18,7 @@ from torchcaps.routing import Routing
 
 MODELS: dict[str, type[nn.Module]] = {
     "capsnet": CapsNet,
+    "efficient-capsnet": EfficientCapsNet,
     "baseline-cnn": BaselineCNN,
     "pooled-cnn": PooledCNN,
     "pooled-capsnet": PooledCapsNet,
@@ -82,9 +84,11 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
         for key, value in options.items()
         if isinstance(value, int | list | tuple) and not isinstance(value, bool)
     }
+    parameters = inspect.signature(kind).parameters
     for key, values in counts.items():
-        if not values or min(values) < 1:
-            raise BadInput(f"model {name}: {key} is {options[key]}; give numbers of at least 1")
+        least = 0 if key in parameters and parameters[key].default == 0 else 1
+        if not values or min(values) < least:
+            raise BadInput(f"model {name}: {key} is {options[key]}; give numbers of at least {least}")
     try:
         return kind(**options)
     except BadInput:
@@ -100,6 +104,7 @@ __all__ = [
     "MODELS",
     "BaselineCNN",
     "CapsNet",
+    "EfficientCapsNet",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
     "PooledCNN",

@@ -40,6 +40,9 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
+        stem: further convolutions 3×3×A behind the first, which keep its grid. With a stem, BatchNorm follows every
+            convolution.
+        normalise: BatchNorm without weights of its own on the poses and activation logits of the primary capsules.
         routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
             and options. Options of ``"em"`` that are left out are those of `EM`.
         class_temperature_factor: for ``"em"``: λ of the class capsules as a multiple of the others'; the authors' code
@@ -68,6 +71,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: Sequence[int] | None = None,
         pose: Literal["matrix", "vector"] = "matrix",
         coordinates: bool = True,
+        stem: int = 0,
+        normalise: bool = False,
         routing: nn.Module | Routing | str = EM,
         class_temperature_factor: float = 1.0,
         primary_deviation: float | None = None,
@@ -94,9 +99,19 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 )
             heat = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=heat)
-        self.convolution = nn.Sequential(nn.Conv2d(channels, features, 5, stride=2), nn.ReLU())
+        if stem < 0:
+            raise BadInput(f"stem is {stem}: give the number of convolutions, 0 or more")
+        convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]
+        for _ in range(stem):
+            convolutions += [nn.BatchNorm2d(features), nn.ReLU(), nn.Conv2d(features, features, 3, padding=1)]
+        norm = [nn.BatchNorm2d(features)] if stem else []
+        self.convolution = nn.Sequential(*convolutions, *norm, nn.ReLU())
         self.primary_capsules = PrimaryCaps(
-            features, primary, pose_size, 1, bias=False, squash_form="none", activation="sigmoid"
+            *(features, primary, pose_size, 1),
+            bias=False,
+            squash_form="none",
+            activation="sigmoid",
+            normalise=normalise,
         )
         for layer, spread in (
             (self.primary_capsules.convolution, primary_deviation),

@@ -21,7 +21,7 @@ from torchcaps.options import check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = 2
+FORMAT = 3
 Network = TypeVar("Network", bound="Pretrained")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -30,7 +30,7 @@ class SavedConfig(NamedTuple):
     """What config.json holds.
 
     Arguments:
-        format: 2.
+        format: 3.
         model: the network's name in `MODELS`.
         options: every argument of its constructor but routing.
         routing: of each layer with a rule: the rule's name in `ROUTINGS` and its options.
@@ -191,8 +191,8 @@ def read_config(folder: Path) -> SavedConfig:
         raise BadInput(f"{path} is damaged ({error}): save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
-            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; in format 1, make "
-            f"the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
+            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; for an older format, "
+            f"make the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
         )
     kinds = kinds_of(SavedConfig)
     for name in kinds:

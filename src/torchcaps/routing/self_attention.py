@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, lengths
+from torchcaps.capsules import Capsules, lengths, squash
 from torchcaps.checks import check_sizes
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
@@ -68,8 +68,7 @@ class SelfAttentionRouting(Rule):
         linear = nn.functional.pad(plain / math.sqrt(rows * columns), (0, columns))
         found = votes.moments(Agreement(linear=linear), variance=False)
         total = found.mass[..., None, None] * found.mean[..., :columns] + biased
-        length = lengths(total)[..., None, None]
-        pose = total * torch.where(length > 0, -torch.expm1(-length) / torch.where(length > 0, length, 1), 1)
+        pose = squash(total, "exponential")
         return Capsules(pose, lengths(pose))
 
     @property

@@ -1,0 +1,97 @@
+"""Weights to share: a trained network without its decoder, and a page that says where it comes from."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torchcaps.classifier import Classifier
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
+from torchcaps.run_folder import read_metrics, read_run
+
+CARD = """# {name}
+
+A `{model}` of {parameters:,} parameters for {count} classes: {classes}.
+
+```sh
+torchcaps predict {folder} IMAGE
+```
+
+```python
+from torchcaps import Classifier
+
+classifier = Classifier.from_pretrained("{folder}")
+print(classifier.predict("IMAGE").class_names)
+```
+
+| | |
+|---|---|
+| test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images, read {reads} |
+| validation accuracy | {validation_accuracy_percent:.2f} % of {validation_images:,} images |
+| training | {train_images:,} images of {data}, {epochs} epochs, {minutes:.0f} minutes, {precision} |
+| commit | {commit} |
+| versions | {versions} |
+| processor | {processor}, {threads} threads{gpu} |
+
+## Limits
+
+The network has seen images of {data} alone, of {channels} channels and {height}×{width} pixels. Other images are
+resized to that; how well it does on them has not been measured. Scores are not calibrated probabilities.{decoder}
+
+## Recipe
+
+```json
+{recipe}
+```
+"""
+
+
+def publish(run: Path, folder: Path) -> Path:
+    """Write a run's network without its decoder, and README.md beside it.
+
+    Arguments:
+        run: the folder of a finished training.
+        folder: made if absent; model.safetensors, config.json and README.md in it are replaced.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        BadInput: the run is not finished or damaged, or the folder cannot be written to.
+    """
+    if not (run / "metrics.json").is_file():
+        raise BadInput(f"{run} has no metrics.json: finish the training with --resume first")
+    classifier, said, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
+    model: Any = classifier.model
+    drawing = getattr(model, "decoder", None) is not None
+    if drawing:
+        model.decoder, model.options["decoder"] = None, False
+    classifier.save_pretrained(folder)
+    here, (channels, height, width) = said.environment, classifier.image_shape
+    reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
+    text = CARD.format(
+        name=folder.name,
+        folder=folder,
+        model=said.recipe.model,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        count=len(classifier.class_names),
+        classes=", ".join(classifier.class_names),
+        data=said.recipe.data,
+        minutes=metrics["wall_seconds"] / 60,
+        reads=reads,
+        commit=here["commit"],
+        versions=", ".join(f"{name} {version}" for name, version in here["versions"].items()),
+        processor=here["processor"],
+        threads=here["threads"],
+        gpu=f", {here['gpu']}" if here["gpu"] else "",
+        decoder=" Its decoder, which drew the class capsules in training, is left out." if drawing else "",
+        channels=channels,
+        height=height,
+        width=width,
+        recipe=json.dumps(said.recipe.plain(), indent=2),
+        **{key: metrics[key] for key in ("test_accuracy_percent", "validation_accuracy_percent", "precision")},
+        **{key: metrics[key] for key in ("test_images", "validation_images", "train_images", "epochs")},
+    )
+    with atomically(folder / "README.md") as stream:
+        stream.write(text.encode())
+    return folder / "README.md"

@@ -1,0 +1,90 @@
+"""Efficient-CapsNet: Mazzia, Salvetti & Chiaberge 2021 (arXiv 2101.12491)."""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, Prediction, lengths, squash
+from torchcaps.decoder import Decoder
+from torchcaps.layers import DenseCaps, truncated_normal_
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing
+
+
+class EfficientCapsNet(nn.Module, Pretrained):
+    """Four convolutions, sixteen primary capsules in all, class capsules by self-attention, decoder.
+
+    Mazzia, Salvetti & Chiaberge 2021, figure 2: 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each with ReLU and then
+    BatchNorm → a depthwise convolution as large as the map → 16 capsules of 8-D → one 16-D capsule a class, whose
+    length is the class's score. 161,824 parameters on MNIST, without the decoder.
+
+    Arguments:
+        image_shape: (channels, height, width); at least 11×11.
+        classes: number of classes.
+        channels: of the four convolutions; the last is a multiple of primary_pose_size.
+        primary_pose_size: length of a primary capsule's pose.
+        class_pose_size: length of a class capsule's pose.
+        decoder: also draw the image from the class capsule.
+        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
+            options.
+
+    Raises:
+        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
+        ValueError: a rule that does not fit the class capsules, or channels that do not make whole capsules.
+
+    Example:
+        >>> import torch
+        >>> EfficientCapsNet(image_shape=(3, 32, 32), classes=5)(torch.rand(2, 3, 32, 32)).scores.shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (1, 28, 28),
+        classes: int = 10,
+        channels: Sequence[int] = (32, 64, 64, 128),
+        primary_pose_size: int = 8,
+        class_pose_size: int = 16,
+        decoder: bool = True,
+        routing: nn.Module | Routing | str = "self_attention",
+    ) -> None:
+        super().__init__()
+        below, height, width = shape = check_image_shape("EfficientCapsNet", image_shape, smallest=11)
+        if len(channels) != 4 or channels[3] % primary_pose_size:
+            raise ValueError(
+                f"channels are {list(channels)}: give four, the last a multiple of primary_pose_size "
+                f"{primary_pose_size}, such as [32, 64, 64, 128]"
+            )
+        layers: list[nn.Module] = []
+        for above, kernel_size, stride in zip(channels, (5, 3, 3, 3), (1, 1, 1, 2), strict=True):
+            convolution = nn.Conv2d(below, above, kernel_size, stride)
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            layers += [convolution, nn.ReLU(), nn.BatchNorm2d(above)]
+            below = above
+        self.features = nn.Sequential(*layers)
+        grid = ((height - 8 - 3) // 2 + 1, (width - 8 - 3) // 2 + 1)
+        self.primary_capsules = nn.Conv2d(below, below, grid, groups=below)
+        self.pose_size, types = primary_pose_size, below // primary_pose_size
+        self.class_capsules = DenseCaps(
+            1, types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
+        )
+        truncated_normal_(self.class_capsules.transform.data, math.sqrt(2 / (classes * types * primary_pose_size)))
+        self.decoder = Decoder(classes, class_pose_size, shape) if decoder else None
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Scores, class capsules and the drawing of the labelled class (of the most active one without labels)."""
+        numbers = self.primary_capsules(self.features(images)).float()
+        pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
+        capsules = self.class_capsules(Capsules(pose, lengths(pose)))
+        scores = capsules.activation.squeeze(1)
+        if self.decoder is None:
+            return Prediction(scores, capsules)
+        return Prediction(
+            scores, capsules, self.decoder(capsules.pose, scores.argmax(dim=1) if labels is None else labels)
+        )
