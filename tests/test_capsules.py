@@ -43,5 +43,5 @@ def test_gradcheck():
 
 @pytest.mark.usefixtures("untyped")
 def test_unknown_form_raises():
-    with pytest.raises(ValueError, match="sabour, su, unit, none"):
+    with pytest.raises(ValueError, match="sabour, su, exponential, unit, none"):
         squash(torch.ones(1, 2), "relu")

@@ -90,7 +90,8 @@ def test_a_model_is_copied_and_pickled(name):
     model(batch)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(again(batch), model(batch))
-    assert not list(model.buffers())
+    of_norms = {"running_mean", "running_var", "num_batches_tracked"}
+    assert {path.rpartition(".")[2] for path, _ in model.named_buffers()} <= of_norms
 
 
 def test_shared_capsules_make_their_map_once():
@@ -211,7 +212,9 @@ def has_fused(program):
 def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
     model = small(name)
     program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
-    assert has_fused(program) == (name in ("capsnet", "matrix-capsnet"))  # poses of 128 numbers are too large
+    assert has_fused(program) == (
+        name in ("capsnet", "efficient-capsnet", "matrix-capsnet")
+    )  # poses of 128 numbers are too large
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

@@ -192,7 +192,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
         (lambda content: content.update(format=1), "is not a torchcaps configuration of format 3"),
-        (lambda content: content.update(format=2.0), "format takes a whole number"),
+        (lambda content: content.update(format=3.0), "format takes a whole number"),
         (lambda content: content.update(options=5), "options takes a table"),
         (lambda content: content.update(options=None), "options takes a table"),
         (lambda content: content.update(routing=[]), "routing takes a table"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         MODELS,
         BaselineCNN,
         CapsNet,
+        EfficientCapsNet,
         MatrixBaselineCNN,
         MatrixCapsNet,
         PooledCapsNet,
@@ -53,7 +54,8 @@ _MODULES = {
     "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PrimaryCaps", "SharedCaps"),
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
-        *("MODELS", "BaselineCNN", "CapsNet", "MatrixBaselineCNN", "MatrixCapsNet", "PooledCNN", "PooledCapsNet"),
+        *("MODELS", "BaselineCNN", "CapsNet", "EfficientCapsNet", "MatrixBaselineCNN", "MatrixCapsNet"),
+        *("PooledCNN", "PooledCapsNet"),
         "create_model",
     ),
     "routing": (
@@ -86,6 +88,7 @@ __all__ = [
     "DynamicRouting",
     "EMPass",
     "EMRouting",
+    "EfficientCapsNet",
     "GenerativeRouting",
     "MatrixBaselineCNN",
     "MatrixCapsNet",

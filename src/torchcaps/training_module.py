@@ -149,7 +149,7 @@ class TrainingModule(lightning.LightningModule):
             lr=recipe.learning_rate,  # type: ignore[call-arg]
             weight_decay=recipe.weight_decay,
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _rate(self, step: int) -> float:
