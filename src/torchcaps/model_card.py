@@ -11,7 +11,7 @@ from torchcaps.run_folder import read_metrics, read_run
 
 CARD = """# {name}
 
-A `{model}` of {parameters:,} parameters for {count} classes: {classes}.
+Network: `{model}`, {parameters:,} parameters, {count} classes: {classes}.
 
 ```sh
 torchcaps predict {folder} IMAGE
@@ -31,12 +31,12 @@ print(classifier.predict("IMAGE").class_names)
 | training | {train_images:,} images of {data}, {epochs} epochs, {minutes:.0f} minutes, {precision} |
 | commit | {commit} |
 | versions | {versions} |
-| processor | {processor}, {threads} threads{gpu} |
+| processor | {processor}, threads: {threads}{gpu} |
 
 ## Limits
 
-The network has seen images of {data} alone, of {channels} channels and {height}×{width} pixels. Other images are
-resized to that; how well it does on them has not been measured. Scores are not calibrated probabilities.{decoder}
+The network was trained on {data} alone, on images of {shape} (channels × height × width). Other images are resized to
+that; how well it does on them has not been measured. Scores are not calibrated probabilities.{decoder}
 
 ## Recipe
 
@@ -67,7 +67,7 @@ def publish(run: Path, folder: Path) -> Path:
     if drawing:
         model.decoder, model.options["decoder"] = None, False
     classifier.save_pretrained(folder)
-    here, (channels, height, width) = said.environment, classifier.image_shape
+    here = said.environment
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     text = CARD.format(
         name=folder.name,
@@ -84,10 +84,8 @@ def publish(run: Path, folder: Path) -> Path:
         processor=here["processor"],
         threads=here["threads"],
         gpu=f", {here['gpu']}" if here["gpu"] else "",
-        decoder=" Its decoder, which drew the class capsules in training, is left out." if drawing else "",
-        channels=channels,
-        height=height,
-        width=width,
+        decoder=" Its decoder is left out." if drawing else "",
+        shape="×".join(map(str, classifier.image_shape)),
         recipe=json.dumps(said.recipe.plain(), indent=2),
         **{key: metrics[key] for key in ("test_accuracy_percent", "validation_accuracy_percent", "precision")},
         **{key: metrics[key] for key in ("test_images", "validation_images", "train_images", "epochs")},
