@@ -18,7 +18,7 @@ from problems import far, full_problem
 from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
-from torchcaps.kernels.memory import padded
+from torchcaps.kernels.memory import lanes_of, padded
 from torchcaps.routing.votes import Agreement, Moments, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -310,7 +310,7 @@ def test_nothing_stands_beyond_the_batch(device):
     fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
     agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
     log_sums = operators.moments([], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False)[-1]
-    assert log_sums.shape[0] == padded(2, fused.detached[0])
+    assert log_sums.shape[0] == padded(2, lanes_of(fused.detached[0]))
     assert not log_sums[2:].any()
 
 

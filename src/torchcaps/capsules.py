@@ -107,14 +107,13 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     """
     if form == "none":
         return pose
-    if form == "unit":
-        return pose / lengths(pose)[..., None, None].clamp_min(1e-12)
-    if form == "exponential":
-        length = lengths(pose)[..., None, None]
-        return pose * torch.where(length > 0, -torch.expm1(-length) / torch.where(length > 0, length, 1), 1)
-    if form not in ("sabour", "su"):
+    if form not in get_args(SquashForm):
         raise ValueError(f"unknown squash form {form!r}: use one of {', '.join(get_args(SquashForm))}")
     length = lengths(pose)[..., None, None]
+    if form == "unit":
+        return pose / length.clamp_min(1e-12)
+    if form == "exponential":
+        return pose * torch.where(length > 0, -torch.expm1(-length) / torch.where(length > 0, length, 1), 1)
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import one_hot
+from torchcaps.capsules import Capsules, Prediction, one_hot
 
 
 class Decoder(nn.Module):
@@ -53,3 +53,18 @@ class Decoder(nn.Module):
         visible = pose * one_hot(of_class, self.classes).to(pose)[:, None, :, None, None]
         weights = next(self.layers.parameters())
         return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)
+
+
+def prediction_of(capsules: Capsules, decoder: Decoder | None, labels: Int64[Tensor, "B"] | None = None) -> Prediction:
+    """The prediction of class capsules ``[B, 1, J, ...]``: their activations are the scores.
+
+    Arguments:
+        capsules: of the classes.
+        decoder: draws the capsule of the labelled class, or of the most active one without labels; None draws nothing.
+        labels: ``[B]``.
+    """
+    scores = capsules.activation.squeeze(1)
+    if decoder is None:
+        return Prediction(scores, capsules)
+    drawn = scores.argmax(dim=1) if labels is None else labels
+    return Prediction(scores, capsules, decoder(capsules.pose, drawn))

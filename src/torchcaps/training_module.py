@@ -149,6 +149,7 @@ class TrainingModule(lightning.LightningModule):
             lr=recipe.learning_rate,  # type: ignore[call-arg]
             weight_decay=recipe.weight_decay,
         )
+        # Of a bound method, LambdaLR would save the attributes in every checkpoint.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -78,7 +78,7 @@ class Preparation:
         ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9)}
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:g}")
+                raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:,g}")
         if self.test_crops > 1 and not self.crop:
             raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
 
@@ -167,7 +167,8 @@ class Preparation:
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
         places = torch.linspace(0, 1, self.test_crops).tolist()
-        return torch.stack([self._at(_scaled(pixels), down, across) for down in places for across in places])
+        images = _scaled(pixels)
+        return torch.stack([self._at(images, down, across) for down in places for across in places])
 
     def _at(self, images: Tensor, down: float, across: float) -> Tensor:
         place = torch.ones(len(images), device=images.device)

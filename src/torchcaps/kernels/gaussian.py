@@ -27,13 +27,12 @@ def _call(name: str, variance: Tensor, floor: float, grads: list[Any], outputs: 
     scalars = scalar_strides(shape, vectors[0] == 1)
     lanes, numbers = shape[0] if vectors[0] == 1 else shape[2], shape[3] * shape[4]
     sites = variance.numel() // max(1, lanes * numbers)
-    places: list[Any] = [("variance", variance, shape, vectors)]
+    keep, places = list[Tensor](), list[Any]([("variance", variance, shape, vectors)])
     if grads:
         places += [("half_precision_grad", grads[0], shape, vectors), ("log_volume_grad", grads[1], shape[:3], scalars)]
-    given = addresses(variance.dtype, places, keep := list[Tensor]())
+    given = addresses(variance.dtype, places, keep)
     sizes = sites, numbers, lanes, torch.get_num_threads()
     cpu_kernel(name, variance.dtype)(sizes, floor, given + [output.data_ptr() for output in outputs])
-    del keep
 
 
 def _like_gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:

@@ -26,14 +26,13 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def lanes_of(dtype: torch.dtype) -> int:
-    """Numbers in the widest vectors of a processor, 64 bytes."""
-    return 64 // dtype.itemsize
+def lanes_of(tensor: Tensor) -> int:
+    """How many of a tensor's numbers the widest vectors of a CPU hold, 64 bytes; 1 on other devices."""
+    return 64 // tensor.dtype.itemsize if tensor.device.type == "cpu" else 1
 
 
-def padded(count: IntLikeType, like: Tensor) -> IntLikeType:
-    """The count, rounded up on the CPU to whole vectors of the widest kind."""
-    lanes = lanes_of(like.dtype) if like.device.type == "cpu" else 1
+def padded(count: IntLikeType, lanes: int) -> IntLikeType:
+    """The count, rounded up to whole vectors."""
     return -(-count // lanes) * lanes
 
 
@@ -77,7 +76,11 @@ def empty(
 
 def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
     """The tensor, or a copy of it with these strides, None for contiguous."""
-    return tensor if has_strides(tensor, strides) else empty(tensor, tensor.shape, strides).copy_(tensor)
+    return tensor if has_strides(tensor, strides) else _copied(tensor, strides)
+
+
+def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
+    return empty(tensor, tensor.shape, strides).copy_(tensor)
 
 
 def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
@@ -103,7 +106,7 @@ def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -
             )
         address = tensor.data_ptr()
         if address % 64 or not has_strides(tensor, strides):
-            keep.append(empty(tensor, shape, strides).copy_(tensor))
+            keep.append(_copied(tensor, strides))
             address = keep[-1].data_ptr()
         found.append(address)
     return found

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from torchcaps.kernels import cpu_kernel, expect_one_device, once
-from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, statistics_dtype, vector_strides
+from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, padded, statistics_dtype, vector_strides
 from torchcaps.kernels.operator import PLAIN, differentiate, operator
 
 
@@ -53,7 +53,7 @@ def shapes_of(
     sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
     plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
     make = _kept if plain else Shapes
-    return make(*sizes, lanes_of(pose.dtype) if pose.device.type == "cpu" else 1)
+    return make(*sizes, lanes_of(pose))
 
 
 class Shapes:
@@ -82,7 +82,7 @@ class Shapes:
         self.scalars = (batch, parent_sites, parent_types)
         self.vectors = (*self.scalars, rows, columns)
         self.strides = None if lanes == 1 else vector_strides(self.vectors, by_sample)
-        self.coupling_grads = (-(-batch // lanes) * lanes, self.edges if types else sites, child_types)
+        self.coupling_grads = (padded(batch, lanes), self.edges if types else sites, child_types)
         self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
         self.couplings = (batch, parent_types, self.edges, child_types)
         self.sizes = (*pose[:3], *self.scalars[1:], transforms, rows, inner, columns, self.edges)
@@ -107,8 +107,8 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
     """
     if own_transforms or pose.device.type != "cpu":
         return own_transforms
-    lanes, types, numbers = lanes_of(pose.dtype), transform.shape[2], pose.shape[3] * transform.shape[4]
-    full, cache = types / (-(-types // lanes) * lanes), 256 * 1024
+    lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
+    full, cache = types / padded(types, lanes), 256 * 1024
     small = 5 * 64 * most_edges * types * numbers <= cache
     return small and full < 0.75 and (torch.compiler.is_compiling() or pose.shape[0] >= lanes / 2)
 

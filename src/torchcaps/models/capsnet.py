@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
 from torchcaps.convolution import UnfoldedConv2d
-from torchcaps.decoder import Decoder
+from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, PrimaryCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
@@ -75,12 +75,7 @@ class CapsNet(nn.Module, Pretrained):
     ) -> Prediction:
         """Scores, class capsules and the drawing of the labelled class (of the most active one without labels)."""
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
-        scores = capsules.activation.squeeze(1)
-        if self.decoder is None:
-            return Prediction(scores, capsules)
-        return Prediction(
-            scores, capsules, self.decoder(capsules.pose, scores.argmax(dim=1) if labels is None else labels)
-        )
+        return prediction_of(capsules, self.decoder, labels)
 
 
 class BaselineCNN(nn.Module, Pretrained):

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths, squash
-from torchcaps.decoder import Decoder
+from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
@@ -82,9 +82,4 @@ class EfficientCapsNet(nn.Module, Pretrained):
         numbers = self.primary_capsules(self.features(images)).float()
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
-        scores = capsules.activation.squeeze(1)
-        if self.decoder is None:
-            return Prediction(scores, capsules)
-        return Prediction(
-            scores, capsules, self.decoder(capsules.pose, scores.argmax(dim=1) if labels is None else labels)
-        )
+        return prediction_of(capsules, self.decoder, labels)

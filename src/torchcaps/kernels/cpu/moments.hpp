@@ -10,7 +10,7 @@
 
 namespace TORCHCAPS_TARGET {
 
-// What an agreement may hold, and whether variances are wanted: a kernel is compiled for some of the combinations.
+// What an agreement may hold, and whether variances are computed: a kernel is compiled for some of the combinations.
 constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: or a centre
 template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
 class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {

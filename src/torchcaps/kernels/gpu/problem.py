@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 from torch.types import IntLikeType
 
-from torchcaps.kernels.memory import padded, statistics_dtype
+from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
@@ -91,7 +91,8 @@ class Problem:
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
-        edges = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False).edges
+        shapes = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False)
+        edges = shapes.edges
         block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
         block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
         block_samples = max(1, TILE // (block_types * block_rows * block_columns))
@@ -100,7 +101,7 @@ class Problem:
         blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks, *begins)
-        self.samples, self.padded_samples = batch, padded(batch, pose)
+        self.samples, self.padded_samples = batch, shapes.coupling_grads[0]
         self.dtype = statistics_dtype(pose.dtype)
         activation = None if activation is None else activation.contiguous()
         self.layer = Layer(pose.contiguous(), activation, transform.contiguous(), lists)
