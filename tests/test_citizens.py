@@ -36,6 +36,9 @@ SMALL = {
     "pooled-capsnet": {"class_pose_size": 4},
     "matrix-capsnet": {"widths": (4, 2, 3, 3), "routing": Routing("em", iterations=2)},
     "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
+    "self-routing-capsnet": {"width": 4, "types": 4, "pose_size": 8, "capsule_layers": 1},
+    "attention-capsnet": {"channels": 8, "types": 4},
+    "generative-capsnet": {"channels": 8, "parts": 4, "padding": 1},
 }
 WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -212,9 +215,7 @@ def has_fused(program):
 def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
     model = small(name)
     program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
-    assert has_fused(program) == (
-        name in ("capsnet", "efficient-capsnet", "matrix-capsnet")
-    )  # poses of 128 numbers are too large
+    assert has_fused(program) == ("capsnet" in name and name != "pooled-capsnet")  # poses of 128 numbers are too large
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
@@ -235,6 +236,9 @@ def test_onnx_runtime_gives_the_same_scores_for_any_batch(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, file = small(name), tmp_path / "model.onnx"
+    for weights in model.parameters():
+        if not weights.any():  # scores would be equal
+            torch.nn.init.normal_(weights, std=0.1)
     program = torch.onnx.export(model, (images(),), dynamo=True, dynamic_shapes={"images": {0: "batch"}}, verbose=False)
     program.save(file)
     session = runtime.InferenceSession(file)

@@ -1,8 +1,10 @@
 """A saved network answers as it did when it was saved: weights, options, routing rule, classes and preparation."""
 
+import inspect
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchcaps import (
+    MODELS,
     ROUTINGS,
     BadInput,
     CapsNet,
@@ -22,7 +25,9 @@ from torchcaps import (
     Routing,
 )
 from torchcaps.data import load_splits, read_image
+from torchcaps.options import LATER
 from torchcaps.recipe import Recipe
+from torchcaps.run_folder import read_run
 
 TINY = {"image_shape": (1, 20, 20), "classes": 3, "convolution_channels": 8, "primary_types": 2}
 
@@ -252,3 +257,38 @@ def test_a_recipe_takes_any_value_or_refuses_it_as_bad_input(name, value):
     except BadInput:
         return
     assert repr(recipe.plain()[name]) == repr(value)
+
+
+WEIGHTS = sorted((Path(__file__).parents[1] / "weights").iterdir())
+
+
+@pytest.mark.parametrize("folder", WEIGHTS, ids=[folder.name for folder in WEIGHTS])
+def test_the_weights_in_the_repository_can_be_used(folder):
+    classifier = Classifier.from_pretrained(folder)
+    answer = classifier.predict(torch.randint(0, 256, (2, *classifier.image_shape), dtype=torch.uint8))
+    assert answer.scores.shape == (2, len(classifier.class_names))
+    assert (folder / "model.safetensors").stat().st_size < 2_000_000
+    assert f"# {folder.name}\n" in (folder / "README.md").read_text()
+
+
+def test_the_weights_of_mnist_know_the_embedded_digits():
+    digits = load_splits("mnist-5k", Path("data")).test
+    classifier = Classifier.from_pretrained(WEIGHTS[0].parent / "efficient-capsnet-mnist")
+    names = classifier.predict(digits.pixels[::5]).class_names
+    assert np.mean([int(name) == label for name, label in zip(names, digits.labels[::5].tolist(), strict=True)]) > 0.98
+
+
+def test_options_that_came_later_may_be_absent_and_change_nothing(run, tmp_path):
+    before, kinds = Classifier.from_pretrained(run), {"preparation": Preparation, "recipe": Recipe, **MODELS}
+    for owner, names in LATER.items():
+        parameters = inspect.signature(kinds[owner]).parameters
+        assert all(parameters[name].default in (False, 0, 1, 0.0, "none", "") for name in names)
+    config, recipe = (json.loads((run / name).read_text()) for name in ("config.json", "recipe.json"))
+    for name in LATER["preparation"]:
+        del config["images"]["preparation"][name]
+    for name in LATER["recipe"]:
+        del recipe["recipe"][name]
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "recipe.json").write_text(json.dumps(recipe))
+    assert Classifier.from_pretrained(run).preparation == before.preparation
+    assert read_run(run).recipe.name == recipe["recipe"]["name"]

@@ -14,6 +14,7 @@ from PIL import Image
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps import MODELS, BadInput, Classifier, Routing, create_model
 from torchcaps.recipes import RECIPES, create_recipe
+from torchcaps.training import MeanScores
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -245,6 +246,26 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
     (run / "model.safetensors").write_bytes(weights)
     (run / "recipe.json").write_text("{")
     assert "damaged" in refused("evaluate", run)
+
+
+def test_several_runs_are_evaluated_by_the_mean_of_their_scores(call, refused, finished, tmp_path):
+    run, other = finished[0], shutil.copytree(finished[0], tmp_path / "other")
+    network = Classifier.from_pretrained(other)
+    with torch.no_grad():
+        for weights in network.model.parameters():
+            weights.mul_(0.5)
+    network.save_pretrained(other)
+    code, out, error = call("evaluate", run, other, run)
+    assert code == 0, error
+    assert "mean of 3 runs" in out
+    images = torch.rand(4, *network.image_shape)
+    scores = [Classifier.from_pretrained(folder).model(images).scores for folder in (run, other)]
+    mean = MeanScores([Classifier.from_pretrained(folder).model for folder in (run, other)])(images).scores
+    torch.testing.assert_close(mean, (scores[0] + scores[1]) / 2)
+    config = json.loads((other / "config.json").read_text())
+    config["images"]["preparation"]["brightness"] = 0.5
+    (other / "config.json").write_text(json.dumps(config))
+    assert "has another preparation than" in refused("evaluate", run, other)
 
 
 def test_a_place_that_cannot_be_written_to(refused, tmp_path, images):

@@ -7,6 +7,7 @@ import subprocess
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -27,11 +28,12 @@ from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
-from torchcaps.experiments.novel_viewpoints import by_viewpoint
+from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint, recent_recipe
+from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
 from torchcaps.losses import spread_loss
-from torchcaps.recipes import create_recipe
+from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
 
@@ -253,7 +255,7 @@ def test_vote_distances_are_those_of_the_last_pass():
 
 
 def test_health_of_uniform_couplings_is_an_entropy_of_one():
-    recipe = create_recipe("matrix-capsnet-toys", {})
+    recipe = create_recipe("matrix-capsnet-toys-paper", {})
     images = Images(torch.randint(0, 256, (6, 2, 36, 36), dtype=torch.uint8), torch.arange(6) % 5, tuple("abcde"))
     for iterations in (1, 3):
         model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=Routing("em", iterations=iterations))
@@ -307,6 +309,31 @@ def test_what_was_found_of_a_training_goes_with_its_folder(tmp_path):
         assert study.once("net-seed0", "strips", lambda value=value: value) == value
         assert study.once("net-seed0", "strips", lambda: 3) == value
         shutil.rmtree(tmp_path / "net-seed0")
+
+
+@pytest.mark.parametrize("name", ["matrix-capsnet", "cnn-baseline"])
+def test_the_papers_tables_are_made_with_the_papers_settings(name, tmp_path):
+    on_toys, on_smallnorb = (
+        RECIPES[Study("quick", data, 1, tmp_path, tmp_path).toys(name)]() for data in (None, "smallnorb")
+    )
+    assert replace(on_toys, name=on_smallnorb.name, data="smallnorb") == on_smallnorb
+
+
+def test_the_recent_networks_of_novel_viewpoints_share_all_but_the_network(tmp_path):
+    study = Study("quick", "smallnorb", 1, tmp_path, tmp_path)
+    cnn, capsules, uniform = (recent_recipe(study, name, 1, 1_000, 3) for name in NETWORKS)
+    assert uniform == replace(
+        capsules, model_options={**capsules.model_options, "routing": "uniform"}, routing_options={}
+    )
+    assert {recipe.data for recipe in (cnn, capsules)} == {"smallnorb"}
+    assert cnn.preparation() == capsules.preparation()
+    assert (cnn.epochs, cnn.batch_size, cnn.mixup, cnn.schedule) == (3, 64, 0.4, "cosine")
+
+
+def test_every_row_of_the_ablation_is_another_recipe():
+    recipes = [create_recipe("matrix-capsnet-toys", changes) for changes in CHANGES.values()]
+    assert recipes[0] == create_recipe("matrix-capsnet-toys")
+    assert all(one != other for one, other in combinations(recipes, 2))
 
 
 def test_strips_want_as_many_classes():

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import torchcaps
@@ -108,8 +109,9 @@ def test_a_rule_is_named_in_its_own_file_and_in_the_table_alone(name):
     rule = torchcaps.ROUTINGS[name]
     own = Path(inspect.getfile(rule)).relative_to(ROOT).as_posix()
     places = {own, "__init__.py", "routing/__init__.py", "routing/choice.py"}
-    papers = {"benchmarks"} | ({"layers.py", "models", "experiments"} if name in ("em", "dynamic") else set())
-    papers |= {"models"} if name == "self_attention" else set()
+    papers = {"benchmarks", "experiments", "models", "recipes"} | (
+        {"layers.py"} if name in ("em", "dynamic") else set()
+    )
     found = []
     for path in ROOT.rglob("*"):
         place = path.relative_to(ROOT)
@@ -125,20 +127,24 @@ def test_what_is_exported_is_there():
 
 
 def test_every_result_in_the_readme_is_the_one_in_its_folder():
-    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if "[run](results/" in line]
+    """A row with several runs gives their mean and standard deviation; its command is that of seed 0."""
+    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if "run](results/" in line]
     assert rows
     for row in rows:
-        folder = REPOSITORY / row.split("[run](")[1].split(")")[0]
-        metrics = json.loads((folder / "metrics.json").read_text())
-        recipe = json.loads((folder / "recipe.json").read_text())
-        assert f" {metrics['test_accuracy_percent']:.2f} " in row
-        assert recipe["environment"]["commit"]
-        assert not recipe["environment"]["commit"].endswith("-modified")
+        folders = [REPOSITORY / folder for folder in re.findall(r"\]\((results/[^).]*)\)", row)]
+        accuracies = [json.loads((folder / "metrics.json").read_text())["test_accuracy_percent"] for folder in folders]
+        spread = f" ± {np.std(accuracies, ddof=1):.2f}" if len(folders) > 1 else ""
+        assert f" {np.mean(accuracies):.2f}{spread} " in row
         _, _, name, *words = row.split("`")[1].replace("make demo", "torchcaps train capsnet-mnist-5k").split()
         settings = dict(
             value.split("=") if key == "--set" else (key[2:].replace("-", "_"), value)
             for key, value in zip(words[::2], words[1::2], strict=True)
         )
         now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
-        then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
-        assert then == {key: now[key] for key in then}, row
+        for seed, folder in enumerate(folders):
+            recipe = json.loads((folder / "recipe.json").read_text())
+            assert recipe["environment"]["commit"]
+            assert not recipe["environment"]["commit"].endswith("-modified")
+            expected = {**now, "seed": seed} if len(folders) > 1 else now
+            then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
+            assert then == {key: expected[key] for key in then}, row

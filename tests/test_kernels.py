@@ -64,20 +64,28 @@ def test_em_equals_the_reference(routing_map, pose, parent_types):
             torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.usefixtures("instruction_set")
+@pytest.fixture
+def best_instruction_set():
+    """Back to the widest vectors after a test that tries them all."""
+    yield
+    _cpu.use(cpu_instruction_sets()[0])
+
+
+@pytest.mark.usefixtures("best_instruction_set")
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
 def test_em_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(routing_map, pose):
-    """In the geometric mean of nine problems: of a single one, both errors are chance."""
-    ratios = []
-    for _ in range(9):
+    """In the geometric mean of 27 problems: of a few, both errors are chance."""
+    ratios = {name: [] for name in cpu_instruction_sets()}
+    for _ in range(27):
         case = full_problem(MAPS[routing_map], 16, POSES[pose])
         exact = where_on(everything(case, MAPS[routing_map], backend="reference"), case[1])
-        fused, reference = (
-            where_on(everything(case, MAPS[routing_map], torch.float32, backend=name), case[1])
-            for name in ("fused", "reference")
-        )
-        ratios += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
-    assert torch.tensor(ratios).log().mean().exp() < 2
+        reference = where_on(everything(case, MAPS[routing_map], torch.float32, backend="reference"), case[1])
+        for name, found in ratios.items():
+            _cpu.use(name)
+            fused = where_on(everything(case, MAPS[routing_map], torch.float32, backend="fused"), case[1])
+            found += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
+    for name, found in ratios.items():
+        assert torch.tensor(found).log().mean().exp() < 2, name
 
 
 @settings(max_examples=300)

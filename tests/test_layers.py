@@ -13,6 +13,7 @@ from torchcaps import (
     DenseCaps,
     DynamicRouting,
     EMRouting,
+    PoseNorm,
     PrimaryCaps,
     RoutingMap,
     SharedCaps,
@@ -287,10 +288,21 @@ def test_the_exponential_squash_is_its_formula_and_finite_at_zero():
 
 
 def test_normalised_primary_capsules_have_poses_of_unit_variance_and_logits_of_mean_zero():
-    layer = PrimaryCaps(3, 4, (4, 4), 1, squash_form="none", activation="sigmoid", normalise=True)
+    layer = PrimaryCaps(3, 4, (4, 4), 1, squash_form="none", activation="sigmoid", normalise="plain")
     capsules = layer(5 + 3 * torch.randn(16, 3, 6, 6))
     torch.testing.assert_close(capsules.pose.std(dim=(0, 1), correction=0), torch.ones(4, 4, 4), atol=1e-2, rtol=0)
     torch.testing.assert_close(capsules.activation.logit().mean(dim=(0, 1)), torch.zeros(4), atol=1e-4, rtol=0)
     assert {name for name, _ in layer.named_parameters()} == {
         f"{part}.{kind}" for part in ("convolution", "activation") for kind in ("weight", "bias")
     }
+
+
+@pytest.mark.parametrize("affine", [False, True])
+def test_a_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_sites(affine):
+    norm = PoseNorm(3, (2, 4), affine=affine)
+    children = Capsules(5 + 3 * torch.randn(16, 9, 3, 2, 4), torch.rand(16, 9, 3))
+    parents = norm(children)
+    torch.testing.assert_close(parents.pose.mean(dim=(0, 1)), torch.zeros(3, 2, 4), atol=1e-5, rtol=0)
+    torch.testing.assert_close(parents.pose.var(dim=(0, 1), correction=0), torch.ones(3, 2, 4), atol=1e-3, rtol=0)
+    assert parents.activation is children.activation
+    assert len(list(norm.parameters())) == 2 * affine

@@ -2,6 +2,7 @@ import copy
 import json
 import pickle
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 
 import pytest
 import torch
@@ -69,7 +70,10 @@ def test_a_stem_adds_its_convolutions_and_norms_and_keeps_the_grid():
     plain, deep = (MatrixCapsNet((2, 32, 32), 5, stem=stem) for stem in (0, 2))
     assert parameters(deep) - parameters(plain) == 2 * (64 * 64 * 9 + 64) + 3 * 128
     assert deep.second_capsules.parent_grid == plain.second_capsules.parent_grid
-    assert parameters(MatrixCapsNet((2, 32, 32), 5, normalise=True)) == parameters(plain)
+    halved = MatrixCapsNet((2, 32, 32), 5, stem=3, stem_stride=2)
+    added = 9 * (64 * 64 + 64 * 128 + 128 * 128) + 64 + 2 * 128 + 2 * (64 + 64 + 128 + 128) + 64 * 8 * 17
+    assert parameters(halved) - parameters(plain) == added
+    assert parameters(MatrixCapsNet((2, 32, 32), 5, normalise=True)) - parameters(plain) == 128
 
 
 def test_efficient_capsnet_has_the_authors_parameters():
@@ -80,24 +84,62 @@ def test_efficient_capsnet_has_the_authors_parameters():
     assert convolutions + norms + primary + routed == 161_824
 
 
+def test_the_self_routing_network_has_the_authors_parameters():
+    channels = (2, 16, 32, 32, 64, 64, 128)
+    backbone = sum(9 * below * above + 2 * above for below, above in pairwise(channels))
+    primary = 9 * 128 * (32 + 512) + 2 * (32 + 512)
+    routed, unused = 16 * 32 * 5 * (16 + 1), 16 * 32 * 5 * 16
+    stereo = {"image_shape": (2, 32, 32), "classes": 5}
+    model = create_model("self-routing-capsnet", **stereo)
+    assert parameters(model) == backbone + primary + routed + unused == 856_064
+    scores = model(torch.rand(3, 2, 32, 32)).scores
+    torch.testing.assert_close(scores.sum(dim=1), torch.ones(3))
+    deeper = create_model("self-routing-capsnet", capsule_layers=1, **stereo)
+    assert parameters(deeper) - parameters(model) == 9 * 32 * 32 * (16 * 16 + 16 + 1) + 2 * 512
+
+
+def test_the_attention_network_has_the_authors_parameters():
+    convolution, primary, norm = 27 * 256 + 256, 256 * 512, 2 * 16
+    routed = (2 * 9 * 32 * 32 + 25 * 32 * 10) * 16 + 3 * (32 + 17)
+    model = create_model("attention-capsnet", image_shape=(3, 32, 32))
+    assert parameters(model) == convolution + primary + norm + routed == 561_331
+    assert all(layer.routing.competition == "types" for layer in (model.first_capsules, model.class_capsules))
+
+
+def test_the_generative_network_has_the_authors_parameters_without_the_biases_of_its_votes():
+    convolutions = (9 * 4 * 64 + 64 + 2 * 4) + 5 * (9 * 64 * 64 + 64 + 2 * 64)
+    primary = 2 * 64 + 65 * 64 * 17
+    routed = 64 * (16 + 2) + 64 * 5 * (16 + 2)
+    for side in (96, 48):
+        model = create_model("generative-capsnet", image_shape=(2, side, side), classes=5)
+        assert parameters(model) == convolutions + primary + routed == 265_416
+
+
 def test_the_matrix_baseline_has_the_papers_parameters():
     by_hand = (50 + 1) * 32 + (800 + 1) * 64 + (8 * 8 * 64 + 1) * 1024 + 1025 * 5
     assert parameters(create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), classes=5)) == by_hand == 4_253_349
 
 
-def test_class_capsules_know_where_their_children_look():
-    model = create_model("matrix-capsnet", image_shape=(1, 32, 40), routing=Routing("em", iterations=1))
-    assert model.first_capsules.parent_grid == (6, 8)
-    assert model.second_capsules.parent_grid == (4, 6)
-    coordinates = model.class_capsules.coordinates.reshape(4, 6, 2)
-    for row, column in [(0, 0), (1, 2), (3, 5)]:
-        image = torch.zeros(1, 1, 32, 40, requires_grad=True)
-        site = 6 * row + column
-        capsules = model.first_capsules(model.primary_capsules(model.convolution(image + torch.rand(1, 1, 32, 40))))
-        model.second_capsules(capsules).pose[0, site].sum().backward()
+@pytest.mark.parametrize(
+    ("stem", "grid", "places"),
+    [
+        ({}, (14, 16), [(0, 0), (1, 2), (13, 15)]),
+        ({"stem": 3}, (14, 16), [(2, 2), (6, 9)]),
+        ({"stem": 3, "stem_stride": 2}, (13, 15), [(3, 3), (6, 9)]),
+    ],
+)
+def test_class_capsules_know_where_their_children_look(stem, grid, places):
+    routing = Routing("em", iterations=1)
+    model = create_model("matrix-capsnet", image_shape=(1, 72, 80), routing=routing, **stem).eval()
+    assert model.second_capsules.parent_grid == grid
+    coordinates = model.class_capsules.coordinates.reshape(*grid, 2)
+    for row, column in places:
+        image = torch.zeros(1, 1, 72, 80, requires_grad=True)
+        capsules = model.first_capsules(model.primary_capsules(model.convolution(image + torch.rand(1, 1, 72, 80))))
+        model.second_capsules(capsules).pose[0, grid[1] * row + column].sum().backward()
         seen = image.grad[0, 0].abs() > 0
         middle = [(lines.min() + lines.max() + 1) / 2 for lines in seen.nonzero().double().unbind(1)]
-        expected = torch.tensor([middle[0] / 32, middle[1] / 40])
+        expected = torch.tensor([middle[0] / 72, middle[1] / 80])
         torch.testing.assert_close(coordinates[row, column], expected.float())
 
 
@@ -109,6 +151,9 @@ SMALL = {
     "efficient-capsnet": {"channels": (4, 4, 4, 16)},
     "matrix-capsnet": {"widths": (4, 2, 3, 3)},
     "matrix-baseline-cnn": {"channels": (4, 4), "hidden_size": 8},
+    "self-routing-capsnet": {"width": 4, "types": 4, "pose_size": 8, "capsule_layers": 1},
+    "attention-capsnet": {"channels": 8, "types": 4},
+    "generative-capsnet": {"channels": 8, "parts": 4, "padding": 1},
 }
 
 
@@ -124,7 +169,7 @@ def test_models_take_any_image_shape_and_class_count(name, shape):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sample_alone_is_the_sample_in_its_batch(name):
-    model = create_model(name, **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), **SMALL[name]).eval()
     images = torch.rand(3, 1, 28, 28)
     torch.testing.assert_close(model(images[1:2]).scores, model(images).scores[1:2], rtol=1e-4, atol=1e-5)
 
@@ -156,7 +201,7 @@ def test_unknown_models_and_options_are_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_models_come_back_exactly(name, tmp_path):
-    model = create_model(name, classes=4, **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), classes=4, **SMALL[name]).eval()
     model.save_pretrained(tmp_path / "saved")
     again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
     images = torch.rand(2, 1, 28, 28)

@@ -164,3 +164,17 @@ def test_a_square_is_erased_anywhere_but_at_the_border():
     assert ever.sum() == 6 * 8
     with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of a side"):
         preparation.image_shape((1, 8, 20))
+
+
+def test_a_flip_mirrors_half_of_the_images_and_swaps_the_cameras_of_a_pair():
+    pixels = torch.randint(0, 256, (200, 2, 6, 5), dtype=torch.uint8)
+    preparation = Preparation(flip=True)
+    variation = preparation.variation(seed=0, epoch=0, count=200)
+    varied = preparation.varied(pixels, variation)
+    plain, mirrored = pixels / 255, pixels.flip(3).flip(1) / 255
+    chosen = variation.mirrored[:, None, None, None]
+    assert 70 < chosen.sum() < 130
+    torch.testing.assert_close(varied, torch.where(chosen, mirrored, plain))
+    grey = preparation.varied(pixels[:, :1], variation)
+    torch.testing.assert_close(grey, torch.where(chosen, plain.flip(3), plain)[:, :1])
+    torch.testing.assert_close(preparation.plain(pixels), plain)

@@ -252,7 +252,16 @@ def test_order_and_shifts_depend_on_seed_epoch_and_index_alone(images):
 
 
 def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(call, refused, images, tmp_path):
-    words = ["train", "matrix-capsnet-toys", "--data", images, "--set", "model.widths=[8,2,3,3]", "--set", "crop=18"]
+    words = [
+        "train",
+        "matrix-capsnet-toys-paper",
+        "--data",
+        images,
+        "--set",
+        "model.widths=[8,2,3,3]",
+        "--set",
+        "crop=18",
+    ]
     words += ["--set", "test_crops=2", "--epochs", 2, "--batch-size", 4, "--set", "decay_steps=100"]
     code, _, error = call(*words, "--out", tmp_path / "run")
     assert code == 0, error

@@ -9,17 +9,20 @@ if TYPE_CHECKING:
     from torchcaps.data import Preparation
     from torchcaps.decoder import Decoder
     from torchcaps.errors import BadInput, DataWarning, Diverged
-    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, PrimaryCaps, SharedCaps
+    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, PoseNorm, PrimaryCaps, SharedCaps
     from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
     from torchcaps.models import (
         MODELS,
+        AttentionCapsNet,
         BaselineCNN,
         CapsNet,
         EfficientCapsNet,
+        GenerativeCapsNet,
         MatrixBaselineCNN,
         MatrixCapsNet,
         PooledCapsNet,
         PooledCNN,
+        SelfRoutingCapsNet,
         create_model,
     )
     from torchcaps.routing import (
@@ -51,11 +54,11 @@ _MODULES = {
     "data": ("Preparation",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
     "decoder": ("Decoder",),
-    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PrimaryCaps", "SharedCaps"),
+    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PoseNorm", "PrimaryCaps", "SharedCaps"),
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
         *("MODELS", "BaselineCNN", "CapsNet", "EfficientCapsNet", "MatrixBaselineCNN", "MatrixCapsNet"),
-        *("PooledCNN", "PooledCapsNet"),
+        *("AttentionCapsNet", "GenerativeCapsNet", "PooledCNN", "PooledCapsNet", "SelfRoutingCapsNet"),
         "create_model",
     ),
     "routing": (
@@ -72,6 +75,7 @@ __all__ = [
     "ROUTINGS",
     "Agreement",
     "Answer",
+    "AttentionCapsNet",
     "AttentionRouting",
     "BadInput",
     "BaselineCNN",
@@ -89,12 +93,14 @@ __all__ = [
     "EMPass",
     "EMRouting",
     "EfficientCapsNet",
+    "GenerativeCapsNet",
     "GenerativeRouting",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
     "Moments",
     "PooledCNN",
     "PooledCapsNet",
+    "PoseNorm",
     "Prediction",
     "Preparation",
     "PrimaryCaps",
@@ -103,6 +109,7 @@ __all__ = [
     "Rule",
     "SelfAttentionRouting",
     "SelfRouting",
+    "SelfRoutingCapsNet",
     "SharedCaps",
     "UniformRouting",
     "VariationalBayesRouting",

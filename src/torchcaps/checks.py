@@ -90,14 +90,14 @@ def check_iterations(iterations: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """That an option has one of its values.
 
     Raises:
         ValueError: it has not.
     """
     if value not in allowed:
-        raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(allowed)}")
+        raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(str, allowed))}")
 
 
 def _is_integer(value: Any) -> bool:

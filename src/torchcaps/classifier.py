@@ -14,7 +14,7 @@ from torchcaps.data import Preparation, read_image
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
-from torchcaps.options import check_kind, check_options, kinds_of
+from torchcaps.options import absent, check_kind, check_options, kinds_of
 
 
 class Answer(NamedTuple):
@@ -102,8 +102,8 @@ class Classifier:
             check_kind("preparation", said["preparation"], dict[str, Any])
             kinds = kinds_of(Preparation)
             check_options("preparation", said["preparation"], kinds)
-            if missing := kinds.keys() - said["preparation"].keys():
-                raise BadInput(f"preparation lacks {min(missing)!r}")
+            if missing := absent("preparation", kinds, said["preparation"]):
+                raise BadInput(f"preparation lacks {missing[0]!r}")
             preparation = Preparation(**said["preparation"])
             shape = preparation.image_shape(tuple(said["shape"]))
         except BadInput as error:

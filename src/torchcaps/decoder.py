@@ -55,7 +55,9 @@ class Decoder(nn.Module):
         return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)
 
 
-def prediction_of(capsules: Capsules, decoder: Decoder | None, labels: Int64[Tensor, "B"] | None = None) -> Prediction:
+def prediction_of(
+    capsules: Capsules, decoder: Decoder | None = None, labels: Int64[Tensor, "B"] | None = None
+) -> Prediction:
     """The prediction of class capsules ``[B, 1, J, ...]``: their activations are the scores.
 
     Arguments:

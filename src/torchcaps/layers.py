@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
-from torchcaps.checks import check_sizes, described, has_values
+from torchcaps.checks import check_choice, check_sizes, described, has_values
 from torchcaps.convolution import UnfoldedConv2d
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
@@ -31,10 +31,11 @@ class PrimaryCaps(nn.Module):
         squash_form: see `squash`.
         activation: ``length`` of the pose, or ``sigmoid`` of a convolution of its own.
         unfold: convolve by `UnfoldedConv2d`.
-        normalise: BatchNorm without weights of its own on every number of a pose and on the logits of the activations.
+        normalise: BatchNorm on every number of a pose and on the logits of the activations: ``none``, ``plain`` without
+            weights of its own, or ``affine`` with a learned scale and offset.
 
     Raises:
-        ValueError: an unknown activation.
+        ValueError: an unknown activation or kind of norm.
 
     Example:
         >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
@@ -53,11 +54,11 @@ class PrimaryCaps(nn.Module):
         squash_form: SquashForm = "sabour",
         activation: Literal["length", "sigmoid"] = "length",
         unfold: bool = False,
-        normalise: bool = False,
+        normalise: Literal["none", "plain", "affine"] = "none",
     ) -> None:
         super().__init__()
-        if activation not in ("length", "sigmoid"):
-            raise ValueError(f"unknown activation {activation!r}: use length or sigmoid")
+        check_choice("activation", activation, ("length", "sigmoid"))
+        check_choice("normalise", normalise, ("none", "plain", "affine"))
         self.types = types
         self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
         self.squash_form: SquashForm = squash_form
@@ -67,18 +68,50 @@ class PrimaryCaps(nn.Module):
         self.activation = None
         if activation == "sigmoid":
             self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
-        self.pose_norm = nn.BatchNorm2d(below[1], affine=False) if normalise else nn.Identity()
-        self.activation_norm = nn.BatchNorm2d(types, affine=False) if normalise else nn.Identity()
+        self.pose_norm, self.activation_norm = (
+            nn.Identity() if normalise == "none" else nn.BatchNorm2d(channels, affine=normalise == "affine")
+            for channels in (below[1], types)
+        )
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Capsules at every position of the convolved map, sites row by row."""
-        pose = self.pose_norm(self.convolution(features).float())
-        pose = pose.flatten(2).mT.unflatten(2, (self.types, *self.pose_shape))
-        pose = squash(pose.contiguous(), self.squash_form)
+        pose = _normalised(self.pose_norm, self.convolution(features)).float().flatten(2)
+        pose = squash(pose.mT.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
         if self.activation is None:
             return Capsules(pose, lengths(pose))
-        logits = self.activation_norm(self.activation(features).float())
+        logits = _normalised(self.activation_norm, self.activation(features)).float()
         return Capsules(pose, logits.flatten(2).mT.sigmoid())
+
+
+def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
+    """Values normalised in the precision of the norm's statistics."""
+    return norm(values.to(getattr(norm, "running_mean", values).dtype))
+
+
+class PoseNorm(nn.Module):
+    """BatchNorm of every number of a pose, over samples and sites, between two layers: Hahn, Pyeon & Kim 2019.
+
+    Arguments:
+        types: C.
+        pose_size: Q, length of a pose, or (R, Q), its rows and columns.
+        affine: learn a scale and an offset of every number.
+
+    Example:
+        >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
+        torch.Size([2, 9, 4, 2, 3])
+    """
+
+    def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
+        super().__init__()
+        check_sizes(types=types)
+        numbers = pose_size if isinstance(pose_size, int) else math.prod(pose_size)
+        self.norm = nn.BatchNorm1d(types * numbers, affine=affine)
+
+    def forward(self, capsules: Capsules) -> Capsules:
+        """The same capsules with normalised poses."""
+        pose = capsules.pose
+        numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
+        return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
 
 
 class CapsuleLayer(nn.Module):
@@ -328,8 +361,7 @@ class SharedCaps(nn.Module):
 
     Example:
         >>> layer = SharedCaps(8, parent_types=10, parent_pose_size=16)
-        >>> children = PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 30))
-        >>> layer(children).activation.shape
+        >>> layer(PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 30))).activation.shape
         torch.Size([2, 1, 10])
     """
 

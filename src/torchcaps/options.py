@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,25 @@ KINDS: dict[Any, str] = {
     str: "a word",
     NoneType: "null",
 }
+
+
+LATER: dict[str, tuple[str, ...]] = {
+    "recipe": ("flip",),
+    "preparation": ("flip",),
+    "matrix-capsnet": ("stem_stride",),
+}
+"""Kind of saved settings → options added since the current file format was introduced. A file without them gets their
+defaults, which change nothing."""
+
+
+def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
+    """Required options that a saved file lacks.
+
+    Example:
+        >>> absent("preparation", ["crop", "flip"], {})
+        ['crop']
+    """
+    return [name for name in known if name not in given and name not in LATER.get(owner, ())]
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:

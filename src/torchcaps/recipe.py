@@ -1,8 +1,9 @@
 """What a training depends on."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,15 @@ from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES
 from torchcaps.options import check_kind, check_options, kinds_of
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "radam": torch.optim.RAdam,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+"""Name → optimiser; the momentum of ``sgd`` is 0.9."""
+FUSED = ("adam", "adamw", "sgd")
+"""Optimisers that can update all weights in one kernel. Lightning cannot clip gradients for that kernel."""
 LARGEST = 2**53
 """Whole number in a recipe: the largest that every reader of JSON keeps exact."""
 Schedule = Literal["exponential", "cosine"]
@@ -33,7 +42,7 @@ class Recipe:
         loss, loss_options: a key of `LOSSES` and its arguments.
         margin_schedule: of the spread loss's margin: none, or as `spread_margin` has it, linear or official.
         reconstruction_weight: of the summed squared error of a model that reconstructs.
-        shift, standardise, crop, brightness, contrast, rotation, squeeze, erase, test_crops: see `Preparation`.
+        shift, standardise, crop, flip, brightness, contrast, rotation, squeeze, erase, test_crops: see `Preparation`.
         optimizer, learning_rate, weight_decay: a key of `OPTIMIZERS` and its settings.
         schedule: of the learning rate. ``exponential``: times decay_rate^(step / decay_steps). ``cosine``: down to 0 at
             the last step along half a cosine.
@@ -66,6 +75,7 @@ class Recipe:
     shift: int = 0
     standardise: Standardise = "none"
     crop: int = 0
+    flip: bool = False
     brightness: float = 0.0
     contrast: float = 0.0
     rotation: float = 0.0

@@ -23,7 +23,7 @@ from torchcaps.data import Images, Splits, difference, fingerprint, image_digest
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
-from torchcaps.options import check_kind
+from torchcaps.options import absent, check_kind
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
@@ -69,9 +69,11 @@ def read_run(folder: Path) -> Run:
         for name, kind in Run.__annotations__.items():
             if name != "recipe":
                 check_kind(name, said[name], kind)
-        known = {field.name for field in fields(Recipe)}
-        if unlike := known ^ said["recipe"].keys():
-            raise BadInput(f"recipe: {min(unlike)!r} is {'absent' if unlike & known else 'unknown'}")
+        known = [field.name for field in fields(Recipe)]
+        if missing := absent("recipe", known, said["recipe"]):
+            raise BadInput(f"recipe: {missing[0]!r} is absent")
+        if unknown := said["recipe"].keys() - set(known):
+            raise BadInput(f"recipe: {min(unknown)!r} is unknown")
         if not all(isinstance(said["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
             raise BadInput("data: a checksum is absent")
         said["data"]["class_names"]

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from torchcaps.capsules import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_checkpoint
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
@@ -265,6 +266,22 @@ class Curves(TensorBoardLogger):
                 f"{self.log_dir} could not be written ({error.__cause__ or error}): free some space and continue "
                 "with --resume"
             ) from error
+
+
+class MeanScores(nn.Module):
+    """Several networks as one: the mean of their scores, as in Mazzia, Salvetti & Chiaberge 2021, section 4.2.
+
+    Arguments:
+        models: networks with the same classes and the same input.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
+        """Scores alone. Labels are accepted, as by every model, and not used."""
+        return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
 class Evaluation(NamedTuple):

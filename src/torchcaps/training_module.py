@@ -16,7 +16,7 @@ from torchcaps.data import Images
 from torchcaps.errors import Diverged
 from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
-from torchcaps.recipe import OPTIMIZERS, Recipe
+from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
 
 
 class TrainingModule(lightning.LightningModule):
@@ -144,10 +144,9 @@ class TrainingModule(lightning.LightningModule):
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe
+        options = {"fused": True} if recipe.optimizer in FUSED and not recipe.gradient_clip else {}
         optimizer = OPTIMIZERS[recipe.optimizer](
-            self.parameters(),
-            lr=recipe.learning_rate,  # type: ignore[call-arg]
-            weight_decay=recipe.weight_decay,
+            self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, **options
         )
         # Of a bound method, LambdaLR would save the attributes in every checkpoint.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))

@@ -114,21 +114,31 @@ def train(
 
 @app.command()
 def evaluate(
-    run: RunFolder,
+    runs: Annotated[list[Path], typer.Argument(help="Run folder; several are evaluated as an ensemble.")],
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="bf16, float32 or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 128,
 ) -> None:
-    """Accuracy of a trained run on the test split of its dataset, or of another with the same classes."""
+    """Accuracy of a trained run on the test split of its dataset, or of another with the same classes.
+
+    Several runs are evaluated as an ensemble, by the mean of their scores, on the data of the first.
+    """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.run_folder import read_run, seen_in_training
+    from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
     keep_heap_warm()
-    classifier, recipe = Classifier.from_pretrained(run), read_run(run).recipe
+    classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
+    run, recipe = runs[0], read_run(runs[0]).recipe
+    for folder, other in zip(runs[1:], others, strict=True):
+        for name in ("class_names", "image_shape", "preparation"):
+            if getattr(other, name) != getattr(classifier, name):
+                raise BadInput(f"{folder} has another {name} than {run}: evaluate runs of the same recipe and data")
+    model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     name = data or recipe.data
     channels, height, width = classifier.image_shape
     options = dict(recipe.data_options)
@@ -145,23 +155,24 @@ def evaluate(
         )
     if test.image_shape != classifier.image_shape:
         raise BadInput(f"{name} has images of {test.image_shape}, but {run} was trained on {classifier.image_shape}")
-    found = evaluation_of(classifier.model, test, classifier.preparation, batch_size=batch_size, precision=precision)
-    accuracy = found.accuracy_percent
+    found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
+    accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     print_table(
         ("run", "data", "test images", "accuracy %", "error %"),
-        [(run, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")],
+        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")],
     )
     _print_classes(per_class(found.confusion, test.class_names))
     warn_of_one_prediction(found.confusion, test.class_names)
-    seen = {split: count for split, count in seen_in_training(run, test).items() if count}
-    if seen:
-        counts = " and ".join(f"{count:,} {split}" for split, count in seen.items())
-        warnings.warn(
-            f"of these {len(test):,} images, {run} has seen {counts} images while it was trained: "
-            "this is not its accuracy on new images",
-            DataWarning,
-            stacklevel=1,
-        )
+    for folder in runs:
+        seen = {split: count for split, count in seen_in_training(folder, test).items() if count}
+        if seen:
+            counts = " and ".join(f"{count:,} {split}" for split, count in seen.items())
+            warnings.warn(
+                f"of these {len(test):,} images, {folder} has seen {counts} images while it was trained: "
+                "this is not its accuracy on new images",
+                DataWarning,
+                stacklevel=1,
+            )
 
 
 @app.command()

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional
 
@@ -25,11 +25,13 @@ class Variation(NamedTuple):
         uniform: ``[N, 4]`` in [0, 1): place of the crop down and across, brightness, contrast; None without any.
         warp: ``[N, 4]``: rotation and squeeze in [-1, 1], where of an image the erased square is, down and across, in
             [0, 1); None without any.
+        mirrored: ``[N]``, which images are mirrored; None without flips.
     """
 
     offsets: Int64[Tensor, "N 2"] | None
     uniform: Float[Tensor, "N 4"] | None
     warp: Float[Tensor, "N 4"] | None = None
+    mirrored: Bool[Tensor, " N"] | None = None
 
     def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
         """The rows of these images."""
@@ -46,6 +48,8 @@ class Preparation:
             and contrast, as the text of Hinton, Sabour & Frosst 2018; ``last``, after them, as the authors' code; or
             ``none``, pixels in [0, 1].
         crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
+        flip: in training, half of the images are mirrored, left to right; the two channels of a stereo pair then change
+            places, as the two cameras do in a mirror.
         brightness: in training, up to so much is added or taken away, at most 10.
         contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
         rotation: largest angle in degrees; in training, half of the images are rotated, by angles from a normal
@@ -64,6 +68,7 @@ class Preparation:
     shift: int = 0
     standardise: Standardise = "none"
     crop: int = 0
+    flip: bool = False
     brightness: float = 0.0
     contrast: float = 0.0
     rotation: float = 0.0
@@ -110,6 +115,7 @@ class Preparation:
             shift_offsets(seed, epoch, count, self.shift) if self.shift else None,
             None if uniform is None else torch.from_numpy(uniform),
             self._warp(np.random.default_rng([seed, epoch, 3]), count),
+            torch.from_numpy(np.random.default_rng([seed, epoch, 4]).random(count) < 0.5) if self.flip else None,
         )
 
     def _warp(self, random: np.random.Generator, count: int) -> Tensor | None:
@@ -124,6 +130,9 @@ class Preparation:
         """The input for training, as chance has it."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
+        if variation.mirrored is not None:
+            mirrored = pixels.flip(3).flip(1) if pixels.shape[1] == 2 else pixels.flip(3)
+            pixels = torch.where(variation.mirrored[:, None, None, None], mirrored, pixels)
         images = self._standardised(_scaled(pixels), "first")
         if variation.uniform is not None:
             down, across, brightness, contrast = variation.uniform.unbind(1)

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torchcaps.experiments import (
     multimnist,
     novel_viewpoints,
     pitfalls,
+    recipe_ablation,
     two_digits,
     vote_agreement,
 )
@@ -82,11 +84,21 @@ EXPERIMENTS: dict[str, Experiment] = {
     "pitfalls": Experiment(
         pitfalls.run, "What each correction of EM routing is worth", "Gritzman 2019, figure 5", standard=True
     ),
+    "recipe-ablation": Experiment(
+        recipe_ablation.run,
+        "What each part of the recipe matrix-capsnet-toys is worth, on toys that are never trained on",
+        "our own",
+    ),
     "novel-viewpoints": Experiment(
         novel_viewpoints.run,
         "Trained on some viewpoints, tested on others",
         "Hinton, Sabour & Frosst 2018, table 2",
         standard=True,
+    ),
+    "novel-viewpoints-recent": Experiment(
+        partial(novel_viewpoints.run, recipe_of=novel_viewpoints.recent_recipe),
+        "The same with the settings of matrix-capsnet-toys: stem, norms, mixup",
+        "Hinton, Sabour & Frosst 2018, table 2",
     ),
     "adversarial": Experiment(
         adversarial.run,

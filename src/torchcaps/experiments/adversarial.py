@@ -84,15 +84,7 @@ def run(study: Study) -> Outcome:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     for seed in range(study.seeds):
         images, epochs = study.choose((2_000, 5), (21_870, 10), (21_870, 20))
-        recipes = {
-            "CNN": study.recipe(study.toys("cnn-baseline"), seed, images=images, epochs=epochs),
-            "capsules": study.recipe(
-                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 2}
-            ),
-            "uniform couplings": study.recipe(
-                study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options={"iterations": 1}
-            ),
-        }
+        recipes = {name: study.of_toys(name, seed, images, epochs) for name in NETWORKS}
         splits = study.splits(recipes["CNN"], images)
         attacked = some(splits.test, study.choose(200, 500, None))
         second, _ = study.trained(part("second CNN", seed), replace(recipes["CNN"], seed=seed + 1_000), splits)

@@ -1,11 +1,16 @@
 """Trained on some viewpoints, tested on others: Hinton, Sabour & Frosst 2018, table 2."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from matplotlib.figure import Figure
 
 from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
+from torchcaps.recipe import Recipe
+from torchcaps.recipes import create_recipe
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
@@ -28,7 +33,17 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
     return images.where(**{attribute: values}), images.where(**{attribute: others})
 
 
-def run(study: Study) -> Outcome:
+def recent_recipe(study: Study, name: str, seed: int, images: int, epochs: int) -> Recipe:
+    """The recipe of one network with the settings of `matrix_capsnet_toys`: stem, norms, mixup, whole toys."""
+    recipe = {
+        "CNN": create_recipe("cnn-baseline-toys"),
+        "capsules": create_recipe("matrix-capsnet-toys", {"routing.iterations": "2"}),
+        "uniform couplings": create_recipe("matrix-capsnet-toys", {"model.routing": "uniform"}),
+    }[name]
+    return replace(recipe, data=study.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
+
+
+def run(study: Study, recipe_of: Callable[[Study, str, int, int, int], Recipe] = Study.of_toys) -> Outcome:
     """The CNN, and capsules stopped at the epoch whose error on familiar viewpoints is nearest to the CNN's."""
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
@@ -37,9 +52,7 @@ def run(study: Study) -> Outcome:
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
         for seed in range(study.seeds):
             for name in NETWORKS:
-                kind = "cnn-baseline" if name == "CNN" else "matrix-capsnet"
-                routing = {} if name == "CNN" else {"iterations": 2 if name == "capsules" else 1}
-                recipe = study.recipe(study.toys(kind), seed, images=images, epochs=epochs, routing_options=routing)
+                recipe = recipe_of(study, name, seed, images, epochs)
                 splits = study.splits(recipe)
                 everything = Images(
                     torch.cat([splits.train.pixels, splits.validation.pixels]),

@@ -192,15 +192,30 @@ class Study:
         """What has to be said beside the paper's figures where the data are not the paper's."""
         return [] if data == papers else [f"The paper's figures are of {papers}, ours of {data}: compare orders."]
 
-    def toys(self, name: str) -> str:
-        """The recipe's name for the toys, or for smallNORB where that is asked for.
+    def toys_or_smallnorb(self) -> str:
+        """The toys, or smallNORB where that is asked for.
 
         Raises:
             BadInput: other data are asked for.
         """
         if self.data not in (None, *TOYS):
             raise BadInput(f"data is {self.data!r}: this experiment takes one of {', '.join(TOYS)}")
-        return f"{name}-{self.data or 'toys'}"
+        return self.data or "toys"
+
+    def toys(self, name: str) -> str:
+        """The recipe with the paper's settings for the toys, or for smallNORB where that is asked for.
+
+        Raises:
+            BadInput: other data are asked for.
+        """
+        return f"{name}-smallnorb" if self.toys_or_smallnorb() == "smallnorb" else f"{name}-toys-paper"
+
+    def of_toys(self, network: str, seed: int, images: int, epochs: int) -> Recipe:
+        """The recipe of the ``CNN``, of ``capsules`` or of ``uniform couplings``, on toys with the paper's settings."""
+        if network == "CNN":
+            return self.recipe(self.toys("cnn-baseline"), seed, images=images, epochs=epochs)
+        routing = {"iterations": 2 if network == "capsules" else 1}
+        return self.recipe(self.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing)
 
     def notes_on_toys(self) -> list[str]:
         """What has to be said beside the paper's figures where the data are not the paper's."""

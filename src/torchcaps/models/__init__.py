@@ -8,11 +8,14 @@ from torch import nn
 
 from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput, nearest
+from torchcaps.models.attention import AttentionCapsNet
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.efficient import EfficientCapsNet
+from torchcaps.models.generative import GenerativeCapsNet
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.models.self_routing import SelfRoutingCapsNet
 from torchcaps.options import check_options, kinds_of
 from torchcaps.routing import Routing
 
@@ -24,6 +27,9 @@ MODELS: dict[str, type[nn.Module]] = {
     "pooled-capsnet": PooledCapsNet,
     "matrix-capsnet": MatrixCapsNet,
     "matrix-baseline-cnn": MatrixBaselineCNN,
+    "self-routing-capsnet": SelfRoutingCapsNet,
+    "attention-capsnet": AttentionCapsNet,
+    "generative-capsnet": GenerativeCapsNet,
 }
 
 
@@ -102,15 +108,18 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
 
 __all__ = [
     "MODELS",
+    "AttentionCapsNet",
     "BaselineCNN",
     "CapsNet",
     "EfficientCapsNet",
+    "GenerativeCapsNet",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
     "PooledCNN",
     "PooledCapsNet",
     "Prediction",
     "Pretrained",
+    "SelfRoutingCapsNet",
     "built",
     "create_model",
     "routing_of",

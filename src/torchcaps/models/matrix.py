@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
+from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape
@@ -40,8 +41,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
         coordinates: Coordinate Addition at the class capsules.
-        stem: further convolutions 3×3×A behind the first, which keep its grid. With a stem, BatchNorm follows every
-            convolution.
+        stem: further convolutions 3×3×A behind the first, which keep its grid. With a stem or with `normalise`,
+            BatchNorm follows every convolution.
+        stem_stride: 1 or 2. With 2, the middle one of these convolutions halves the grid and doubles the channels, and
+            the first capsule layer halves nothing: a deeper front, and a quarter of the primary capsules.
         normalise: BatchNorm without weights of its own on the poses and activation logits of the primary capsules.
         routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
             and options. Options of ``"em"`` that are left out are those of `EM`.
@@ -72,6 +75,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         pose: Literal["matrix", "vector"] = "matrix",
         coordinates: bool = True,
         stem: int = 0,
+        stem_stride: int = 1,
         normalise: bool = False,
         routing: nn.Module | Routing | str = EM,
         class_temperature_factor: float = 1.0,
@@ -82,7 +86,9 @@ class MatrixCapsNet(nn.Module, Pretrained):
         around_identity: bool = True,
     ) -> None:
         super().__init__()
-        channels, height, width = check_image_shape("MatrixCapsNet", image_shape, smallest=17)
+        channels, height, width = check_image_shape(
+            "MatrixCapsNet", image_shape, smallest=21 if stem_stride == 2 else 17
+        )
         for option, value, allowed in (("size", size, get_args(Size)), ("pose", pose, ("matrix", "vector"))):
             if value not in allowed:
                 raise BadInput(f"{option} is {value!r}: use one of {', '.join(allowed)}")
@@ -101,17 +107,21 @@ class MatrixCapsNet(nn.Module, Pretrained):
             class_routing = routing.replace(inverse_temperature=heat)
         if stem < 0:
             raise BadInput(f"stem is {stem}: give the number of convolutions, 0 or more")
+        if stem_stride not in (1, 2) or stem < stem_stride - 1:
+            raise BadInput(f"stem_stride is {stem_stride}, stem {stem}: use stride 1, or 2 with a stem of 1 or more")
         convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]
-        for _ in range(stem):
-            convolutions += [nn.BatchNorm2d(features), nn.ReLU(), nn.Conv2d(features, features, 3, padding=1)]
-        norm = [nn.BatchNorm2d(features)] if stem else []
+        for index in range(stem):
+            below, stride = features, stem_stride if index == stem // 2 else 1
+            features *= stride
+            convolutions += [nn.BatchNorm2d(below), nn.ReLU(), nn.Conv2d(below, features, 3, stride, padding=1)]
+        norm = [nn.BatchNorm2d(features)] if stem or normalise else []
         self.convolution = nn.Sequential(*convolutions, *norm, nn.ReLU())
         self.primary_capsules = PrimaryCaps(
             *(features, primary, pose_size, 1),
             bias=False,
             squash_form="none",
             activation="sigmoid",
-            normalise=normalise,
+            normalise="plain" if normalise else "none",
         )
         for layer, spread in (
             (self.primary_capsules.convolution, primary_deviation),
@@ -119,10 +129,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         ):
             if layer is not None and spread is not None:
                 truncated_normal_(layer.weight, spread)
-        grid = ((height - 5) // 2 + 1, (width - 5) // 2 + 1)
+        grid = (((height - 5) // 2) // stem_stride + 1, ((width - 5) // 2) // stem_stride + 1)
         self.first_capsules = ConvCaps(
             *(grid, primary, first, 3),
-            stride=2,
+            stride=2 // stem_stride,
             pose_size=pose_size,
             deviation=deviation,
             around_identity=around_identity,
@@ -136,7 +146,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             around_identity=around_identity,
             routing=deepcopy(routing),
         )
-        kernels = ((5, 2), (3, 2), (3, 1))
+        kernels = ((5, 2, 0), (3, stem_stride, 1), (3, 2 // stem_stride, 0), (3, 1, 0))
         rows, columns = (
             _receptive_field_centres(sites, pixels, kernels)
             for sites, pixels in zip(self.second_capsules.parent_grid, (height, width), strict=True)
@@ -158,14 +168,21 @@ class MatrixCapsNet(nn.Module, Pretrained):
         """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
         capsules = self.primary_capsules(self.convolution(images))
         capsules = self.class_capsules(self.second_capsules(self.first_capsules(capsules)))
-        return Prediction(capsules.activation.squeeze(1), capsules)
+        return prediction_of(capsules)
 
 
-def _receptive_field_centres(sites: int, pixels: int, kernels: Iterable[tuple[int, int]]) -> Float[Tensor, " sites"]:
-    """Along one axis, the centre of each site's receptive field as a share of the image, through unpadded layers."""
+def _receptive_field_centres(
+    sites: int, pixels: int, kernels: Iterable[tuple[int, int, int]]
+) -> Float[Tensor, " sites"]:
+    """Along one axis, the centre of each site's receptive field as a share of the image.
+
+    Arguments:
+        sites, pixels: in the last grid and in the image.
+        kernels: size, stride and padding, layer by layer.
+    """
     first, step = 0.0, 1
-    for kernel_size, stride in kernels:
-        first += step * (kernel_size - 1) / 2
+    for kernel_size, stride, padding in kernels:
+        first += step * ((kernel_size - 1) / 2 - padding)
         step *= stride
     return (first + 0.5 + step * torch.arange(sites, device="cpu")) / pixels
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths
+from torchcaps.decoder import prediction_of
 from torchcaps.layers import SharedCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
@@ -109,4 +110,4 @@ class PooledCapsNet(nn.Module, Pretrained):
         """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
         pose = self.trunk(images).float().flatten(2).mT[:, :, None, None, :]
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
-        return Prediction(capsules.activation.squeeze(1), capsules)
+        return prediction_of(capsules)

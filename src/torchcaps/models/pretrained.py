@@ -17,7 +17,7 @@ from torch import nn
 
 from torchcaps.data.files import atomically, write_json
 from torchcaps.errors import BadInput
-from torchcaps.options import check_kind, check_options, kinds_of
+from torchcaps.options import absent, check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -120,8 +120,7 @@ class Pretrained:
         kinds = kinds_of(cls)
         check_options(cls.__name__, changes, kinds)
         kinds.pop("routing", None)
-        missing = [name for name in kinds if name not in config.options]
-        if missing:
+        if missing := absent(config.model, kinds, config.options):
             raise BadInput(f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save it again")
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
         model = _built(cls, {**config.options, **changes})

@@ -160,7 +160,7 @@ class Votes:
             of_sites = self._pose.new_full(self._pose.shape[:2], self._pose.shape[2], dtype=dtype)
         else:
             of_sites = self._activation.to(dtype).sum(dim=2)
-        return of_sites.new_zeros(len(of_sites), routing_map.parent_sites).index_add(1, parent, of_sites[:, child])
+        return of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites).index_add(1, parent, of_sites[:, child])
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """How every child divides itself among its parents, in the order of the map's edges.

@@ -1,0 +1,92 @@
+"""Capsules with inverted dot-product attention: Tsai, Srivastava, Goh & Salakhutdinov 2020 (arXiv 2002.04764)."""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, Prediction
+from torchcaps.decoder import prediction_of
+from torchcaps.layers import CapsuleLayer, ConvCaps, PrimaryCaps
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing, with_defaults
+from torchcaps.routing_map import RoutingMap
+
+ATTENTION = Routing("attention", competition="types")
+"""`AttentionCapsNet`'s own defaults, those of the authors' code."""
+
+
+class AttentionCapsNet(nn.Module, Pretrained):
+    """One convolution, primary capsules with LayerNorm, two convolutional capsule layers, class capsules.
+
+    Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
+    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with a transform for each
+    position. One linear layer, shared by the classes, makes a score of a class capsule's pose; here its logistic
+    function is the activation, and the cross-entropy of the paper is ``loss="activation_logit_cross_entropy"``.
+    561,331 parameters on images of 3×32×32 and ten classes; the paper has 0.56 million.
+
+    Layers are routed one after the other ("sequential" in the paper).
+
+    Arguments:
+        image_shape: (channels, height, width); at least 13×13.
+        classes: number of classes.
+        channels: of the convolution.
+        types: capsule types of every layer but the last.
+        pose_side: rows and columns of a pose.
+        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
+            and options. As in the authors' code, parents of one site compete for a child, not those of all sites.
+
+    Raises:
+        BadInput: the image is too small, or an unknown routing or option of it.
+        ValueError: a rule that does not fit a layer.
+
+    Example:
+        >>> import torch
+        >>> AttentionCapsNet(image_shape=(3, 32, 32))(torch.rand(2, 3, 32, 32)).scores.shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (1, 28, 28),
+        classes: int = 10,
+        channels: int = 256,
+        types: int = 32,
+        pose_side: int = 4,
+        routing: nn.Module | Routing | str = ATTENTION,
+    ) -> None:
+        super().__init__()
+        image_channels, height, width = check_image_shape("AttentionCapsNet", image_shape, smallest=13)
+        routing = with_defaults(routing, ATTENTION)
+        pose_size = (pose_side, pose_side)
+        self.features = nn.Sequential(nn.Conv2d(image_channels, channels, 3, 2, padding=1), nn.ReLU())
+        self.primary_capsules = PrimaryCaps(
+            channels, types, pose_size, 1, bias=False, squash_form="none", activation="length"
+        )
+        self.primary_norm = nn.LayerNorm(pose_side**2)
+        grid = ((height - 1) // 2 + 1, (width - 1) // 2 + 1)
+        self.first_capsules = ConvCaps(grid, types, types, 3, stride=2, pose_size=pose_size, routing=deepcopy(routing))
+        self.second_capsules = ConvCaps(
+            self.first_capsules.parent_grid, types, types, 3, pose_size=pose_size, routing=deepcopy(routing)
+        )
+        sites = math.prod(self.second_capsules.parent_grid)
+        transform = torch.empty(sites, types, classes, pose_side, pose_side)
+        self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
+        for layer, children in ((self.first_capsules, 9), (self.second_capsules, 9), (self.class_capsules, sites)):
+            parents = layer.transform.shape[2]
+            nn.init.normal_(layer.transform, std=math.sqrt(parents / (pose_side * types * children)))
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        capsules = self.primary_capsules(self.features(images))
+        pose = capsules.pose.to(self.primary_norm.weight.dtype).flatten(3)
+        pose = self.primary_norm(pose).view(capsules.pose.shape)
+        capsules = self.second_capsules(self.first_capsules(Capsules(pose, capsules.activation)))
+        capsules = self.class_capsules(capsules)
+        return prediction_of(capsules)

@@ -1,0 +1,105 @@
+"""Objects routed from parts routed from convolutions: Heinsen 2019 (arXiv 1911.00792)."""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, Prediction
+from torchcaps.checks import check_choice
+from torchcaps.decoder import prediction_of
+from torchcaps.layers import CapsuleLayer, PrimaryCaps
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing
+from torchcaps.routing_map import RoutingMap
+
+
+class GenerativeCapsNet(nn.Module, Pretrained):
+    """Six convolutions, parts that see every primary capsule through one transform, class capsules that see the parts.
+
+    Heinsen 2019, section 4.1: the image with its pixels' coordinates as two more channels → six times BatchNorm,
+    convolution 3×3 without padding, SiLU; every second halves the grid → BatchNorm, primary capsules 1×1 → `parts`
+    capsules, each with one transform for all primary capsules → one capsule a class. All poses are 4×4. The score of a
+    class is its activation; the paper's cross-entropy is ``loss="activation_logit_cross_entropy"``. 265,416 parameters
+    on stereo images of five classes; the paper has 272 thousand, 6,144 of them biases of the votes.
+
+    Arguments:
+        image_shape: (channels, height, width); at least 29×29, or 1×1 with padding.
+        classes: number of classes.
+        channels: of every convolution.
+        padding: zeros around every convolution, 0 or 1; the author has none.
+        parts: capsule types of the primary capsules, and of the parts.
+        pose_side: rows and columns of a pose.
+        routing: of both layers: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
+            and options.
+
+    Raises:
+        BadInput: the image is too small, or an unknown routing or option of it.
+        ValueError: a rule that does not fit a layer.
+
+    Example:
+        >>> import torch
+        >>> GenerativeCapsNet(image_shape=(2, 48, 48), classes=5, parts=4)(torch.rand(2, 2, 48, 48)).scores.shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (2, 96, 96),
+        classes: int = 5,
+        channels: int = 64,
+        padding: int = 0,
+        parts: int = 64,
+        pose_side: int = 4,
+        routing: nn.Module | Routing | str = "generative",
+    ) -> None:
+        super().__init__()
+        check_choice("padding", padding, (0, 1))
+        smallest = 1 if padding else 29
+        image_channels, height, width = check_image_shape("GenerativeCapsNet", image_shape, smallest)
+        layers: list[nn.Module] = []
+        below = image_channels + 2
+        for stride in (1, 2) * 3:
+            convolution = nn.Conv2d(below, channels, 3, stride, padding)
+            nn.init.kaiming_normal_(convolution.weight)
+            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+            layers += [nn.BatchNorm2d(below), convolution, nn.SiLU()]
+            below = channels
+        self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels))
+        pose_size = (pose_side, pose_side)
+        self.primary_capsules = PrimaryCaps(channels, parts, pose_size, 1, squash_form="none", activation="sigmoid")
+        children = parts * math.prod(_grid(side, padding) for side in (height, width))
+        self.parts, self.class_capsules = (
+            CapsuleLayer(
+                routing_map,
+                torch.randn(1, child_types, parent_types, *pose_size) / pose_side,
+                deepcopy(routing),
+                pose_size,
+            )
+            for routing_map, child_types, parent_types in (
+                (RoutingMap.shared(children), 1, parts),
+                (RoutingMap.dense(1), parts, classes),
+            )
+        )
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        rows, columns = (torch.linspace(-1, 1, side, device=images.device) for side in images.shape[2:])
+        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij")).to(images.dtype)
+        features = self.features(torch.cat([images, places.expand(images.shape[0], -1, -1, -1)], dim=1))
+        pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in self.primary_capsules(features))
+        capsules = self.class_capsules(self.parts(Capsules(pose, activation)))
+        return prediction_of(capsules)
+
+
+def _grid(side: int, padding: int) -> int:
+    """Positions along one side behind the convolutions."""
+    for stride in (1, 2) * 3:
+        side = (side + 2 * padding - 3) // stride + 1
+    return side

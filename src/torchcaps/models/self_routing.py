@@ -1,0 +1,101 @@
+"""Self-routing capsules on a convolutional network: Hahn, Pyeon & Kim 2019 (NeurIPS)."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Prediction
+from torchcaps.decoder import prediction_of
+from torchcaps.layers import ConvCaps, DenseCaps, PoseNorm, PrimaryCaps
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing
+
+
+class SelfRoutingCapsNet(nn.Module, Pretrained):
+    """Six convolutions with BatchNorm, primary capsules, convolutional capsule layers, class capsules.
+
+    Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 of width · (1, 2, 2, 4, 4, 8)
+    channels, of which every second halves the grid → primary capsules 3×3 with BatchNorm → any number of ConvCaps 3×3
+    with BatchNorm on their poses → one class capsule a class, with a transform for each position. The score of a class
+    is its activation; the paper trains on the logarithm of it (``loss="activation_cross_entropy"``). 856,064 parameters
+    on stereo images of 32×32 pixels and five classes.
+
+    The authors' class capsules have no poses. Here they have poses of length 1, because a layer always has a transform:
+    2,560 of these parameters, which the loss does not depend on.
+
+    Arguments:
+        image_shape: (channels, height, width); at least 5×5.
+        classes: number of classes.
+        width: channels of the first convolution.
+        types: capsule types of every layer but the last.
+        pose_size: length of a pose.
+        capsule_layers: convolutional capsule layers between the primary and the class capsules.
+        class_pose_size: length of a class capsule's pose.
+        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
+            and options.
+
+    Raises:
+        BadInput: the image is too small, or an unknown routing or option of it.
+        ValueError: a rule that does not fit a layer.
+
+    Example:
+        >>> import torch
+        >>> model = SelfRoutingCapsNet(image_shape=(2, 32, 32), classes=5)
+        >>> model(torch.rand(2, 2, 32, 32)).scores.sum(dim=1)
+        tensor([1.0000, 1.0000], grad_fn=<SumBackward1>)
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (1, 28, 28),
+        classes: int = 10,
+        width: int = 16,
+        types: int = 32,
+        pose_size: int = 16,
+        capsule_layers: int = 0,
+        class_pose_size: int = 1,
+        routing: nn.Module | Routing | str = "self_routing",
+    ) -> None:
+        super().__init__()
+        below, height, width_of_image = check_image_shape("SelfRoutingCapsNet", image_shape, smallest=5)
+        layers: list[nn.Module] = []
+        for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
+            convolution = nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False)
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            layers += [convolution, nn.BatchNorm2d(factor * width), nn.ReLU()]
+            below = factor * width
+        self.features = nn.Sequential(*layers)
+        self.primary_capsules = PrimaryCaps(
+            *(below, types, pose_size, 3),
+            padding=1,
+            bias=False,
+            squash_form="none",
+            activation="sigmoid",
+            normalise="affine",
+        )
+        rows, columns = ((side - 1) // 8 + 1 for side in (height, width_of_image))
+        middle: list[nn.Module] = []
+        for _ in range(capsule_layers):
+            layer = ConvCaps(
+                *((rows, columns), types, types, 3),
+                padding=1,
+                pose_size=(1, pose_size),
+                deviation=pose_size**-0.5,
+                around_identity=False,
+                routing=deepcopy(routing),
+            )
+            middle += [layer, PoseNorm(types, pose_size, affine=True)]
+        self.capsules = nn.Sequential(*middle)
+        self.class_capsules = DenseCaps(
+            rows * columns, types, pose_size, classes, class_pose_size, routing=deepcopy(routing)
+        )
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        capsules = self.class_capsules(self.capsules(self.primary_capsules(self.features(images))))
+        return prediction_of(capsules)

@@ -1,0 +1,183 @@
+"""The recipes: every number of a training in one place, one function each."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
+from torchcaps.errors import BadInput, nearest
+from torchcaps.losses import LOSSES
+from torchcaps.models import MODELS, routing_of
+from torchcaps.options import described, fits, kinds_of
+from torchcaps.recipe import Recipe
+from torchcaps.recipes.matrix_capsules import (
+    cnn_baseline_smallnorb,
+    cnn_baseline_toys,
+    cnn_baseline_toys_paper,
+    matrix_capsnet_mnist,
+    matrix_capsnet_smallnorb,
+    matrix_capsnet_toys,
+    matrix_capsnet_toys_paper,
+    variational_capsnet_smallnorb,
+    variational_capsnet_toys,
+)
+from torchcaps.recipes.other_routings import (
+    attention_capsnet_cifar10,
+    generative_capsnet_smallnorb,
+    generative_capsnet_toys,
+    self_routing_capsnet_cifar10,
+    self_routing_capsnet_smallnorb,
+    self_routing_capsnet_toys,
+)
+from torchcaps.recipes.vector_capsules import (
+    capsnet_fashion_mnist,
+    capsnet_images,
+    capsnet_mnist,
+    capsnet_mnist_5k,
+    cnn_baseline_mnist,
+    efficient_capsnet_fashion_mnist,
+    efficient_capsnet_mnist,
+    pooled_capsnet_mnist,
+    pooled_cnn_mnist,
+)
+from torchcaps.routing import ROUTINGS, routing_options
+
+GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "loss.OPTION")
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "capsnet-mnist": capsnet_mnist,
+    "capsnet-mnist-5k": capsnet_mnist_5k,
+    "capsnet-images": capsnet_images,
+    "capsnet-fashion-mnist": capsnet_fashion_mnist,
+    "efficient-capsnet-mnist": efficient_capsnet_mnist,
+    "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
+    "cnn-baseline-mnist": cnn_baseline_mnist,
+    "pooled-cnn-mnist": pooled_cnn_mnist,
+    "pooled-capsnet-mnist": pooled_capsnet_mnist,
+    "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
+    "matrix-capsnet-toys": matrix_capsnet_toys,
+    "matrix-capsnet-toys-paper": matrix_capsnet_toys_paper,
+    "matrix-capsnet-mnist": matrix_capsnet_mnist,
+    "variational-capsnet-smallnorb": variational_capsnet_smallnorb,
+    "variational-capsnet-toys": variational_capsnet_toys,
+    "self-routing-capsnet-smallnorb": self_routing_capsnet_smallnorb,
+    "self-routing-capsnet-toys": self_routing_capsnet_toys,
+    "self-routing-capsnet-cifar10": self_routing_capsnet_cifar10,
+    "attention-capsnet-cifar10": attention_capsnet_cifar10,
+    "generative-capsnet-smallnorb": generative_capsnet_smallnorb,
+    "generative-capsnet-toys": generative_capsnet_toys,
+    "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
+    "cnn-baseline-toys": cnn_baseline_toys,
+    "cnn-baseline-toys-paper": cnn_baseline_toys_paper,
+}
+
+
+def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
+    """A recipe of the table, with some of its settings changed.
+
+    Arguments:
+        name: a key of `RECIPES`.
+        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``routing.OPTION``, ``data.OPTION`` or
+            ``loss.OPTION``, in any order. ``model.routing`` names the routing rule. Another model, rule, data or loss
+            begins with that one's own options.
+
+    Raises:
+        BadInput: unknown recipe or key, or a value of the wrong kind; the nearest name is suggested.
+
+    Example:
+        >>> create_recipe("capsnet-mnist", {"epochs": "3", "routing.iterations": "1"}).epochs
+        3
+    """
+    if name not in RECIPES:
+        raise BadInput(f"unknown recipe {name!r}{nearest(name, RECIPES)}")
+    recipe = RECIPES[name]()
+    settings = dict(settings or {})
+    plain = {f.name for f in fields(recipe) if f.name != "name" and not f.name.endswith("_options")}
+    changed: dict[str, Any] = {}
+    of_routing = {key: settings.pop(key) for key in [*settings] if key.startswith("routing.")}
+    for key in sorted(settings, key=lambda key: "." in key):
+        group, _, option = key.partition(".")
+        if option and group in ("model", "data", "loss"):
+            chosen = changed.get(group, getattr(recipe, group))
+            value = _value(key, settings[key], *_kind(group, chosen, option))
+            own = getattr(recipe, f"{group}_options") if chosen == getattr(recipe, group) else {}
+            changed[f"{group}_options"] = {**changed.get(f"{group}_options", own), option: value}
+        elif key in plain:
+            if key == "model" and settings[key] not in MODELS:
+                raise BadInput(f"unknown model {settings[key]!r}{nearest(settings[key], MODELS)}")
+            if key == "loss" and settings[key] not in LOSSES:
+                raise BadInput(f"unknown loss {settings[key]!r}{nearest(settings[key], LOSSES)}")
+            changed[key] = _value(key, settings[key], kinds_of(Recipe)[key], getattr(recipe, key))
+            if key in ("model", "data", "loss") and changed[key] != getattr(recipe, key):
+                changed.setdefault(f"{key}_options", {})
+                if key == "loss":
+                    changed.setdefault("margin_schedule", "none")
+        else:
+            raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), *GROUPS])}")
+    return replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
+
+
+def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
+    """The routing options of a changed recipe: another model or another rule begins with its own."""
+    model = changed.get("model", recipe.model)
+    rule = routing_of(model, changed.get("model_options", recipe.model_options))
+    if rule is None:
+        if settings:
+            raise BadInput(f"unknown setting {min(settings)!r}: model {model} has no routing rule")
+        return {"routing_options": {}}
+    before = routing_of(recipe.model, recipe.model_options)
+    same = model == recipe.model and before is not None and before.name == rule.name
+    changes = {
+        key.partition(".")[2]: _value(key, text, *_kind("routing", rule.name, key.partition(".")[2]))
+        for key, text in settings.items()
+    }
+    return {"routing_options": {**(recipe.routing_options if same else {}), **changes}}
+
+
+def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
+    """Annotated type and default of an option of the chosen model, data, loss or routing rule."""
+    takes: Callable[..., Any]
+    names: Sequence[str] | None = None
+    if group == "data" and chosen in DATASETS:
+        takes, names = DATASETS[chosen].load, DATASETS[chosen].options
+    elif group == "data":
+        takes, names = load_image_folder, FOLDER_OPTIONS
+    elif group == "routing":
+        takes, names = ROUTINGS[chosen], list(routing_options(chosen))
+    else:
+        takes = (MODELS if group == "model" else LOSSES)[chosen]
+    kinds = kinds_of(takes)
+    if names is None:
+        names = [name for name in kinds if name not in ("image_shape", "classes", "scores", "target")]
+    own = [f"{group}.{name}" for name in names]
+    if f"{group}.{option}" not in own:
+        if group == "model" and (routing := routing_of(chosen, {})):
+            own += [f"routing.{name}" for name in routing_options(routing.name)]
+        meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
+        raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
+    default = inspect.signature(takes).parameters[option].default
+    return kinds[option], None if default is inspect.Parameter.empty else default
+
+
+def _value(key: str, text: str, kind: Any, default: Any) -> Any:
+    """A setting's value from its text: JSON, or a word as it stands."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        value = text
+    for each in (text, value):
+        if fits(each, kind):
+            return float(each) if isinstance(default, float) else each
+    if fits(_listed(text), kind):
+        raise BadInput(f"{key} takes {described(kind)}; write {key}=[{text}]")
+    example = "" if default is None else f", such as {json.dumps(default)}"
+    raise BadInput(f"{key} takes {described(kind)}{example}; got {text}")
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(f"[{text}]")
+    except json.JSONDecodeError:
+        return None
