@@ -90,12 +90,12 @@ def test_settings_reach_the_recipe():
 def test_another_rule_begins_with_its_own_options():
     settings = {"routing.iterations": "4", "model.routing": "attention"}
     for order in (settings, dict(reversed(settings.items()))):
-        recipe = create_recipe("matrix-capsnet-mnist", order)
+        recipe = create_recipe("matrix-capsnet-mnist-paper", order)
         assert (recipe.model_options, recipe.routing_options) == ({"routing": "attention"}, {"iterations": 4})
-    assert create_recipe("matrix-capsnet-mnist", {"model": "capsnet"}).routing_options == {}
-    assert create_recipe("matrix-capsnet-mnist", {"model": "baseline-cnn"}).routing_options == {}
-    kept = create_recipe("matrix-capsnet-mnist", {"model.routing": "em", "routing.iterations": "1"}).routing_options
-    assert kept == {"iterations": 1, "variance_floor": 1e-4, "initial_beta_a": -25.0}
+    assert create_recipe("matrix-capsnet-mnist-paper", {"model": "capsnet"}).routing_options == {}
+    assert create_recipe("matrix-capsnet-mnist-paper", {"model": "baseline-cnn"}).routing_options == {}
+    kept = create_recipe("matrix-capsnet-mnist-paper", {"model.routing": "em", "routing.iterations": "1"})
+    assert kept.routing_options == {"iterations": 1, "variance_floor": 1e-4, "initial_beta_a": -25.0}
     with pytest.raises(BadInput, match="name a rule, and give its options in routing_options"):
         replace(create_recipe("capsnet-mnist"), model_options={"routing": Routing("em")})
 

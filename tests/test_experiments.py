@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from scipy.io import loadmat, savemat
 
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
+from torchcaps import MODELS, CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, write_report
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, write_report
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
@@ -96,12 +96,15 @@ def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_pairs_are_learned_with_both_digits_drawn(tmp_path):
+@pytest.mark.parametrize("recipe_of", [multimnist.paper_recipe, multimnist.recent_recipe])
+def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
     digits = plain_images()
     splits = Splits(*(overlaid(digits, count, seed) for seed, count in enumerate((60, 20, 20))))
-    settings = {"epochs": "2", "batch_size": "20", "shift": "0", "precision": "float32"}
-    options = {"convolution_channels": 4, "primary_types": 2, "image_shape": (1, 36, 36)}
-    recipe = replace(create_recipe("capsnet-mnist", settings), model_options=options)
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    recipe = replace(recipe_of(study, "capsules", 0, "mnist", 60, 2), batch_size=20, precision="float32")
+    assert not any((recipe.shift, recipe.rotation, recipe.squeeze, recipe.erase))
+    smaller = {"convolution_channels": 4, "primary_types": 2} if recipe.model == "capsnet" else {}
+    recipe = replace(recipe, model_options={**recipe.model_options, **smaller})
     seen = []
 
     def watch(model):
@@ -110,7 +113,7 @@ def test_pairs_are_learned_with_both_digits_drawn(tmp_path):
         return {"epochs_seen": len(seen)}
 
     metrics = fit(recipe, splits, tmp_path / "run", watch=watch, module_class=PairClassifier)
-    model = CapsNet.from_pretrained(tmp_path / "run").eval()
+    model = MODELS[recipe.model].from_pretrained(tmp_path / "run").eval()
     with torch.no_grad():
         scores = model(splits.test.pixels[:, :1].float() / 255).scores
     right = named_alike(scores, splits.test.labels).double().mean().item()

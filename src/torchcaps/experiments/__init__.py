@@ -66,6 +66,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Sabour, Frosst & Hinton 2017, section 6",
         standard=True,
     ),
+    "multimnist-recent": Experiment(
+        partial(
+            multimnist.run,
+            networks=multimnist.NETWORKS[:2],
+            recipe_of=multimnist.recent_recipe,
+            sizes=multimnist.RECENT_SIZES,
+        ),
+        "The same with Efficient-CapsNet, from two million pairs",
+        "Sabour, Frosst & Hinton 2017, section 6",
+    ),
     "affnist": Experiment(
         affnist.run,
         "Trained on moved digits, tested under affine maps",

@@ -30,7 +30,7 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
         found = []
         for seed in range(study.seeds):
             options: dict[str, Any] = {"routing_options": {"iterations": iterations}, "widths": (channels, 8, 16, 16)}
-            recipe = study.recipe("matrix-capsnet-mnist", seed, images=images, epochs=epochs, **options)
+            recipe = study.recipe("matrix-capsnet-mnist-paper", seed, images=images, epochs=epochs, **options)
             recipe = replace(recipe, data=study.data or data)
             splits = study.splits(recipe, images, study.choose(2_000, None, None))
             model, metrics = study.trained(part(name, seed), recipe, splits)

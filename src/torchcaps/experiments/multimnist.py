@@ -1,5 +1,7 @@
 """Two digits on top of each other, named and drawn apart: Sabour, Frosst & Hinton 2017, section 6."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,8 +16,11 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scor
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
+from torchcaps.recipe import Recipe
+from torchcaps.recipes import create_recipe
 
 PADDING = 4
+SHAPE = (1, 36, 36)
 SHIFTS = {"paper": 4, "official code": 6}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 PAPER = {"CNN": "91.9", "capsules": "94.8", "uniform couplings": "92.5"}
@@ -76,16 +81,39 @@ class PairClassifier(StripClassifier):
         """None: the experiment draws its own."""
 
 
-def run(study: Study) -> Outcome:
-    """CapsNet, the same with uniform couplings, and the CNN; both ways to make the pairs are tested."""
+def paper_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
+    """The recipe of one network as in the paper; narrow ones but at `paper`."""
+    return study.of_digits(network, seed, data=data, shift=0, images=images, epochs=epochs, image_shape=SHAPE)
+
+
+def recent_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
+    """Efficient-CapsNet in place of CapsNet, and the CNN of `paper_recipe`, both with a cosine schedule."""
+    if network == "CNN":
+        recipe = paper_recipe(study, network, seed, data, images, epochs)
+        return replace(recipe, schedule="cosine")
+    recipe = create_recipe("efficient-capsnet-mnist", {"shift": "0", "rotation": "0", "squeeze": "0", "erase": "0"})
+    return replace(recipe, data=data, seed=seed, epochs=epochs, model_options={"image_shape": SHAPE})
+
+
+PAPER_SIZES = ((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
+RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
+"""Pairs in training, pairs in tests and epochs, a triple a budget."""
+
+
+def run(
+    study: Study,
+    networks: Sequence[str] = NETWORKS,
+    recipe_of: Callable[[Study, str, int, str, int, int], Recipe] = paper_recipe,
+    sizes: Sequence[tuple[int, int, int]] = PAPER_SIZES,
+) -> Outcome:
+    """Capsules, the same with uniform couplings, and the CNN; both ways to make the pairs are tested."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
-    count, tested, epochs = study.choose((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in NETWORKS}
+    count, tested, epochs = study.choose(*sizes)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
     shown: tuple[CapsNet, Images] | None = None
     for seed in range(study.seeds):
-        for name in NETWORKS:
-            shape = (1, 36, 36)
-            recipe = study.of_digits(name, seed, data=source, shift=0, images=count, epochs=epochs, image_shape=shape)
+        for name in networks:
+            recipe = recipe_of(study, name, seed, source, count, epochs)
             digits = study.splits(recipe)
             tests = {way: overlaid(digits.test, tested, 2, pixels) for way, pixels in SHIFTS.items()}
             splits = Splits(
@@ -114,7 +142,9 @@ def run(study: Study) -> Outcome:
         f"of up to {SHIFTS['paper']} pixels; the official code's shifts are tested alone."
     ]
     assert shown is not None
-    return Outcome(rows, draw(*shown), [*notes, *study.notes_on_width(), *study.notes_on_data(source)])
+    if recipe_of is paper_recipe:
+        notes += study.notes_on_width()
+    return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(source)])
 
 
 def pair_accuracy(model: torch.nn.Module, images: Images) -> float:

@@ -65,13 +65,37 @@ def matrix_capsnet_toys_paper() -> Recipe:
 
 
 def matrix_capsnet_mnist() -> Recipe:
+    """Matrix capsules on MNIST: the network, loss and schedule of `matrix_capsnet_toys`.
+
+    Digits are moved, rotated and squeezed in training, and not mixed. The paper's settings:
+    `matrix_capsnet_mnist_paper`.
+    """
+    return replace(
+        matrix_capsnet_toys(),
+        name="matrix-capsnet-mnist",
+        data="mnist",
+        standardise="none",
+        crop=0,
+        brightness=0.0,
+        contrast=0.0,
+        mixup=0.0,
+        shift=2,
+        rotation=30.0,
+        squeeze=0.25,
+        validation_fraction=0.1,
+        choose="best",
+        epochs=10,
+    )
+
+
+def matrix_capsnet_mnist_paper() -> Recipe:
     """Matrix capsules on MNIST: two iterations, digits moved by up to 2 pixels, a short training.
 
     Blank margins vote alike: Gritzman's variance floor and a lower β_a, chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),
-        name="matrix-capsnet-mnist",
+        name="matrix-capsnet-mnist-paper",
         data="mnist",
         routing_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
         standardise="none",
