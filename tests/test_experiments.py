@@ -20,7 +20,7 @@ from conftest import COMMAND, ENVIRONMENT
 from torchcaps import MODELS, CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, write_report
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, two_digits, write_report
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
@@ -83,6 +83,18 @@ def test_the_order_is_read_from_left_to_right():
         for row, classes in enumerate(orders[by].tolist()):
             assert sorted(classes) == sorted(scores[row].topk(3).indices.tolist())
             assert sorted(centre[row, classes].tolist()) == centre[row, classes].tolist()
+
+
+def test_digits_for_strips_are_varied_in_the_recent_recipes_alone(tmp_path):
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    for network in two_digits.NETWORKS:
+        old, new = (
+            recipe_of(study, network, 1, "mnist") for recipe_of in (two_digits.paper_recipe, two_digits.recent_recipe)
+        )
+        assert (old.model, old.routing_options, old.seed) == (new.model, new.routing_options, new.seed)
+        assert (old.shift, old.rotation, old.squeeze) == (0, 0, 0)
+        assert (new.shift, new.rotation, new.squeeze, new.schedule) == (2, 30, 0.25, "cosine")
+    assert new.routing_options == {"iterations": 1}
 
 
 def test_pairs_are_two_digits_of_different_classes_added_and_clipped():

@@ -54,6 +54,11 @@ EXPERIMENTS: dict[str, Experiment] = {
     "two-digits": Experiment(
         two_digits.run, "Trained on one digit, tested on two and more side by side", "Su 2018", standard=True
     ),
+    "two-digits-recent": Experiment(
+        partial(two_digits.run, recipe_of=two_digits.recent_recipe),
+        "The same, with digits moved, rotated and squeezed in training",
+        "Su 2018",
+    ),
     "capsnet-table1": Experiment(
         capsnet_table1.run,
         "CapsNet on MNIST: iterations and decoder, beside the baseline CNN",
