@@ -181,8 +181,8 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
     assert shown is not None
     notes = [
         f"Trained on single digits in {recipe.epochs} epochs, of which the one is taken that names most pairs of "
-        "validation digits. The order is that of the centres of couplings, or of contributions: what each position adds to a "
-        "capsule's length. Uniform couplings have no order: theirs by couplings is chance."
+        "validation digits. The order is that of the centres of couplings, or of contributions: what each position "
+        "adds to a capsule's length. Uniform couplings have no order: theirs by couplings is chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 
