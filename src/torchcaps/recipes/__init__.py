@@ -29,6 +29,7 @@ from torchcaps.recipes.other_routings import (
     generative_capsnet_smallnorb,
     generative_capsnet_toys,
     self_routing_capsnet_cifar10,
+    self_routing_capsnet_fashion_mnist,
     self_routing_capsnet_smallnorb,
     self_routing_capsnet_toys,
 )
@@ -67,6 +68,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "self-routing-capsnet-smallnorb": self_routing_capsnet_smallnorb,
     "self-routing-capsnet-toys": self_routing_capsnet_toys,
     "self-routing-capsnet-cifar10": self_routing_capsnet_cifar10,
+    "self-routing-capsnet-fashion-mnist": self_routing_capsnet_fashion_mnist,
     "attention-capsnet-cifar10": attention_capsnet_cifar10,
     "generative-capsnet-smallnorb": generative_capsnet_smallnorb,
     "generative-capsnet-toys": generative_capsnet_toys,

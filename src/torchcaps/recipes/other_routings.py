@@ -48,6 +48,20 @@ def self_routing_capsnet_cifar10() -> Recipe:
     )
 
 
+def self_routing_capsnet_fashion_mnist() -> Recipe:
+    """The same network, twice as wide, on Fashion-MNIST; shifted and mirrored, with more weight decay."""
+    return replace(
+        self_routing_capsnet_cifar10(),
+        name="self-routing-capsnet-fashion-mnist",
+        data="fashion-mnist",
+        model_options={"width": 32},
+        standardise="none",
+        shift=2,
+        weight_decay=5e-4,
+        epochs=15,
+    )
+
+
 def attention_capsnet_cifar10() -> Recipe:
     """Capsules with inverted dot-product attention on CIFAR-10: Tsai et al. 2020, simple backbone.
 
