@@ -76,6 +76,21 @@ def test_a_stem_adds_its_convolutions_and_norms_and_keeps_the_grid():
     assert parameters(MatrixCapsNet((2, 32, 32), 5, normalise=True)) - parameters(plain) == 128
 
 
+@pytest.mark.parametrize("side", [17, 18, 19, 20, 28, 36])
+def test_capsnet_with_a_stem_has_its_convolutions_and_primary_capsules_of_a_quarter_of_the_grid(side):
+    model = CapsNet((2, side, side), 5, convolution_channels=16, primary_types=3, stem=True, decoder=False).eval()
+    convolutions = 25 * 2 * 4 + 9 * (4 * 8 + 8 * 8 + 8 * 16) + 2 * (4 + 8 + 8 + 16)
+    sites = (-(-side // 4) - 2) ** 2
+    assert parameters(model) == convolutions + 9 * 16 * 24 + 24 + sites * 3 * 5 * 8 * 16
+    assert model(torch.rand(2, 2, side, side)).scores.shape == (2, 5)
+
+
+@pytest.mark.parametrize("options", [{"convolution_channels": 18}, {"unfold": True}])
+def test_capsnet_refuses_what_a_stem_has_not(options):
+    with pytest.raises(ValueError, match="with a stem, use a multiple of 4 and unfold=False"):
+        CapsNet(stem=True, **options)
+
+
 def test_efficient_capsnet_has_the_authors_parameters():
     convolutions = 5 * 5 * 32 + 32 + 9 * (32 * 64 + 64 * 64 + 64 * 128) + 64 + 64 + 128
     norms, primary = 2 * (32 + 64 + 64 + 128), 9 * 9 * 128 + 128

@@ -20,6 +20,7 @@ KINDS: dict[Any, str] = {
 LATER: dict[str, tuple[str, ...]] = {
     "recipe": ("flip",),
     "preparation": ("flip",),
+    "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
 """Kind of saved settings → options added since the current file format was introduced. A file without them gets their

@@ -78,7 +78,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             recipe_of=multimnist.recent_recipe,
             sizes=multimnist.RECENT_SIZES,
         ),
-        "The same with Efficient-CapsNet, from two million pairs",
+        "The same by CapsNet with a stem, from two million pairs",
         "Sabour, Frosst & Hinton 2017, section 6",
     ),
     "affnist": Experiment(

@@ -25,18 +25,23 @@ class CapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 17×17.
         classes: number of classes.
-        convolution_channels: channels of the first convolution.
+        convolution_channels: channels of the convolution, or of the last of the stem.
         primary_types: capsule types at each position of the primary capsules.
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
         decoder: also draw the image from the class capsule.
         routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
             options.
-        unfold: convolve by `UnfoldedConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28.
+        unfold: convolve by `UnfoldedConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28. Not
+            with a stem.
+        stem: four convolutions in place of the one, 5×5 and three of 3×3, with 1/4, 1/2, 1/2 and all of the channels,
+            BatchNorm and ReLU. The second and the fourth have stride 2; the primary capsules are 3×3 with stride 1. A
+            primary capsule sees 23×23 pixels, not 17×17, through a fifth of the weights.
 
     Raises:
         BadInput: the image is too small for the kernels, or an unknown routing or option of it.
-        ValueError: a rule that does not fit the class capsules.
+        ValueError: a rule that does not fit the class capsules; with a stem, convolution_channels that four does not
+            divide, or unfold.
 
     Example:
         >>> import torch
@@ -56,17 +61,28 @@ class CapsNet(nn.Module, Pretrained):
         decoder: bool = True,
         routing: nn.Module | Routing | str = "dynamic",
         unfold: bool = False,
+        stem: bool = False,
     ) -> None:
         super().__init__()
         channels, height, width = shape = check_image_shape("CapsNet", image_shape, smallest=17)
-        convolution = UnfoldedConv2d if unfold else nn.Conv2d
-        self.convolution = nn.Sequential(convolution(channels, convolution_channels, 9), nn.ReLU())
-        self.primary_capsules = PrimaryCaps(
-            convolution_channels, primary_types, primary_pose_size, 9, stride=2, unfold=unfold
-        )
-        sites = ((height - 8 - 9) // 2 + 1) * ((width - 8 - 9) // 2 + 1)
+        if stem:
+            if convolution_channels % 4 or unfold:
+                raise ValueError(
+                    f"convolution_channels is {convolution_channels} and unfold {unfold}: with a stem, use a multiple "
+                    "of 4 and unfold=False"
+                )
+            self.convolution = _stem(channels, convolution_channels)
+            self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 3)
+            rows, columns = ((side - 1) // 4 - 1 for side in (height, width))
+        else:
+            convolution = UnfoldedConv2d if unfold else nn.Conv2d
+            self.convolution = nn.Sequential(convolution(channels, convolution_channels, 9), nn.ReLU())
+            self.primary_capsules = PrimaryCaps(
+                convolution_channels, primary_types, primary_pose_size, 9, stride=2, unfold=unfold
+            )
+            rows, columns = ((side - 8 - 9) // 2 + 1 for side in (height, width))
         self.class_capsules = DenseCaps(
-            sites, primary_types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
+            rows * columns, primary_types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
         )
         self.decoder = Decoder(classes, class_pose_size, shape) if decoder else None
 
@@ -76,6 +92,18 @@ class CapsNet(nn.Module, Pretrained):
         """Scores, class capsules and the drawing of the labelled class (of the most active one without labels)."""
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
         return prediction_of(capsules, self.decoder, labels)
+
+
+def _stem(below: int, channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for above, kernel_size, stride in zip(
+        (channels // 4, channels // 2, channels // 2, channels), (5, 3, 3, 3), (1, 2, 1, 2), strict=True
+    ):
+        convolution = nn.Conv2d(below, above, kernel_size, stride, padding=kernel_size // 2, bias=False)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        layers += [convolution, nn.BatchNorm2d(above), nn.ReLU()]
+        below = above
+    return nn.Sequential(*layers)
 
 
 class BaselineCNN(nn.Module, Pretrained):
