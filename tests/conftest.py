@@ -13,7 +13,8 @@ from PIL import Image
 from torchcaps import cli
 
 torch.set_num_threads(1)
-settings.register_profile("house", deadline=None)
+settings.register_profile("house", deadline=None, derandomize=True)  # the same examples in every run
+settings.register_profile("search", deadline=None)  # others in every run: --hypothesis-profile=search
 settings.load_profile("house")
 
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
