@@ -56,7 +56,7 @@ def test_a_strip_is_different_digits_side_by_side():
     assert not (strips(plain_images(), 3, 50, seed=1).labels == labels).all()
 
 
-def test_named_alike_wants_the_exact_set():
+def test_named_alike_needs_the_exact_set():
     scores = torch.tensor([[0.9, 0.1, 0.8], [0.9, 0.1, 0.8], [0.2, 0.7, 0.6]])
     assert named_alike(scores, torch.tensor([[2, 0], [0, 1], [0, 1]])).tolist() == [True, False, False]
 

@@ -52,7 +52,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
-    """That a tensor lies on the device of the pose.
+    """Check that a tensor is on the device of the pose.
 
     Raises:
         ValueError: it does not.

@@ -53,7 +53,7 @@ class Recipe:
         gradient_clip: largest norm of the gradient; 0 is off.
         batch_size: images a step, over all devices together.
         epochs: passes over the training split.
-        patience: stop after so many epochs without a better validation accuracy; 0 is off.
+        patience: stop after this many epochs without a better validation accuracy; 0 is off.
         validation_fraction: share of the training data held out to choose the epoch, in (0, 0.5].
         validation_attribute: hold out by this attribute instead, such as ``instance`` of toys and smallNORB: of every
             class all images of one value, which the seed chooses. So validation sees what tests see: other objects.
@@ -127,7 +127,7 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}: it wants loss=spread without a loss.margin; "
+                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread without a loss.margin; set them, "
                 "or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in ("scores", "target")}

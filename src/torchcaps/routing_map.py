@@ -64,6 +64,12 @@ class RoutingMap:
         transforms: K, at least 1; the transforms in the edges lie in [0, K).
         parent_grid: (height, width) of the parent sites, row by row; height × width is P.
 
+    Attributes:
+        constant: the edges, on every device.
+        edge_lists, place_by_child: the edges sorted for the fused kernels.
+        own_transforms: whether each transform has one child site.
+        most_edges: largest number of edges of a child site.
+
     Raises:
         ValueError: edges are not integers ``[E, 3]`` or name a site or transform that does not exist, a size is below
             1, or the grid does not hold P sites.

@@ -223,6 +223,6 @@ def _found_in_counts(name: str, train: Images) -> Iterator[str]:
     if counts[most] > IMBALANCE * counts[least]:
         yield (
             f"{name}: class {train.class_names[most]} has {counts[most]:,} training images, but"
-            f" {train.class_names[least]} only {counts[least]:,}; accuracy can mislead here: the recall of each class"
-            " tells more"
+            f" {train.class_names[least]} only {counts[least]:,}; accuracy can mislead here: look at the recall of each"
+            " class"
         )

@@ -21,7 +21,7 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) 
 
     Arguments:
         path: the file, raw or gzipped.
-        header_bytes: so many first bytes hold the header.
+        header_bytes: number of bytes of the header.
         promised: those bytes → the length of the whole file.
     Raises:
         BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `promised` refuses the header.
@@ -54,7 +54,7 @@ def uncompressed_md5(path: Path) -> str:
 
 
 def md5_of(path: Path) -> str:
-    """MD5 of a file as it lies there, in hexadecimal.
+    """MD5 of a file as stored, in hexadecimal.
 
     Raises:
         BadInput: the file cannot be read.

@@ -43,21 +43,21 @@ class Preparation:
     """From uint8 pixels to a network's input.
 
     Arguments:
-        shift: in training, up to so many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
+        shift: in training, up to this many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
         standardise: each image, all its channels together, to mean 0 and variance 1: ``first``, before crop, brightness
             and contrast, as the text of Hinton, Sabour & Frosst 2018; ``last``, after them, as the authors' code; or
             ``none``, pixels in [0, 1].
         crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
         flip: in training, half of the images are mirrored, left to right; the two channels of a stereo pair then change
             places, as the two cameras do in a mirror.
-        brightness: in training, up to so much is added or taken away, at most 10.
+        brightness: in training, a number up to this is added or subtracted, at most 10.
         contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
         rotation: largest angle in degrees; in training, half of the images are rotated, by angles from a normal
             distribution whose standard deviation is a third of the largest. This and the next two are the augmentation
             of Mazzia, Salvetti & Chiaberge 2021.
         squeeze: largest share, at most 0.9, by which an image becomes narrower in training; distributed likewise.
         erase: in training, side in pixels of a square that is set to 0, at least as far from the border.
-        test_crops: in tests, the scores of so many crops a side, spread evenly, are averaged; 1 is the centre alone.
+        test_crops: in tests, the mean score of test_crops² evenly spread crops; 1 takes the centre alone.
     Raises:
         BadInput: a value is out of its range.
     Example:

@@ -68,7 +68,7 @@ def bim(
 ) -> Float[Tensor, "B C H W"]:
     """Basic iterative method: Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2.
 
-    `fgsm` in so many steps of ε / steps, each clipped to within ε of the image and to [0, 1].
+    `fgsm` in `steps` steps of ε / steps, each clipped to within ε of the image and to [0, 1].
 
     Arguments:
         classifier, images, labels, epsilon, targeted, loss: see `fgsm`.

@@ -27,7 +27,7 @@ PAPER = {"CNN": "91.9", "capsules": "94.8", "uniform couplings": "92.5"}
 
 
 def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"]) -> Images:
-    """Pairs of digits of different classes, each moved by up to so many pixels, added and clipped, in 36×36.
+    """Pairs of digits of different classes, each moved by up to `pixels`, added and clipped, in 36×36.
 
     Arguments:
         images: 28×28 digits.

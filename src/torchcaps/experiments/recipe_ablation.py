@@ -8,6 +8,7 @@ from torchcaps.data import Splits, load_splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments.study import Outcome, Row, Study, part, some
 from torchcaps.recipes import create_recipe
+from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 OTHER_TOYS = 2
 """Seed of the rendering that judges; the README's results are of rendering 1."""
@@ -27,12 +28,7 @@ CHANGES: dict[str, dict[str, str]] = {
     "no norms on primary capsules": {"model.normalise": "false"},
     "spread loss": {"loss": "spread", "margin_schedule": "linear"},
     "exponential schedule of the paper's recipe": {"schedule": "exponential", "warm_up_epochs": "0"},
-    "variational Bayes": {
-        "model.routing": "variational_bayes",
-        "model.deviation": "0.008",
-        "model.class_deviation": "0.04",
-        "model.around_identity": "false",
-    },
+    "variational Bayes": {f"model.{name}": str(value).lower() for name, value in VARIATIONAL.items()},
     "uniform routing": {"model.routing": "uniform"},
 }
 

@@ -86,7 +86,7 @@ class Study:
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
-        """The recipe's data; no more than so many images of its training and test splits, drawn with seed 0."""
+        """The recipe's data; at most `train` and `test` images of these splits, drawn with seed 0."""
         options = tuple(sorted(recipe.data_options.items()))
         held_out = recipe.validation_fraction, recipe.validation_attribute
         splits = _loaded(recipe.data, self.data_dir, *held_out, recipe.seed, options)
@@ -98,7 +98,7 @@ class Study:
         )
 
     def at_most(self, images: int, data: str) -> int:
-        """So many training images, or as many as the data have."""
+        """This number of training images, or all that the data have."""
         return min(images, len(self.splits(replace(RECIPES["capsnet-mnist"](), data=data)).train))
 
     def trained(
@@ -138,7 +138,7 @@ class Study:
         routing_options: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> Recipe:
-        """A recipe with another seed, routing and model options, in so many epochs of so many training images.
+        """A recipe with another seed, routing and model options, and this number of training images and epochs.
 
         The rate falls as far as it does in the whole recipe, whose training split is taken to be 24,300 images of
         smallNORB or 60,000 of MNIST less a tenth.
@@ -279,7 +279,7 @@ def part(name: str, seed: int) -> str:
 
 
 def some(images: Images, count: int | None) -> Images:
-    """So many images, drawn with seed 0, or all."""
+    """`count` images, drawn with seed 0, or all."""
     if count is None or count >= len(images):
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

@@ -37,7 +37,7 @@ def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
         seed: of the choice.
 
     Raises:
-        BadInput: there are not so many classes.
+        BadInput: the images have fewer classes.
     """
     random = np.random.default_rng([seed, length])
     labels = images.labels.numpy()

@@ -102,7 +102,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, MemoryError) or "allocate memory" in reason:
-            reason = "there is not enough memory for so many weights"
+            reason = "there is not enough memory for the weights"
         raise BadInput(f"model {name} cannot be made with these options: {reason}") from error
 
 

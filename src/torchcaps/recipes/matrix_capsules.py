@@ -4,6 +4,14 @@ from dataclasses import replace
 
 from torchcaps.recipe import Recipe
 
+VARIATIONAL = {
+    "routing": "variational_bayes",
+    "deviation": 0.008,
+    "class_deviation": 0.04,
+    "around_identity": False,
+}
+"""Options of a matrix capsule network routed by variational Bayes; its initial transforms are those of the authors."""
+
 
 def matrix_capsnet_smallnorb() -> Recipe:
     """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5; ``--set model.size=base`` for 32/32/32/32.
@@ -119,13 +127,7 @@ def variational_capsnet_smallnorb() -> Recipe:
     return Recipe(
         name="variational-capsnet-smallnorb",
         model="matrix-capsnet",
-        model_options={
-            "routing": "variational_bayes",
-            "normalise": True,
-            "deviation": 0.008,
-            "class_deviation": 0.04,
-            "around_identity": False,
-        },
+        model_options={"normalise": True, **VARIATIONAL},
         data="smallnorb",
         loss="cross_entropy",
         standardise="last",

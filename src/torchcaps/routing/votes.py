@@ -36,7 +36,7 @@ class Votes:
         routing_map: which child site feeds which parent site.
         competition: the parents that share a child: ``parents``, all that it reaches, or ``types`` at one site alone.
         none_of_the_above: a further parent with logit 0 takes part in every softmax.
-        passes: how often `moments` will be called. The gradients of so many calls share one sweep over the votes; more
+        passes: how often `moments` will be called. The gradients of these calls share one sweep over the votes; more
             calls are right too, only slower.
         backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
             them; ``auto`` is fused where it can be.
@@ -193,7 +193,7 @@ class Votes:
         return self._written
 
     def _checked(self, agreement: Agreement | None) -> Agreement:
-        """The agreement in the dtype of the moments; all None where there is none."""
+        """The agreement in the dtype of the moments; all None without one."""
         if agreement is None:
             return Agreement()
         vectors, dtype = self.parent_shape, self.dtype

@@ -125,7 +125,7 @@ class Problem:
         return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *sizes)
 
     def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
-        """Runs a child-side kernel for so many sites, softmaxes or edges."""
+        """Runs a child-side kernel for a number of sites, softmaxes or edges."""
         self._launch(kernel, count * self.z.types * self.sample_blocks, *arguments)
 
     def per_parent(self, kernel: Any, *arguments: Any) -> None:
