@@ -23,6 +23,7 @@ from torchcaps.experiments import (
     novel_viewpoints,
     pitfalls,
     recipe_ablation,
+    time_to_accuracy,
     two_digits,
     vote_agreement,
 )
@@ -87,6 +88,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Sabour, Frosst & Hinton 2017, section 5.1",
         standard=True,
     ),
+    "affnist-recent": Experiment(
+        partial(affnist.run, recipe_of=affnist.recent_recipe),
+        "The same by CapsNet with a stem",
+        "Sabour, Frosst & Hinton 2017, section 5.1",
+    ),
     "dimensions": Experiment(
         dimensions.run, "What the dimensions of a class capsule mean", "Sabour, Frosst & Hinton 2017, figure 4"
     ),
@@ -129,6 +135,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "em-mnist": Experiment(em_mnist.mnist, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5"),
     "em-cifar10": Experiment(
         em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5"
+    ),
+    "time-to-accuracy": Experiment(
+        time_to_accuracy.run, "Minutes until 99.5 % of MNIST's validation digits are named", "our own"
     ),
     "health": Experiment(
         health.run,

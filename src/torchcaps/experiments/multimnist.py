@@ -1,7 +1,6 @@
 """Two digits on top of each other, named and drawn apart: Sabour, Frosst & Hinton 2017, section 6."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -12,12 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
-from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
+from torchcaps.experiments.study import RECENT_OF_DIGITS, Outcome, Row, Study, part, percent, scores_of
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
 from torchcaps.recipe import Recipe
-from torchcaps.recipes import create_recipe
 
 PADDING = 4
 SHAPE = (1, 36, 36)
@@ -87,23 +85,13 @@ def paper_recipe(study: Study, network: str, seed: int, data: str, images: int, 
 
 
 def recent_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """CapsNet with a stem, or the CNN that matrix capsules were measured against; both with a cosine schedule."""
-    name = "cnn-baseline-mnist" if network == "CNN" else "capsnet-mnist"
-    settings = {"shift": "0", "schedule": "cosine", "batch_size": "64"}
-    recipe = replace(create_recipe(name, settings), data=data, seed=seed, epochs=epochs)
-    if network == "CNN":
-        return replace(recipe, model="matrix-baseline-cnn", model_options={"image_shape": SHAPE})
-    options = {"convolution_channels": 128, "primary_types": 16, "stem": True, "image_shape": SHAPE}
-    return replace(recipe, model_options=options)
+    """The recipe of a later network of digits."""
+    return study.recent_of_digits(network, seed, data=data, shift=0, epochs=epochs, image_shape=SHAPE)
 
 
 PAPER_SIZES = ((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
 RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
 """Pairs in training, pairs in tests and epochs, a triple a budget."""
-RECENT_NETWORKS = (
-    "CapsNet with a stem of four convolutions and BatchNorm, 128 channels and 16 primary types; the CNN is that of "
-    "Hinton, Sabour & Frosst 2018."
-)
 
 
 def run(
@@ -148,7 +136,7 @@ def run(
         f"of up to {SHIFTS['paper']} pixels; the official code's shifts are tested alone."
     ]
     assert shown is not None
-    notes += study.notes_on_width() if recipe_of is paper_recipe else [RECENT_NETWORKS]
+    notes += study.notes_on_width() if recipe_of is paper_recipe else [RECENT_OF_DIGITS]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(source)])
 
 

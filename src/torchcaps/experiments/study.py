@@ -29,6 +29,10 @@ from torchcaps.training_module import TrainingModule
 Budget = Literal["quick", "standard", "paper"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
 TOYS = ("toys", "smallnorb")
+RECENT_OF_DIGITS = (
+    "CapsNet with a stem of four convolutions and BatchNorm, 128 channels and 16 primary types; the CNN is that of "
+    "Hinton, Sabour & Frosst 2018."
+)
 NARROW_CAPSNET: dict[str, Any] = {"convolution_channels": 64, "primary_types": 8}
 NARROW_CNN: dict[str, Any] = {"channels": (32, 32, 16)}
 
@@ -172,6 +176,27 @@ class Study:
         batch_size = self.choose(32, 64, 128)
         steps = -(-images // batch_size) * epochs
         return replace(recipe, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))
+
+    def recent_of_digits(
+        self, network: str, seed: int, *, data: str, shift: int, epochs: int, **model_options: Any
+    ) -> Recipe:
+        """CapsNet with a stem, the same with uniform couplings, or the CNN of matrix capsules; a cosine schedule."""
+        cnn = network == "CNN"
+        recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
+        return replace(
+            recipe,
+            model="matrix-baseline-cnn" if cnn else recipe.model,
+            model_options={**recipe.model_options, **model_options},
+            routing_options={"iterations": 1} if network == "uniform couplings" else {},
+            data=data,
+            shift=shift,
+            rotation=0.0,
+            squeeze=0.0,
+            schedule="cosine",
+            batch_size=64,
+            epochs=epochs,
+            seed=seed,
+        )
 
     def notes_on_width(self) -> list[str]:
         """What has to be said where the networks of digits are not the paper's."""

@@ -38,6 +38,7 @@ from torchcaps.recipes.vector_capsules import (
     capsnet_images,
     capsnet_mnist,
     capsnet_mnist_5k,
+    capsnet_stem_mnist,
     cnn_baseline_mnist,
     efficient_capsnet_fashion_mnist,
     efficient_capsnet_mnist,
@@ -51,6 +52,7 @@ GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "los
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist": capsnet_mnist,
     "capsnet-mnist-5k": capsnet_mnist_5k,
+    "capsnet-stem-mnist": capsnet_stem_mnist,
     "capsnet-images": capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,

@@ -24,6 +24,23 @@ def capsnet_mnist() -> Recipe:
     )
 
 
+def capsnet_stem_mnist() -> Recipe:
+    """CapsNet with a stem of four convolutions, half as wide, on MNIST; a cosine schedule.
+
+    Digits are moved, rotated and squeezed in training.
+    """
+    return replace(
+        capsnet_mnist(),
+        name="capsnet-stem-mnist",
+        model_options={"convolution_channels": 128, "primary_types": 16, "stem": True},
+        rotation=20.0,
+        squeeze=0.2,
+        schedule="cosine",
+        decay_rate=1.0,
+        decay_steps=1000,
+    )
+
+
 def capsnet_mnist_5k() -> Recipe:
     """A narrow CapsNet on the 5,000 embedded digits: the demo, made to end in minutes on two cores.
 

@@ -1,0 +1,109 @@
+"""Digits under affine maps, and affNIST's own files: read as SciPy reads them, damaged ones refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.io import loadmat, savemat
+
+from torchcaps.data import Images
+from torchcaps.errors import BadInput
+from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
+from torchcaps.experiments.mat_file import read_struct
+
+
+def test_affine_digits_stay_inside_their_frame_and_keep_their_ink():
+    pixels = torch.zeros(50, 1, 28, 28, dtype=torch.uint8)
+    pixels[:, :, 6:22, 8:20] = 200
+    digits = Images(pixels, torch.zeros(50, dtype=torch.long), ("block",))
+    changed = affine(digits, seed=0)
+    assert changed.image_shape == (1, SIZE, SIZE)
+    ink = changed.pixels.float().sum(dim=(1, 2, 3)) / pixels[0].float().sum()
+    assert ink.min() > 0.6
+    assert ink.max() < 1.5
+    assert ink.std() > 0.05
+    assert (affine(digits, seed=0).pixels == changed.pixels).all()
+    still, anywhere = moved(digits, None), moved(digits, 0)
+    assert (still.pixels[:, :, 12:28, 14:26] == 200).all()
+    assert (anywhere.pixels.sum(dim=(1, 2, 3)) == still.pixels.sum(dim=(1, 2, 3))).all()
+    assert not (anywhere.pixels == still.pixels).all()
+
+
+def test_files_of_affnist_are_read_and_damaged_ones_refused(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (1600, 6)).astype(np.uint8)
+    labels = np.arange(6, dtype=np.uint8)
+    folder = tmp_path / "affnist/test_batches"
+    folder.mkdir(parents=True)
+    assert affnist_test(tmp_path) is None
+    for name, part in (("1.mat", slice(0, 4)), ("2.mat", slice(4, 6))):
+        savemat(folder / name, {"affNISTdata": {"image": images[:, part], "label_int": labels[part]}})
+    found = affnist_test(tmp_path)
+    assert found is not None
+    assert found.image_shape == (1, SIZE, SIZE)
+    assert found.labels.tolist() == labels.tolist()
+    assert (found.pixels.numpy()[3, 0] == images[:, 3].reshape(SIZE, SIZE)).all()
+    whole = (folder / "1.mat").read_bytes()
+    other = {"image": images[:, :2].astype(float), "label_int": labels[:2]}
+    too_high = {"image": images[:, :2], "label_int": np.array([3, 12], np.uint8)}
+    for number, content in enumerate((whole[:200], whole[:3000], b"", bytes(500), other, too_high, {"image": images})):
+        path = tmp_path / f"{number}.mat"
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            savemat(path, {"affNISTdata": content})
+        with pytest.raises(BadInput, match=path.name):
+            read_affnist(path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float64])
+def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
+    values = np.random.default_rng(0).integers(0, 100, (7, 5)).astype(kind)
+    struct = {"first": values, "text": "words", "cells": np.array([[1, "a"]], dtype=object), "last": values[:1]}
+    savemat(tmp_path / "one.mat", {"before": values, "it": struct, "after": 1}, do_compression=compressed)
+    last, first = read_struct(tmp_path / "one.mat", "it", ["last", "first"])
+    expected = loadmat(tmp_path / "one.mat", simplify_cells=True)["it"]
+    assert first.dtype == expected["first"].dtype
+    assert (first == expected["first"]).all()
+    assert (last[0] == expected["last"]).all()
+    with pytest.raises(BadInput, match="it has no middle"):
+        read_struct(tmp_path / "one.mat", "it", ["middle"])
+    with pytest.raises(BadInput, match="holds no other"):
+        read_struct(tmp_path / "one.mat", "other", ["first"])
+
+
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 5_300), st.integers(0, 255)), min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None, database=None)
+def test_damaged_files_of_affnist_give_bad_input_or_digits(tmp_path_factory, compressed, changes):
+    path = tmp_path_factory.getbasetemp() / "damaged.mat"
+    images = np.arange(4_800).reshape(1_600, 3).astype(np.uint8)
+    savemat(path, {"affNISTdata": {"image": images, "label_int": np.arange(3.0)}}, do_compression=compressed)
+    content = bytearray(path.read_bytes())
+    for place, value in changes:
+        if place < 280 or len(changes) < 3:
+            content[place % len(content)] = value
+        else:
+            del content[place % len(content) :]
+        content += bytes(1)
+    path.write_bytes(content)
+    try:
+        found, said = read_affnist(path).image_shape, ""
+    except BadInput as error:
+        found, said = (1, SIZE, SIZE), str(error)
+    assert found == (1, SIZE, SIZE)
+    assert not said or (str(path) in said and "\n" not in said)
+
+
+def test_a_damaged_file_that_crashed_scipy_or_promises_gigabytes_is_refused(tmp_path):
+    images = np.ones((1_600, 3), np.uint8)
+    savemat(tmp_path / "whole.mat", {"affNISTdata": {"image": images, "label_int": np.arange(3)}})
+    whole = (tmp_path / "whole.mat").read_bytes()
+    pixels = whole.index(b"\x02\0\0\0\xc0\x12\0\0")  # type and length of the images' numbers
+    sides = whole.index(b"\x40\x06\0\0\x03\0\0\0")
+    huge = b"\xff\xff\xff\x7f" * 2
+    for number, (place, changed) in enumerate({pixels: b"\x5f", pixels + 4: huge[:4], sides: huge}.items()):
+        path = tmp_path / f"{number}.mat"
+        path.write_bytes(whole[:place] + changed + whole[place + len(changed) :])
+        with pytest.raises(BadInput, match=path.name):
+            read_affnist(path)
