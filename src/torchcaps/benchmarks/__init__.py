@@ -74,7 +74,7 @@ def peak_bytes(work: Way) -> int:
     """Bytes by which a call raises the memory of this process at its peak; Linux alone.
 
     Raises:
-        BadInput: the system does not tell.
+        BadInput: the system does not report its memory.
     """
     gc.collect()
     try:

@@ -9,8 +9,8 @@ def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and a faster decay.
 
     The paper's optimiser, shift and losses. It takes batches of 128 and decays by 0.96 every 2,000 steps over a
-    training whose length it does not state; ten epochs want many steps, and the rate down at their end: batches of 64,
-    0.96 every 160 steps. The paper's own: ``--batch-size 128 --set decay_steps=2000 --epochs 100``.
+    training whose length it does not state. Ten epochs need more steps and a rate that is low at their end: batches of
+    64, and 0.96 every 160 steps. The paper's own: ``--batch-size 128 --set decay_steps=2000 --epochs 100``.
     """
     return Recipe(
         name="capsnet-mnist",
