@@ -19,7 +19,7 @@ EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
 """That of the paper's text."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
-"""The loss that an attack maximises. With a margin below 1 the spread loss has no gradient where the network is sure."""
+"""What an attack maximises. With a margin below 1 the spread loss has no gradient where the network is sure."""
 ATTACKS: dict[str, Callable[..., Tensor]] = {"FGSM": fgsm, "BIM": bim}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 UNTARGETED = {
@@ -118,8 +118,8 @@ def run(study: Study) -> Outcome:
         rows.append(Row(f"{name}, length of an image's gradient", [one["gradient length"] for one in results], unit=""))
     notes = [
         f"{images:,} training images, {epochs} epochs; {len(attacked):,} test images attacked. Attacks maximise "
-        "the cross-entropy of CNNs and the spread loss of capsules, with a margin of 1: with the 0.9 of training it has "
-        "no gradient where the network is sure."
+        "the cross-entropy of CNNs and the spread loss of capsules, with a margin of 1: with the 0.9 of training it "
+        "has no gradient where the network is sure."
     ]
     return Outcome(rows, draw(found), [*notes, *study.notes_on_toys()])
 
