@@ -11,7 +11,7 @@ test: .venv/dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
 test-slow: .venv/dev
-	$(BIN)/python -m pytest -m slow --hypothesis-profile=search
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=search
 
 # The kernels' tests on kernels that stop at the first access out of bounds or undefined behaviour.
 sanitize:

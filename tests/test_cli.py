@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -251,21 +252,36 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
 def test_several_runs_are_evaluated_by_the_mean_of_their_scores(call, refused, finished, tmp_path):
     run, other = finished[0], shutil.copytree(finished[0], tmp_path / "other")
     network = Classifier.from_pretrained(other)
-    with torch.no_grad():
-        for weights in network.model.parameters():
-            weights.mul_(0.5)
-    network.save_pretrained(other)
-    code, out, error = call("evaluate", run, other, run)
-    assert code == 0, error
+    network.model.class_capsules.transform.data = network.model.class_capsules.transform.data.flip(2)
+    network.save_pretrained(other)  # it takes each class for the other
+    errors = []
+    for runs in ([run], [run, other, other]):
+        code, out, error = call("evaluate", *runs)
+        assert code == 0, error
+        errors.append(float(re.findall(r"(\d+\.\d\d) ", out)[1]))
     assert "mean of 3 runs" in out
+    assert errors[0] == pytest.approx(100 - errors[1])
+    assert errors[0] != errors[1]
     images = torch.rand(4, *network.image_shape)
     scores = [Classifier.from_pretrained(folder).model(images).scores for folder in (run, other)]
     mean = MeanScores([Classifier.from_pretrained(folder).model for folder in (run, other)])(images).scores
     torch.testing.assert_close(mean, (scores[0] + scores[1]) / 2)
     config = json.loads((other / "config.json").read_text())
-    config["images"]["preparation"]["brightness"] = 0.5
-    (other / "config.json").write_text(json.dumps(config))
-    assert "has another preparation than" in refused("evaluate", run, other)
+    for name, value, alike in (("brightness", 0.5, True), ("standardise", "last", False)):
+        config["images"]["preparation"][name] = value
+        (other / "config.json").write_text(json.dumps(config))
+        if alike:
+            assert call("evaluate", run, other)[0] == 0
+        else:
+            assert f"has another {name} than" in refused("evaluate", run, other)
+    (other / "recipe.json").unlink()
+    assert "no recipe.json" in refused("evaluate", run, other)
+
+
+def test_weights_are_not_published_into_a_run(refused, finished):
+    weights = (finished[0] / "model.safetensors").read_bytes()
+    assert "is the folder of a run" in refused("publish", finished[0], finished[0])
+    assert (finished[0] / "model.safetensors").read_bytes() == weights
 
 
 def test_a_place_that_cannot_be_written_to(refused, tmp_path, images):

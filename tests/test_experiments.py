@@ -235,9 +235,7 @@ def test_the_papers_tables_are_made_with_the_papers_settings(name, tmp_path):
 def test_the_recent_networks_of_novel_viewpoints_share_all_but_the_network(tmp_path):
     study = Study("quick", "smallnorb", 1, tmp_path, tmp_path)
     cnn, capsules, uniform = (recent_recipe(study, name, 1, 1_000, 3) for name in NETWORKS)
-    assert uniform == replace(
-        capsules, model_options={**capsules.model_options, "routing": "uniform"}, routing_options={}
-    )
+    assert uniform == replace(capsules, routing_options={**capsules.routing_options, "iterations": 1})
     assert {recipe.data for recipe in (cnn, capsules)} == {"smallnorb"}
     assert cnn.preparation() == capsules.preparation()
     assert (cnn.epochs, cnn.batch_size, cnn.mixup, cnn.schedule) == (3, 64, 0.4, "cosine")

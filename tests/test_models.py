@@ -119,6 +119,9 @@ def test_the_attention_network_has_the_authors_parameters():
     model = create_model("attention-capsnet", image_shape=(3, 32, 32))
     assert parameters(model) == convolution + primary + norm + routed == 561_331
     assert all(layer.routing.competition == "types" for layer in (model.first_capsules, model.class_capsules))
+    model(torch.rand(2, 3, 32, 32)).scores.sum().backward()  # DistributedDataParallel waits for every gradient
+    assert all((weights.grad is not None) == weights.requires_grad for weights in model.parameters())
+    assert sum(weights.numel() for weights in model.parameters() if not weights.requires_grad) == 2 * 17
 
 
 def test_the_generative_network_has_the_authors_parameters_without_the_biases_of_its_votes():

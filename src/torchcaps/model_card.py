@@ -26,7 +26,7 @@ print(classifier.predict("IMAGE").class_names)
 
 | | |
 |---|---|
-| test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images, read {reads} |
+| test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images, evaluated {reads} |
 | validation accuracy | {validation_accuracy_percent:.2f} % of {validation_images:,} images |
 | training | {train_images:,} images of {data}, {epochs} epochs, {minutes:.0f} minutes, {precision} |
 | commit | {commit} |
@@ -45,6 +45,12 @@ that; how well it does on them has not been measured. Scores are not calibrated 
 ```
 """
 
+PUBLISHED = (
+    *("test_accuracy_percent", "test_images", "validation_accuracy_percent", "validation_images", "train_images"),
+    *("epochs", "wall_seconds", "precision"),
+)
+"""What the page takes from metrics.json."""
+
 
 def publish(run: Path, folder: Path) -> Path:
     """Write a run's network without its decoder, and README.md beside it.
@@ -59,9 +65,13 @@ def publish(run: Path, folder: Path) -> Path:
     Raises:
         BadInput: the run is not finished or damaged, or the folder cannot be written to.
     """
+    if (folder / "recipe.json").exists():
+        raise BadInput(f"{folder} is the folder of a run: name another for the weights")
     if not (run / "metrics.json").is_file():
         raise BadInput(f"{run} has no metrics.json: finish the training with --resume first")
     classifier, said, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
+    if missing := [name for name in PUBLISHED if name not in metrics]:
+        raise BadInput(f"{run / 'metrics.json'} has no {missing[0]}: put back a copy, or train again in another folder")
     model: Any = classifier.model
     drawing = getattr(model, "decoder", None) is not None
     if drawing:
@@ -87,8 +97,7 @@ def publish(run: Path, folder: Path) -> Path:
         decoder=" Its decoder is left out." if drawing else "",
         shape="×".join(map(str, classifier.image_shape)),
         recipe=json.dumps(said.recipe.plain(), indent=2),
-        **{key: metrics[key] for key in ("test_accuracy_percent", "validation_accuracy_percent", "precision")},
-        **{key: metrics[key] for key in ("test_images", "validation_images", "train_images", "epochs")},
+        **{name: metrics[name] for name in PUBLISHED},
     )
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())

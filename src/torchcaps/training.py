@@ -1,6 +1,5 @@
 """Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +45,18 @@ class ImageBatches(Dataset):
         return self.preparation.varied(pixels, self.variation.of(chosen)), labels
 
 
+def batch_starts(images: int, batch_size: int) -> range:
+    """Where the batches of an epoch begin. A last batch of one image joins the one before, for BatchNorm's sake.
+
+    Example:
+        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
+        ([0, 4], [0, 4, 8], [0])
+    """
+    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
+
+
 def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLoader:
-    parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    parts = np.split(order, batch_starts(len(order), batch_size)[1:])
     return DataLoader(batches, sampler=parts, batch_size=None)
 
 
@@ -126,7 +135,7 @@ def fit(
         _new_model(recipe, splits.train),
         recipe,
         len(splits.train.class_names),
-        recipe.epochs * math.ceil(len(splits.train) / recipe.batch_size),
+        recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size)),
     )
     last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):

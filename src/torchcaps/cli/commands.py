@@ -133,11 +133,12 @@ def evaluate(
 
     keep_heap_warm()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
-    run, recipe = runs[0], read_run(runs[0]).recipe
+    run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
+    expected = _what_scores_depend_on(classifier)
     for folder, other in zip(runs[1:], others, strict=True):
-        for name in ("class_names", "image_shape", "preparation"):
-            if getattr(other, name) != getattr(classifier, name):
-                raise BadInput(f"{folder} has another {name} than {run}: evaluate runs of the same recipe and data")
+        for name, value in _what_scores_depend_on(other).items():
+            if value != expected[name]:
+                raise BadInput(f"{folder} has another {name} than {run}: their scores cannot be averaged")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     name = data or recipe.data
     channels, height, width = classifier.image_shape
@@ -155,6 +156,7 @@ def evaluate(
         )
     if test.image_shape != classifier.image_shape:
         raise BadInput(f"{name} has images of {test.image_shape}, but {run} was trained on {classifier.image_shape}")
+    seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     print_table(
@@ -163,16 +165,25 @@ def evaluate(
     )
     _print_classes(per_class(found.confusion, test.class_names))
     warn_of_one_prediction(found.confusion, test.class_names)
-    for folder in runs:
-        seen = {split: count for split, count in seen_in_training(folder, test).items() if count}
-        if seen:
-            counts = " and ".join(f"{count:,} {split}" for split, count in seen.items())
+    for folder, seen in seen_by.items():
+        if any(seen.values()):
+            counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
                 f"of these {len(test):,} images, {folder} has seen {counts} images while it was trained: "
                 "this is not its accuracy on new images",
                 DataWarning,
                 stacklevel=1,
             )
+
+
+def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
+    """By name, what runs must have in common for the mean of their scores to have a meaning."""
+    return {
+        "model": type(classifier.model).__name__,
+        "class_names": classifier.class_names,
+        "image_shape": classifier.image_shape,
+        **{name: getattr(classifier.preparation, name) for name in ("standardise", "crop", "test_crops")},
+    }
 
 
 @app.command()
@@ -200,7 +211,7 @@ def publish(
     """Weights to share: a run's network without its decoder, and a page with data, recipe, commit and figures."""
     from torchcaps.model_card import publish as publish_run
 
-    writable(folder)
+    writable(folder, "FOLDER")
     card = publish_run(run, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: {size / 2**20:.2f} MiB; read {card}")

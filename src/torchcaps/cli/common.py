@@ -52,8 +52,8 @@ def keep_heap_warm() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
-def writable(folder: Path) -> None:
-    """Find out before hours of training whether the run folder can be written to."""
+def writable(folder: Path, option: str = "--out") -> None:
+    """Find out before hours of training whether a folder, named by this option, can be written to."""
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +61,6 @@ def writable(folder: Path) -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
+        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another with {option}") from error
     if not existed:
         folder.rmdir()

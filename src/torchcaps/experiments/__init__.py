@@ -57,7 +57,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "two-digits-recent": Experiment(
         partial(two_digits.run, recipe_of=two_digits.recent_recipe),
-        "The same, with digits moved, rotated and squeezed in training",
+        "Trained on one digit that is moved, rotated and squeezed, tested on two and more side by side",
         "Su 2018",
     ),
     "capsnet-table1": Experiment(
@@ -79,7 +79,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             recipe_of=multimnist.recent_recipe,
             sizes=multimnist.RECENT_SIZES,
         ),
-        "The same by CapsNet with a stem, from two million pairs",
+        "Two digits on top of each other, by CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 6",
     ),
     "affnist": Experiment(
@@ -90,7 +90,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "affnist-recent": Experiment(
         partial(affnist.run, recipe_of=affnist.recent_recipe),
-        "The same by CapsNet with a stem",
+        "Trained on moved digits, tested under affine maps: CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 5.1",
     ),
     "dimensions": Experiment(
@@ -118,7 +118,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "novel-viewpoints-recent": Experiment(
         partial(novel_viewpoints.run, recipe_of=novel_viewpoints.recent_recipe),
-        "The same with the settings of matrix-capsnet-toys: stem, norms, mixup",
+        "Trained on some viewpoints, tested on others, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, table 2",
     ),
     "adversarial": Experiment(
@@ -137,7 +137,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5"
     ),
     "time-to-accuracy": Experiment(
-        time_to_accuracy.run, "Minutes until 99.5 % of MNIST's validation digits are named", "our own"
+        time_to_accuracy.run, "Minutes of training until a validation accuracy of 99.5 % on MNIST", "our own"
     ),
     "health": Experiment(
         health.run,

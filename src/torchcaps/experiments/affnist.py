@@ -93,12 +93,12 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
 
 
 def paper_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of one network as in the paper; narrow ones but at `paper`."""
+    """The recipe of one network as in the paper; narrow networks, except with ``--budget paper``."""
     return study.of_digits(network, seed, data=data, shift=MARGIN, images=images, epochs=epochs)
 
 
 def recent_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of a later network of digits."""
+    """The recipe of CapsNet with a stem, or of the CNN of Hinton, Sabour & Frosst 2018."""
     return study.recent_of_digits(network, seed, data=data, shift=MARGIN, epochs=epochs)
 
 

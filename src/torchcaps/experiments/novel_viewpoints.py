@@ -37,8 +37,8 @@ def recent_recipe(study: Study, name: str, seed: int, images: int, epochs: int) 
     """The recipe of one network with the settings of `matrix_capsnet_toys`: stem, norms, mixup, whole toys."""
     recipe = {
         "CNN": create_recipe("cnn-baseline-toys"),
-        "capsules": create_recipe("matrix-capsnet-toys", {"routing.iterations": "2"}),
-        "uniform couplings": create_recipe("matrix-capsnet-toys", {"model.routing": "uniform"}),
+        "capsules": create_recipe("matrix-capsnet-toys"),
+        "uniform couplings": create_recipe("matrix-capsnet-toys", {"routing.iterations": "1"}),
     }[name]
     return replace(recipe, data=study.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
 

@@ -11,7 +11,7 @@ from torchcaps.recipes import create_recipe
 from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 OTHER_TOYS = 2
-"""Seed of the rendering that judges; the README's results are of rendering 1."""
+"""Seed of the rendering that is tested on; the README's results are of rendering 1."""
 PAPER_ROUTING = {"routing.variance_floor": "0.01", "routing.initial_beta_a": "-15", "routing.tempering": "1"}
 CHANGES: dict[str, dict[str, str]] = {
     "the recipe": {},
@@ -24,7 +24,7 @@ CHANGES: dict[str, dict[str, str]] = {
     "no mixup": {"mixup": "0"},
     "standardised before crop and jitter": {"standardise": "first"},
     "no stem": {"model.stem": "0", "model.stem_stride": "1"},
-    "stem without stride": {"model.stem_stride": "1", "model.widths": "[64,8,16,16]"},
+    "stem without stride, 8 primary types": {"model.stem_stride": "1", "model.widths": "[64,8,16,16]"},
     "no norms on primary capsules": {"model.normalise": "false"},
     "spread loss": {"loss": "spread", "margin_schedule": "linear"},
     "exponential schedule of the paper's recipe": {"schedule": "exponential", "warm_up_epochs": "0"},
@@ -37,7 +37,7 @@ def run(study: Study) -> Outcome:
     """The recipe, the recipe with one part changed at a time, and the CNN with the same preparation.
 
     Raises:
-        BadInput: other data are asked for, or the toys that judge have not been rendered.
+        BadInput: other data are asked for.
     """
     if study.data not in (None, "toys"):
         raise BadInput(f"data is {study.data!r}: this experiment is about the toys; leave --data out")
@@ -56,7 +56,7 @@ def run(study: Study) -> Outcome:
             accuracies.append(study.trained(part(name, seed), recipe, judged)[1]["test_accuracy_percent"])
         rows.append(Row(f"{name}: accuracy on other toys", accuracies))
     notes = [
-        f"{images:,} training images, {epochs} epochs; the images that judge are of rendering {OTHER_TOYS}, "
+        f"{images:,} training images, {epochs} epochs; the test images are of rendering {OTHER_TOYS}, "
         "`torchcaps data render toys --seed 2`, and choose settings, not weights."
     ]
     return Outcome(rows, draw(rows), notes)

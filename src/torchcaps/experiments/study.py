@@ -211,7 +211,7 @@ class Study:
             BadInput: there are several.
         """
         if self.seeds > 1:
-            raise BadInput(f"seeds is {self.seeds}: this experiment looks into one network; leave --seeds out")
+            raise BadInput(f"seeds is {self.seeds}: this experiment takes one; leave --seeds out")
 
     def notes_on_data(self, data: str, papers: str = "mnist") -> list[str]:
         """What has to be said beside the paper's figures where the data are not the paper's."""

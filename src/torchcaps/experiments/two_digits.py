@@ -179,9 +179,10 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
                     Row(f"{name}, {length} digits: {said}", [one["order"][str(length)][index] for one in found[name]])
                 )
     assert shown is not None
+    varied = ", moved, rotated and squeezed," if recipe.rotation else ""
     notes = [
-        f"Trained on single digits in {recipe.epochs} epochs, of which the one is taken that names most pairs of "
-        "validation digits. The order is that of the centres of couplings, or of contributions: what each position "
+        f"Trained on single digits{varied} in {recipe.epochs} epochs, of which the one is taken that names most pairs "
+        "of validation digits. The order is that of the centres of couplings, or of contributions: what each position "
         "adds to a capsule's length. Uniform couplings have no order: theirs by couplings is chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])

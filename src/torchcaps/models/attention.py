@@ -13,7 +13,7 @@ from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer, ConvCaps, PrimaryCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
-from torchcaps.routing import Routing, with_defaults
+from torchcaps.routing import AttentionRouting, Routing, with_defaults
 from torchcaps.routing_map import RoutingMap
 
 ATTENTION = Routing("attention", competition="types")
@@ -27,7 +27,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
     1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with a transform for each
     position. One linear layer, shared by the classes, makes a score of a class capsule's pose; here its logistic
     function is the activation, and the cross-entropy of the paper is ``loss="activation_logit_cross_entropy"``.
-    561,331 parameters on images of 3×32×32 and ten classes; the paper has 0.56 million.
+    561,331 parameters on images of 3×32×32 and ten classes; the paper has 0.56 million. The scores of the two
+    convolutional layers (34 of them) are not trained, because no later layer reads their activations.
 
     Layers are routed one after the other ("sequential" in the paper).
 
@@ -76,6 +77,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
         sites = math.prod(self.second_capsules.parent_grid)
         transform = torch.empty(sites, types, classes, pose_side, pose_side)
         self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
+        for lower in (self.first_capsules, self.second_capsules):
+            if isinstance(lower.routing, AttentionRouting):
+                lower.routing.score.requires_grad_(False)  # their activations are not read
         for layer, children in ((self.first_capsules, 9), (self.second_capsules, 9), (self.class_capsules, sites)):
             parents = layer.transform.shape[2]
             nn.init.normal_(layer.transform, std=math.sqrt(parents / (pose_side * types * children)))

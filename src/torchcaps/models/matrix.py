@@ -32,7 +32,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
     Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: conv 5×5×A stride 2 ReLU → B primary capsules at each
     position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one class capsule a class, whose
     activation is the class's score. On stereo images of five classes ``small`` has 68,618 parameters and ``base``
-    316,650. No layer is padded: of 32×32 pixels the last three rows and columns are seen by no class capsule.
+    316,650. Without a stem, no layer is padded: no class capsule sees the last three rows and columns of 32×32 pixels.
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17.

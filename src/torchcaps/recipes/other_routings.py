@@ -8,8 +8,9 @@ from torchcaps.recipe import Recipe
 def self_routing_capsnet_smallnorb() -> Recipe:
     """Self-routing capsules on smallNORB: Hahn, Pyeon & Kim 2019, "7-layer CNN".
 
-    The authors' network, loss, optimiser, batch and augmentation. They take 200 epochs, in which a rate of 0.1 falls in
-    steps; here 20, along a cosine.
+    The authors' network, loss, optimiser, batch, crops and contrast. Their brightness is a factor, here a number is
+    added; they take one image of a stereo pair, here both. They take 200 epochs, in which a rate of 0.1 falls in steps;
+    here 20, along a cosine.
     """
     return Recipe(
         name="self-routing-capsnet-smallnorb",
@@ -94,8 +95,8 @@ def attention_capsnet_cifar10() -> Recipe:
 def generative_capsnet_smallnorb() -> Recipe:
     """Objects routed from parts on smallNORB at its full size: Heinsen 2019.
 
-    The author's network, optimiser, batch, mixup and length; his one-cycle schedule of the rate is a rise over 15
-    epochs and a cosine here, and the share of mixup is ours.
+    The author's network, optimiser, batch and length. His one-cycle schedule is a rise over a tenth of the epochs and a
+    cosine here; his mixup takes a share for each image, here a batch has one. His shifts by cropping are left out.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",
@@ -103,11 +104,11 @@ def generative_capsnet_smallnorb() -> Recipe:
         data="smallnorb",
         loss="activation_logit_cross_entropy",
         data_options={"size": 96},
-        mixup=0.4,
+        mixup=0.2,
         optimizer="radam",
         learning_rate=5e-4,
         schedule="cosine",
-        warm_up_epochs=15.0,
+        warm_up_epochs=5.0,
         batch_size=20,
         epochs=50,
     )
@@ -120,6 +121,6 @@ def generative_capsnet_toys() -> Recipe:
         name="generative-capsnet-toys",
         data="toys",
         data_options={},
-        warm_up_epochs=3.0,
+        warm_up_epochs=1.0,
         epochs=10,
     )
