@@ -69,9 +69,9 @@ def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_pa
                 break
         while not (out / "last.ckpt").exists():
             time.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    assert len((out / "metrics.csv").read_text().splitlines()) == 2
+    assert len((out / "metrics.csv").read_text().splitlines()) in (2, 3)  # one epoch, or two on a fast machine
     assert not (out / "metrics.json").exists()
     resumed = train(command, images, out, *settings, "--resume")
     assert resumed.returncode == 0, resumed.stderr
