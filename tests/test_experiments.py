@@ -16,13 +16,13 @@ from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, affnist, multimnist, two_digits, write_report
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, two_digits, write_report
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
-from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint, recent_recipe
+from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
@@ -102,13 +102,13 @@ def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe_of", [multimnist.paper_recipe, multimnist.recent_recipe])
+@pytest.mark.parametrize("recipe_of", [Study.of_digits, Study.recent_of_digits])
 def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
     digits = plain_images()
     splits = Splits(*(overlaid(digits, count, seed) for seed, count in enumerate((60, 20, 20))))
     study = Study("quick", None, 1, tmp_path, tmp_path)
-    recipe = replace(recipe_of(study, "capsules", 0, "mnist", 60, 2), batch_size=20, precision="float32")
-    assert recipe.shift == 0
+    options = {"data": "mnist", "shift": 0, "images": 60, "epochs": 2, "image_shape": multimnist.SHAPE}
+    recipe = replace(recipe_of(study, "capsules", 0, **options), batch_size=20, precision="float32")
     smaller = {"convolution_channels": 4, "primary_types": 2}
     recipe = replace(recipe, model_options={**recipe.model_options, **smaller})
     seen = []
@@ -232,9 +232,9 @@ def test_the_papers_tables_are_made_with_the_papers_settings(name, tmp_path):
     assert replace(on_toys, name=on_smallnorb.name, data="smallnorb") == on_smallnorb
 
 
-def test_the_recent_networks_of_novel_viewpoints_share_all_but_the_network(tmp_path):
+def test_recent_networks_of_toys_share_all_but_the_network(tmp_path):
     study = Study("quick", "smallnorb", 1, tmp_path, tmp_path)
-    cnn, capsules, uniform = (recent_recipe(study, name, 1, 1_000, 3) for name in NETWORKS)
+    cnn, capsules, uniform = (study.recent_of_toys(name, 1, images=1_000, epochs=3) for name in NETWORKS)
     assert uniform == replace(capsules, routing_options={**capsules.routing_options, "iterations": 1})
     assert {recipe.data for recipe in (cnn, capsules)} == {"smallnorb"}
     assert cnn.preparation() == capsules.preparation()
@@ -243,10 +243,12 @@ def test_the_recent_networks_of_novel_viewpoints_share_all_but_the_network(tmp_p
 
 def test_recent_networks_of_digits_share_all_but_the_network(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
-    cnn, capsules, uniform = (affnist.recent_recipe(study, name, 1, "mnist-5k", 60, 3) for name in NETWORKS)
+    cnn, capsules, uniform = (
+        study.recent_of_digits(name, 1, data="mnist-5k", shift=6, images=60, epochs=3) for name in NETWORKS
+    )
     assert uniform == replace(capsules, routing_options={"iterations": 1})
     assert cnn.preparation() == capsules.preparation()
-    assert cnn.preparation().shift == affnist.MARGIN
+    assert cnn.preparation().shift == 6
     for recipe in (cnn, capsules):
         assert (recipe.epochs, recipe.batch_size, recipe.schedule, recipe.seed) == (3, 64, "cosine", 1)
 

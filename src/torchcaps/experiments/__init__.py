@@ -76,7 +76,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(
             multimnist.run,
             networks=multimnist.NETWORKS[:2],
-            recipe_of=multimnist.recent_recipe,
+            recipe_of=Study.recent_of_digits,
             sizes=multimnist.RECENT_SIZES,
         ),
         "Two digits on top of each other, by CapsNet with a stem",
@@ -89,7 +89,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "affnist-recent": Experiment(
-        partial(affnist.run, recipe_of=affnist.recent_recipe),
+        partial(affnist.run, recipe_of=Study.recent_of_digits),
         "Trained on moved digits, tested under affine maps: CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 5.1",
     ),
@@ -117,7 +117,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "novel-viewpoints-recent": Experiment(
-        partial(novel_viewpoints.run, recipe_of=novel_viewpoints.recent_recipe),
+        partial(novel_viewpoints.run, recipe_of=Study.recent_of_toys),
         "Trained on some viewpoints, tested on others, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, table 2",
     ),
@@ -126,6 +126,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "White-box and black-box attacks on capsules and the CNN",
         "Hinton, Sabour & Frosst 2018, figure 3",
         standard=True,
+    ),
+    "adversarial-recent": Experiment(
+        partial(adversarial.run, recipe_of=Study.recent_of_toys, sizes=adversarial.RECENT_SIZES),
+        "White-box and black-box attacks, with the settings of matrix-capsnet-toys",
+        "Hinton, Sabour & Frosst 2018, figure 3",
     ),
     "vote-agreement": Experiment(
         vote_agreement.run,

@@ -1,6 +1,6 @@
 """White-box and black-box attacks on matrix capsules and on the CNN: Hinton, Sabour & Frosst 2018, section 5.2."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torchcaps.data import Images, Preparation
 from torchcaps.experiments.attacks import Classifier, Loss, bim, fgsm, gradient_health
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
+from torchcaps.recipe import Recipe
 
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
@@ -79,14 +80,23 @@ def success(target: Classifier, loss: Loss, images: Images, attack: Callable[...
     return percent(torch.cat(hits))
 
 
-def run(study: Study) -> Outcome:
+PAPER_SIZES = ((2_000, 5, 200), (21_870, 10, 500), (21_870, 20, None))
+RECENT_SIZES = ((2_000, 5, 200), (21_870, 4, 200), (21_870, 4, None))
+"""Images in training, epochs and images attacked, a triple a budget; None attacks all test images."""
+
+
+def run(
+    study: Study,
+    recipe_of: Callable[..., Recipe] = Study.of_toys,
+    sizes: Sequence[tuple[int, int, int | None]] = PAPER_SIZES,
+) -> Outcome:
     """Capsules, the CNN, and capsules with uniform couplings under attack; attacks of a second CNN on all three."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
+    images, epochs, count = study.choose(*sizes)
     for seed in range(study.seeds):
-        images, epochs = study.choose((2_000, 5), (21_870, 10), (21_870, 20))
-        recipes = {name: study.of_toys(name, seed, images, epochs) for name in NETWORKS}
+        recipes = {name: recipe_of(study, name, seed, images=images, epochs=epochs) for name in NETWORKS}
         splits = study.splits(recipes["CNN"], images)
-        attacked = some(splits.test, study.choose(200, 500, None))
+        attacked = some(splits.test, count)
         second, _ = study.trained(part("second CNN", seed), replace(recipes["CNN"], seed=seed + 1_000), splits)
         for name, recipe in recipes.items():
             model, _ = study.trained(part(name, seed), recipe, splits)

@@ -92,17 +92,7 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
     return torch.maximum(torch.minimum(offsets[:, axis], room), -torch.where(ink.any(dim=1), first, 0))
 
 
-def paper_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of one network as in the paper; narrow networks, except with ``--budget paper``."""
-    return study.of_digits(network, seed, data=data, shift=MARGIN, images=images, epochs=epochs)
-
-
-def recent_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of CapsNet with a stem, or of the CNN of Hinton, Sabour & Frosst 2018."""
-    return study.recent_of_digits(network, seed, data=data, shift=MARGIN, epochs=epochs)
-
-
-def run(study: Study, recipe_of: Callable[[Study, str, int, str, int, int], Recipe] = paper_recipe) -> Outcome:
+def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Outcome:
     """Both networks at the epochs where they are equally good on moved digits, as the paper compares them."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
@@ -115,7 +105,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str, int, int], Reci
     for seed in range(study.seeds):
         every: dict[str, list[tuple[float, ...]]] = {}
         for name in NETWORKS:
-            recipe = recipe_of(study, name, seed, source, train, epochs)
+            recipe = recipe_of(study, name, seed, data=source, shift=MARGIN, images=train, epochs=epochs)
             digits = study.splits(recipe, train, tested)
             translated, changed = moved(digits.validation, 1), some(real, tested) if real else affine(digits.test, 3)
             examples = examples or changed
@@ -151,7 +141,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str, int, int], Reci
         )
     ]
     assert examples is not None
-    notes += study.notes_on_width() if recipe_of is paper_recipe else [RECENT_OF_DIGITS]
+    notes += study.notes_on_width() if recipe_of is Study.of_digits else [RECENT_OF_DIGITS]
     return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_data(source)])
 
 

@@ -79,16 +79,6 @@ class PairClassifier(StripClassifier):
         """None: the experiment draws its own."""
 
 
-def paper_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of one network as in the paper; narrow networks, except with ``--budget paper``."""
-    return study.of_digits(network, seed, data=data, shift=0, images=images, epochs=epochs, image_shape=SHAPE)
-
-
-def recent_recipe(study: Study, network: str, seed: int, data: str, images: int, epochs: int) -> Recipe:
-    """The recipe of CapsNet with a stem, or of the CNN of Hinton, Sabour & Frosst 2018."""
-    return study.recent_of_digits(network, seed, data=data, shift=0, epochs=epochs, image_shape=SHAPE)
-
-
 PAPER_SIZES = ((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
 RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
 """Pairs in training, pairs in tests and epochs, a triple a budget."""
@@ -97,7 +87,7 @@ RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
 def run(
     study: Study,
     networks: Sequence[str] = NETWORKS,
-    recipe_of: Callable[[Study, str, int, str, int, int], Recipe] = paper_recipe,
+    recipe_of: Callable[..., Recipe] = Study.of_digits,
     sizes: Sequence[tuple[int, int, int]] = PAPER_SIZES,
 ) -> Outcome:
     """Capsules, the same with uniform couplings, and the CNN; both ways to make the pairs are tested."""
@@ -107,7 +97,7 @@ def run(
     shown: tuple[CapsNet, Images] | None = None
     for seed in range(study.seeds):
         for name in networks:
-            recipe = recipe_of(study, name, seed, source, count, epochs)
+            recipe = recipe_of(study, name, seed, data=source, shift=0, images=count, epochs=epochs, image_shape=SHAPE)
             digits = study.splits(recipe)
             tests = {way: overlaid(digits.test, tested, 2, pixels) for way, pixels in SHIFTS.items()}
             splits = Splits(
@@ -136,7 +126,7 @@ def run(
         f"of up to {SHIFTS['paper']} pixels; the official code's shifts are tested alone."
     ]
     assert shown is not None
-    notes += study.notes_on_width() if recipe_of is paper_recipe else [RECENT_OF_DIGITS]
+    notes += study.notes_on_width() if recipe_of is Study.of_digits else [RECENT_OF_DIGITS]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(source)])
 
 

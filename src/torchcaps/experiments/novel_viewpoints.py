@@ -1,7 +1,6 @@
 """Trained on some viewpoints, tested on others: Hinton, Sabour & Frosst 2018, table 2."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
@@ -10,7 +9,6 @@ from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 from torchcaps.recipe import Recipe
-from torchcaps.recipes import create_recipe
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
@@ -33,17 +31,7 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
     return images.where(**{attribute: values}), images.where(**{attribute: others})
 
 
-def recent_recipe(study: Study, name: str, seed: int, images: int, epochs: int) -> Recipe:
-    """The recipe of one network with the settings of `matrix_capsnet_toys`: stem, norms, mixup, whole toys."""
-    recipe = {
-        "CNN": create_recipe("cnn-baseline-toys"),
-        "capsules": create_recipe("matrix-capsnet-toys"),
-        "uniform couplings": create_recipe("matrix-capsnet-toys", {"routing.iterations": "1"}),
-    }[name]
-    return replace(recipe, data=study.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
-
-
-def run(study: Study, recipe_of: Callable[[Study, str, int, int, int], Recipe] = Study.of_toys) -> Outcome:
+def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outcome:
     """The CNN, and capsules stopped at the epoch whose error on familiar viewpoints is nearest to the CNN's."""
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
@@ -52,7 +40,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, int, int], Recipe] =
         found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
         for seed in range(study.seeds):
             for name in NETWORKS:
-                recipe = recipe_of(study, name, seed, images, epochs)
+                recipe = recipe_of(study, name, seed, images=images, epochs=epochs)
                 splits = study.splits(recipe)
                 everything = Images(
                     torch.cat([splits.train.pixels, splits.validation.pixels]),

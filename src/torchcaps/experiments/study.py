@@ -178,9 +178,12 @@ class Study:
         return replace(recipe, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))
 
     def recent_of_digits(
-        self, network: str, seed: int, *, data: str, shift: int, epochs: int, **model_options: Any
+        self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
     ) -> Recipe:
-        """CapsNet with a stem, the same with uniform couplings, or the CNN of matrix capsules; a cosine schedule."""
+        """CapsNet with a stem, the same with uniform couplings, or the CNN of matrix capsules; a cosine schedule.
+
+        The schedule is as long as the training, whatever the number of `images`.
+        """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
         return replace(
@@ -235,12 +238,23 @@ class Study:
         """
         return f"{name}-smallnorb" if self.toys_or_smallnorb() == "smallnorb" else f"{name}-toys-paper"
 
-    def of_toys(self, network: str, seed: int, images: int, epochs: int) -> Recipe:
+    def of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
         """The recipe of the ``CNN``, of ``capsules`` or of ``uniform couplings``, on toys with the paper's settings."""
         if network == "CNN":
             return self.recipe(self.toys("cnn-baseline"), seed, images=images, epochs=epochs)
         routing = {"iterations": 2 if network == "capsules" else 1}
         return self.recipe(self.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing)
+
+    def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
+        """The same with the settings of `matrix_capsnet_toys`: stem, norms, mixup, crops that hold a whole toy.
+
+        The cosine schedule is as long as the training, whatever the number of `images`.
+        """
+        name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
+        recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
+        if network != "uniform couplings":
+            return recipe
+        return replace(recipe, routing_options={**recipe.routing_options, "iterations": 1})
 
     def notes_on_toys(self) -> list[str]:
         """What has to be said beside the paper's figures where the data are not the paper's."""
