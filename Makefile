@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow sanitize check bench clean always
+.PHONY: demo test test-slow sanitize check docs tables bench clean always
 
 demo: .venv/demo
 	rm -rf runs/demo
@@ -25,6 +25,13 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/dev
+	$(BIN)/python -m sphinx -W --keep-going docs build/docs
+
+# The tables of the README and the documentation, from results/.
+tables: .venv/dev
+	$(BIN)/torchcaps experiment report --page README.md --page docs/results.md --page docs/benchmarks.md
 
 bench: .venv/dev
 	for heap in warm plain; do for what in routing train; do \

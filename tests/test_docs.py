@@ -1,20 +1,32 @@
 """What the documentation tells people to run, runs."""
 
+import json
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from torchcaps.experiments.report import write_pages
+from torchcaps.recipes import create_recipe
+
 ROOT = Path(__file__).parents[1]
+BLOCKS = {
+    page: re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 
 
-@pytest.mark.parametrize("page", ["docs/write-your-own-rule.md"])
+@pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path):
     """One after the other, in a process of its own: the run-time check of types cannot be traced."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert len(blocks) >= 4
+    blocks = BLOCKS[page]
+    (tmp_path / "weights").symlink_to(ROOT / "weights")
     done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -24,3 +36,48 @@ def test_every_link_to_a_file_has_its_file(page):
     path = next(each for each in (ROOT / page, ROOT / "docs" / page) if each.exists())
     for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert "://" in link or (path.parent / link).exists(), link
+
+
+PAGES_WITH_TABLES = ("README.md", "docs/results.md", "docs/benchmarks.md")
+
+
+def test_tables_are_those_of_the_results(tmp_path):
+    pages = []
+    for name in PAGES_WITH_TABLES:
+        pages.append(tmp_path / Path(name).name)
+        shutil.copy(ROOT / name, pages[-1])
+    write_pages(ROOT / "results", pages)
+    for name, page in zip(PAGES_WITH_TABLES, pages, strict=True):
+        assert page.read_text() == (ROOT / name).read_text(), f"{name}: run `make tables`"
+
+
+ENTRIES = tomllib.loads((ROOT / "results/tables.toml").read_text())
+
+
+@pytest.mark.parametrize("entry", [*ENTRIES["networks"], *ENTRIES["reduced"]], ids=lambda entry: entry["runs"][0])
+def test_the_command_beside_a_result_is_the_recipe_in_its_folder(entry):
+    command = entry["command"].replace("make demo", "torchcaps train capsnet-mnist-5k")
+    _, _, name, *words = shlex.split(command)
+    settings = dict(
+        value.split("=") if key == "--set" else (key[2:].replace("-", "_"), value)
+        for key, value in zip(words[::2], words[1::2], strict=True)
+    )
+    now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
+    for seed, run in enumerate(entry["runs"]):
+        recipe = json.loads((ROOT / "results" / run / "recipe.json").read_text())
+        assert recipe["environment"]["commit"]
+        assert not recipe["environment"]["commit"].endswith("-modified")
+        expected = {**now, "seed": seed} if len(entry["runs"]) > 1 else now
+        then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
+        assert then == {key: expected[key] for key in then}
+
+
+def test_every_row_of_the_readme_is_in_the_results_too():
+    shown = {run for entry in ENTRIES["networks"] for run in entry["runs"]}
+    assert all(set(entry.get("runs", [])) <= shown for entry in ENTRIES["highlights"])
+
+
+def test_the_site_is_built_without_a_warning(tmp_path):
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(tmp_path)]
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

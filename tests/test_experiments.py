@@ -16,7 +16,7 @@ from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, two_digits, write_report
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, two_digits
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
@@ -24,6 +24,7 @@ from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint
 from torchcaps.experiments.recipe_ablation import CHANGES
+from torchcaps.experiments.report import write_report
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
 from torchcaps.losses import spread_loss
@@ -208,7 +209,7 @@ def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
         row = Row(f"value {value}", [value])._asdict()
         content = {**plain, "budget": budget, "data": data, "seeds": seeds, "rows": [row]}
         (tmp_path / f"{number}.json").write_text(json.dumps(content))
-    assert write_report(tmp_path, tmp_path / "docs/report.md") == 2
+    assert write_report(tmp_path, tmp_path / "docs/report.md", {"pitfalls": ("Title", "Paper")}) == 2
     report = (tmp_path / "docs/report.md").read_text()
     assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
     assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commit a, b." in report

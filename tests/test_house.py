@@ -2,18 +2,14 @@
 
 import ast
 import inspect
-import json
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import torchcaps
-from torchcaps.recipes import create_recipe
 
 ROOT = Path(torchcaps.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -124,27 +120,3 @@ def test_a_rule_is_named_in_its_own_file_and_in_the_table_alone(name):
 def test_what_is_exported_is_there():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
     assert sorted(torchcaps.__all__) == sorted(torchcaps._MODULE_OF)
-
-
-def test_every_result_in_the_readme_is_the_one_in_its_folder():
-    """A row with several runs gives their mean and standard deviation; its command is that of seed 0."""
-    rows = [line for line in (REPOSITORY / "README.md").read_text().splitlines() if "run](results/" in line]
-    assert rows
-    for row in rows:
-        folders = [REPOSITORY / folder for folder in re.findall(r"\]\((results/[^).]*)\)", row)]
-        accuracies = [json.loads((folder / "metrics.json").read_text())["test_accuracy_percent"] for folder in folders]
-        spread = f" ± {np.std(accuracies, ddof=1):.2f}" if len(folders) > 1 else ""
-        assert f" {np.mean(accuracies):.2f}{spread} " in row
-        _, _, name, *words = row.split("`")[1].replace("make demo", "torchcaps train capsnet-mnist-5k").split()
-        settings = dict(
-            value.split("=") if key == "--set" else (key[2:].replace("-", "_"), value)
-            for key, value in zip(words[::2], words[1::2], strict=True)
-        )
-        now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
-        for seed, folder in enumerate(folders):
-            recipe = json.loads((folder / "recipe.json").read_text())
-            assert recipe["environment"]["commit"]
-            assert not recipe["environment"]["commit"].endswith("-modified")
-            expected = {**now, "seed": seed} if len(folders) > 1 else now
-            then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
-            assert then == {key: expected[key] for key in then}, row

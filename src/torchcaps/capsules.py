@@ -95,7 +95,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     ``none`` is ``s``. Value and gradient are finite everywhere, at zero too.
 
     Arguments:
-        pose: ``[..., R, Q]``, any real values with |s|² inside the dtype's range.
+        pose: ``[..., R, Q]``, any real values whose squared length fits the dtype.
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:

@@ -22,17 +22,25 @@ def experiment(
         "runs/experiments"
     ),
     results: Annotated[Path, typer.Option(help="Folder for the result and its picture.")] = Path("results"),
-    report: Annotated[Path, typer.Option(help="File that `experiment report` writes.")] = Path("docs/results.md"),
+    report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
+    page: Annotated[
+        list[Path] | None, typer.Option(help="Page whose tables `experiment report` fills; can be repeated.")
+    ] = None,
 ) -> None:
     """Repeat a table or a figure of a paper; what is finished of it is not computed again."""
-    from torchcaps.experiments import EXPERIMENTS, run_experiment, write_report
+    from torchcaps.experiments import EXPERIMENTS, run_experiment
+    from torchcaps.experiments.report import write_pages, write_report
 
     if name == "list":
         rows = [(known, "yes" if one.standard else "", one.paper, one.title) for known, one in EXPERIMENTS.items()]
         print_table(("experiment", "standard", "paper", "what it is"), rows)
         return
     if name == "report":
-        print(f"{write_report(results, report)} experiments in {report}")
+        titles = {known: (one.title, one.paper) for known, one in EXPERIMENTS.items()}
+        print(f"{write_report(results, report, titles)} experiments in {report}")
+        if page:
+            write_pages(results, page)
+            print(f"tables filled in {', '.join(map(str, page))}")
         return
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")

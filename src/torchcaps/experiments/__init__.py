@@ -1,12 +1,10 @@
 """One file per table or figure of a paper, and the table of them by name."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
@@ -31,7 +29,7 @@ from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
 from torchcaps.recipe import resolve_precision
 from torchcaps.run_folder import read_rows
 
-__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment", "write_report"]
+__all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment"]
 
 
 @dataclass(frozen=True)
@@ -210,45 +208,3 @@ def run_experiment(
     }
     write_json(results / f"{stem}.json", content)
     return outcome, picture
-
-
-def write_report(results: Path, report: Path) -> int:
-    """Write the tables and pictures of the results there are.
-
-    Of each experiment, and each dataset it ran on, that of the largest budget, and of these that of most seeds.
-
-    Returns:
-        How many there are.
-
-    Raises:
-        BadInput: there is no result.
-    """
-    lines = ["# Results of the experiments", "", "Written by `torchcaps experiment report`.", ""]
-    best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
-    for path in sorted(results.glob("*.json")):
-        said = json.loads(path.read_text())
-        if isinstance(said, dict) and said.get("experiment") in EXPERIMENTS:
-            rank = (BUDGETS.index(said["budget"]), said["seeds"])
-            key = ([*EXPERIMENTS].index(said["experiment"]), said["data"] or "")
-            best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
-    for _, (_, path, said) in sorted(best.items(), key=lambda one: one[0]):
-        name, here = said["experiment"], said["environment"]
-        experiment = EXPERIMENTS[name]
-        lines += [f"## {name}: {experiment.title}", "", f"{experiment.paper}. `{said['command']}`", ""]
-        lines += ["| what | paper | ours |", "|---|---|---|"]
-        for row in (Row(**values) for values in said["rows"]):
-            lines.append(f"| {row.what} | {row.paper or ''} | {row.measured()} |")
-        lines += ["", *(f"{note}\n" for note in said["notes"])]
-        seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
-        machine = (
-            f"{seeds}; {said['training_minutes']} minutes of training; {here['gpu'] or here['processor']}, threads: "
-            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; commit "
-        )
-        picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
-        lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{experiment.title}]({picture})", ""]
-    if not best:
-        raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
-    report.parent.mkdir(parents=True, exist_ok=True)
-    with atomically(report) as stream:
-        stream.write("\n".join(lines).encode())
-    return len(best)

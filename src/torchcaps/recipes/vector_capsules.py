@@ -82,9 +82,9 @@ def capsnet_fashion_mnist() -> Recipe:
 def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
-    The authors' losses and augmentation, but shifts of up to 2 pixels. They train for 150 epochs with batches of 16, and
-    their learning rate falls from 5e-4 by 0.97 per epoch. Here it falls from 5e-3 along a cosine; of 1e-3, 3e-3 and
-    8e-3 the larger two had the lower validation loss after 5 epochs. The authors' settings: ``--batch-size 16
+    The authors' losses and augmentation, but shifts of up to 2 pixels. They train for 150 epochs with batches of 16,
+    and their learning rate falls from 5e-4 by 0.97 per epoch. Here it falls from 5e-3 along a cosine: of 1e-3, 3e-3
+    and 8e-3, the larger two had the lower validation loss after 5 epochs. The authors' settings: ``--batch-size 16
     --epochs 150 --lr 5e-4 --set schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
     """
     return Recipe(

@@ -1,0 +1,205 @@
+"""Tables of the README and the documentation, written from results/."""
+
+import csv
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput, nearest
+from torchcaps.experiments.study import BUDGETS, Row
+
+Entry = Mapping[str, Any]
+EAGER, COMPILED = "votes in memory", "votes in memory, compiled"
+NETWORKS = ("capsules", "uniform", "cnn")
+MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def write_pages(results: Path, pages: Sequence[Path]) -> None:
+    """Fill the tables of pages: ``<!-- table: NAME -->`` … ``<!-- end of table -->``.
+
+    NAME is a key of ``results/tables.toml``, or a benchmark's .csv file in `results`.
+
+    Raises:
+        BadInput: a page or a result is missing, has no table, or names an unknown one.
+    """
+    path = results / "tables.toml"
+    if not path.is_file():
+        raise BadInput(f"{path} is missing: it names the rows of the tables")
+    entries = tomllib.loads(path.read_text())
+    written = {}
+    for page in pages:
+        if not page.is_file():
+            raise BadInput(f"{page} is missing: name a page with tables")
+        text, count = MARKED.subn(
+            lambda found: "\n".join([found[1], *_table(found[2], entries, results), "", found[3]]), page.read_text()
+        )
+        if not count:
+            raise BadInput(f"{page} has no table: write <!-- table: NAME --> and <!-- end of table --> into it")
+        written[page] = text
+    for page, text in written.items():
+        with atomically(page) as stream:
+            stream.write(text.encode())
+
+
+def _table(name: str, entries: Mapping[str, list[Entry]], results: Path) -> list[str]:
+    if name.endswith(".csv"):
+        return _benchmark(_rows(results / name))
+    if name not in entries:
+        raise BadInput(f"unknown table {name!r}{nearest(name, [*entries, *(p.name for p in results.glob('*.csv'))])}")
+    return TABLES[name](entries[name], results)
+
+
+def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def _json(path: Path) -> Any:
+    if not path.is_file():
+        raise BadInput(f"{path} is missing: run its experiment or training first")
+    return json.loads(path.read_text())
+
+
+def _accuracy(entry: Entry, results: Path) -> str:
+    """Mean and standard deviation of the test accuracy over the runs of an entry."""
+    metrics = [_json(results / run / "metrics.json") for run in entry["runs"]]
+    return Row("", [one["test_accuracy_percent"] for one in metrics], unit="").measured()
+
+
+def _row(entry: Entry, what: str, results: Path) -> Row:
+    """A row of an experiment's result."""
+    found = {row["what"]: Row(**row) for row in _json(results / f"{entry['result']}.json")["rows"]}
+    if what not in found:
+        raise BadInput(f"{entry['result']} has no row {what!r}{nearest(what, found)}")
+    return found[what]._replace(unit="")
+
+
+def _networks(entries: Sequence[Entry], results: Path) -> list[str]:
+    return _lines(
+        ("network and data", "paper", "ours", "command", "run"),
+        [
+            (
+                entry["what"],
+                entry.get("paper", "–"),
+                _accuracy(entry, results),
+                f"`{entry['command']}`",
+                f"`{entry['runs'][0]}`" + (f" to {len(entry['runs']) - 1}" if len(entry["runs"]) > 1 else ""),
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _experiments(entries: Sequence[Entry], results: Path) -> list[str]:
+    rows = []
+    for entry in entries:
+        cells = []
+        for network in NETWORKS:
+            row = _row(entry, entry[network], results) if network in entry else None
+            cells.append("–" if row is None else f"{row.measured()} ({row.paper})" if row.paper else row.measured())
+        rows.append((entry["what"], *cells, f"`{entry['command']}`"))
+    return _lines(("what", "capsules", "uniform couplings", "CNN", "command"), rows)
+
+
+def _highlights(entries: Sequence[Entry], results: Path) -> list[str]:
+    rows = []
+    for entry in entries:
+        if "runs" in entry:
+            rows.append((entry["what"], entry.get("paper", "–"), _accuracy(entry, results)))
+        else:
+            row = _row(entry, entry["row"], results)
+            rows.append((entry["what"], row.paper or "–", row.measured()))
+    return _lines(("test accuracy, %", "paper", "ours"), rows)
+
+
+def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
+    rows = []
+    for entry in entries:
+        column, unit = ("peak MiB", "MiB") if "value" in entry else ("median ms", "ms")
+        found = {
+            row["way"]: float(row[column])
+            for row in _rows(results / entry["file"])
+            if row["case"] == entry["case"] and row.get("value") == entry.get("value")
+        }
+        eager = found.get(EAGER) or found["reference"]
+        slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
+        rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))
+    return _lines(("", "torchcaps", "eager PyTorch", "`torch.compile`"), rows)
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        raise BadInput(f"{path} is missing: run `make bench` first")
+    with path.open(newline="") as stream:
+        return [*csv.DictReader(stream)]
+
+
+def _benchmark(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    said = ("heap", "command", "seed", "torch", "commit", "processor", "threads", "gpu", "repeats", "peak GFLOP/s")
+    shown = [key for key in rows[0] if key not in said]
+    here = rows[0]
+    cores = f"{here['gpu'] or here['processor']}, threads: {here['threads']}, torch {here['torch']}"
+    return [
+        *_lines(shown, [[row[key] for key in shown] for row in rows]),
+        "",
+        f"`{here['command']}`; {cores}; commit {here['commit']}.",
+    ]
+
+
+TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
+    "networks": _networks,
+    "reduced": _networks,
+    "experiments": _experiments,
+    "highlights": _highlights,
+    "speed": _speed,
+}
+
+
+def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, str]]) -> int:
+    """Write all rows and pictures of the experiments' results.
+
+    Of each experiment and each dataset it ran on, the result of the largest budget, and of these that of most seeds.
+
+    Arguments:
+        results: folder of the results.
+        report: page to write.
+        titles: experiment → its title and paper, in the order of the page.
+
+    Returns:
+        How many results there are.
+
+    Raises:
+        BadInput: there is no result.
+    """
+    lines = ["# All experiments", "", "Written by `torchcaps experiment report`.", ""]
+    best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
+    for path in sorted(results.glob("*.json")):
+        said = json.loads(path.read_text())
+        if isinstance(said, dict) and said.get("experiment") in titles:
+            rank = (BUDGETS.index(said["budget"]), said["seeds"])
+            key = ([*titles].index(said["experiment"]), said["data"] or "")
+            best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
+    for _, (_, path, said) in sorted(best.items(), key=lambda one: one[0]):
+        name, here = said["experiment"], said["environment"]
+        title, paper = titles[name]
+        lines += [f"## {name}: {title}", "", f"{paper}. `{said['command']}`", ""]
+        rows = [Row(**values) for values in said["rows"]]
+        lines += _lines(("what", "paper", "ours"), [(row.what, row.paper or "–", row.measured()) for row in rows])
+        lines += ["", *(f"{note}\n" for note in said["notes"])]
+        seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
+        machine = (
+            f"{seeds}; {said['training_minutes']} minutes of training; {here['gpu'] or here['processor']}, threads: "
+            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; commit "
+        )
+        picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
+        lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]
+    if not best:
+        raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
+    report.parent.mkdir(parents=True, exist_ok=True)
+    with atomically(report) as stream:
+        stream.write("\n".join(lines).encode())
+    return len(best)
