@@ -47,7 +47,7 @@ def test_no_time_is_told_of_ways_that_disagree():
         check_agreement("different", different)
 
 
-def test_votes_in_memory_compute_what_the_reference_does_with_competition_over_types():
+def test_materialised_votes_compute_what_the_reference_does_with_competition_over_types():
     problem = em_stack(2, grid=8, types=(2, 3, 4))
     for found, right in zip(*(way() for way in problem.agreeing[1]), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)

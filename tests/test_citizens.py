@@ -45,7 +45,7 @@ built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built
 
 
 def small(name):
-    return create_model(name, image_shape=(1, 18, 18), classes=3, **SMALL.get(name, {})).eval()
+    return create_model(name, image_shape=(1, 18, 18), num_classes=3, **SMALL.get(name, {})).eval()
 
 
 def images(batch=2):
@@ -117,7 +117,7 @@ from torchcaps import Routing, create_model
 
 torch.manual_seed(0)
 for name, options in { ({name: SMALL[name] for name in WITH_CAPSULES})!r}.items():
-    model = create_model(name, image_shape=(1, 18, 18), classes=3, **options)
+    model = create_model(name, image_shape=(1, 18, 18), num_classes=3, **options)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for batch in (2, 3, 5):
         images = torch.rand(batch, 1, 18, 18)

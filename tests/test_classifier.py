@@ -29,7 +29,7 @@ from torchcaps.options import LATER
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_run
 
-TINY = {"image_shape": (1, 20, 20), "classes": 3, "convolution_channels": 8, "primary_types": 2}
+TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ def test_a_rule_that_could_not_be_made_again_is_refused(tmp_path):
 
 @pytest.mark.usefixtures("untyped")
 def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
-    CapsNet(**{**TINY, "classes": np.int64(3), "image_shape": torch.Size((1, 20, 20))}).save_pretrained(tmp_path)
-    assert CapsNet.from_pretrained(tmp_path).options["classes"] == 3
+    CapsNet(**{**TINY, "num_classes": np.int64(3), "image_shape": torch.Size((1, 20, 20))}).save_pretrained(tmp_path)
+    assert CapsNet.from_pretrained(tmp_path).options["num_classes"] == 3
 
 
 def test_options_can_be_changed_when_loading(tmp_path):
@@ -165,7 +165,7 @@ def edited(run, change):
 
 WRONG = {
     "iterations": [0, -1, "3", 2.5, None, [3], 10**9, 2**63, True],
-    "classes": [0, "3", 2.0, None, 3, 10**12],
+    "num_classes": [0, "3", 2.0, None, 3, 10**12],
     "image_shape": ["abc", None, 20, [1.0, 20, 20], [3, 20], []],
     "logits": ["x", 1, None],
     "backend": ["gpu", 0],
@@ -196,8 +196,8 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["options"].update(routing="em"), "no option 'routing'"),
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
-        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 3"),
-        (lambda content: content.update(format=3.0), "format takes a whole number"),
+        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 4"),
+        (lambda content: content.update(format=4.0), "format takes a whole number"),
         (lambda content: content.update(options=5), "options takes a table"),
         (lambda content: content.update(options=None), "options takes a table"),
         (lambda content: content.update(routing=[]), "routing takes a table"),

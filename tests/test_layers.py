@@ -22,7 +22,7 @@ from torchcaps import (
     lengths,
     squash,
 )
-from torchcaps.layers import UnfoldedConv2d
+from torchcaps.layers import Im2colConv2d
 from torchcaps.losses import (
     activation_logit_cross_entropy,
     margin_loss,
@@ -54,7 +54,7 @@ def test_channels_last_changes_nothing():
 def test_an_unfolded_convolution_is_the_convolution(kernel, stride, padding, bias):
     options = {"stride": stride, "padding": padding, "bias": bias}
     plain = nn.Conv2d(3, 5, kernel, **options).double()
-    unfolded = UnfoldedConv2d(3, 5, kernel, **options).double()
+    unfolded = Im2colConv2d(3, 5, kernel, **options).double()
     unfolded.load_state_dict(plain.state_dict())
     images = torch.randn(2, 3, 7, 9, dtype=torch.double, requires_grad=True)
     torch.testing.assert_close(unfolded(images), plain(images))
@@ -70,7 +70,7 @@ def test_an_unfolded_convolution_is_the_convolution(kernel, stride, padding, bia
 
 def test_unfolded_convolutions_take_the_weights_of_the_others():
     options = {"convolution_channels": 8, "primary_types": 2}
-    plain, unfolded = create_model("capsnet", **options), create_model("capsnet", unfold=True, **options)
+    plain, unfolded = create_model("capsnet", **options), create_model("capsnet", im2col=True, **options)
     unfolded.load_state_dict(plain.state_dict())
     images = torch.rand(2, 1, 28, 28)
     torch.testing.assert_close(unfolded(images).scores, plain(images).scores)

@@ -57,7 +57,7 @@ def test_matrix_capsnet_has_the_papers_parameters():
         capsules = 9 * primary * first * transform + 9 * first * second * transform + second * classes * transform
         return convolution + primary_capsules + capsules + 2 * (first + second + classes)
 
-    stereo = {"image_shape": (2, 32, 32), "classes": 5}
+    stereo = {"image_shape": (2, 32, 32), "num_classes": 5}
     small, base = (create_model("matrix-capsnet", size=size, **stereo) for size in ("small", "base"))
     assert parameters(small) == by_hand(64, 8, 16, 16, 16) == 68_618
     assert parameters(base) == by_hand(32, 32, 32, 32, 16) == 316_650
@@ -85,9 +85,9 @@ def test_capsnet_with_a_stem_has_its_convolutions_and_primary_capsules_of_a_quar
     assert model(torch.rand(2, 2, side, side)).scores.shape == (2, 5)
 
 
-@pytest.mark.parametrize("options", [{"convolution_channels": 18}, {"unfold": True}])
+@pytest.mark.parametrize("options", [{"convolution_channels": 18}, {"im2col": True}])
 def test_capsnet_refuses_what_a_stem_has_not(options):
-    with pytest.raises(ValueError, match="with a stem, use a multiple of 4 and unfold=False"):
+    with pytest.raises(ValueError, match="with a stem, use a multiple of 4 and im2col=False"):
         CapsNet(stem=True, **options)
 
 
@@ -104,7 +104,7 @@ def test_the_self_routing_network_has_the_authors_parameters():
     backbone = sum(9 * below * above + 2 * above for below, above in pairwise(channels))
     primary = 9 * 128 * (32 + 512) + 2 * (32 + 512)
     routed, unused = 16 * 32 * 5 * (16 + 1), 16 * 32 * 5 * 16
-    stereo = {"image_shape": (2, 32, 32), "classes": 5}
+    stereo = {"image_shape": (2, 32, 32), "num_classes": 5}
     model = create_model("self-routing-capsnet", **stereo)
     assert parameters(model) == backbone + primary + routed + unused == 856_064
     scores = model(torch.rand(3, 2, 32, 32)).scores
@@ -129,13 +129,14 @@ def test_the_generative_network_has_the_authors_parameters_without_the_biases_of
     primary = 2 * 64 + 65 * 64 * 17
     routed = 64 * (16 + 2) + 64 * 5 * (16 + 2)
     for side in (96, 48):
-        model = create_model("generative-capsnet", image_shape=(2, side, side), classes=5)
+        model = create_model("generative-capsnet", image_shape=(2, side, side), num_classes=5)
         assert parameters(model) == convolutions + primary + routed == 265_416
 
 
 def test_the_matrix_baseline_has_the_papers_parameters():
     by_hand = (50 + 1) * 32 + (800 + 1) * 64 + (8 * 8 * 64 + 1) * 1024 + 1025 * 5
-    assert parameters(create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), classes=5)) == by_hand == 4_253_349
+    model = create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), num_classes=5)
+    assert parameters(model) == by_hand == 4_253_349
 
 
 @pytest.mark.parametrize(
@@ -178,7 +179,7 @@ SMALL = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", [(3, 17, 23), (1, 40, 20), (2, 33, 33)])
 def test_models_take_any_image_shape_and_class_count(name, shape):
-    model = create_model(name, image_shape=shape, classes=7, **SMALL[name])
+    model = create_model(name, image_shape=shape, num_classes=7, **SMALL[name])
     prediction = model(torch.rand(2, *shape), torch.tensor([0, 6]))
     assert prediction.scores.shape == (2, 7)
     if prediction.reconstruction is not None:
@@ -219,19 +220,19 @@ def test_unknown_models_and_options_are_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_models_come_back_exactly(name, tmp_path):
-    model = create_model(name, image_shape=(1, 28, 28), classes=4, **SMALL[name]).eval()
+    model = create_model(name, image_shape=(1, 28, 28), num_classes=4, **SMALL[name]).eval()
     model.save_pretrained(tmp_path / "saved")
     again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
     images = torch.rand(2, 1, 28, 28)
     assert torch.equal(again(images).scores, model(images).scores)
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["options"]["classes"] == 4
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["options"]["num_classes"] == 4
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
 
 
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
 @pytest.mark.parametrize("rule", ROUTINGS)
 def test_every_model_learns_by_every_rule_and_is_saved_with_it(name, rule, tmp_path):
-    model = create_model(name, image_shape=(1, 20, 20), classes=3, routing=rule, **SMALL[name])
+    model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL[name])
     images, labels = torch.rand(3, 1, 20, 20), torch.tensor([0, 1, 2])
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters())
@@ -344,12 +345,12 @@ def test_three_iterations_do_not_magnify_small_changes_at_the_start():
     changed = images + 0.01 * images.std() * torch.randn_like(images)
 
     def moved(**options):
-        model = create_model("matrix-capsnet", image_shape=(2, 32, 32), classes=5, **options)
+        model = create_model("matrix-capsnet", image_shape=(2, 32, 32), num_classes=5, **options)
         with torch.no_grad():
             poses, other = (model(x).capsules.pose for x in (images, changed))
         return ((poses - other).norm() / (poses - poses.mean(dim=0)).norm()).item()
 
-    around_zero = {"around_identity": False, "deviation": 0.5, "class_deviation": 0.5}
+    around_zero = {"around_identity": False, "initial_std": 0.5, "class_initial_std": 0.5}
     around_zero["routing"] = Routing("em", variance_floor=1e-4)
     assert max(moved() for _ in range(3)) < 0.05 < min(moved(**around_zero) for _ in range(3))
 

@@ -117,12 +117,12 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
 
 
-def one_hot(labels: Int[Tensor, "B"], classes: int) -> Int[Tensor, "B classes"]:
+def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classes"]:
     """1 at each label's class and 0 elsewhere; `torch.func` goes through it, as it does not through PyTorch's own.
 
     Arguments:
         labels: ``[B]``, integers in [0, classes).
-        classes: how many there are.
+        num_classes: how many there are.
 
     Raises:
         ValueError: labels are not integers ``[B]``, or out of range (not checked while a graph is traced).
@@ -136,9 +136,9 @@ def one_hot(labels: Int[Tensor, "B"], classes: int) -> Int[Tensor, "B classes"]:
         raise ValueError(f"labels must be integers [B], the class of each sample; got {described(labels)}")
     if has_values(labels) and len(labels):
         low, high = (bound.item() for bound in labels.aminmax())
-        if low < 0 or high >= classes:
+        if low < 0 or high >= num_classes:
             raise ValueError(f"labels must lie in [0, {classes}), as there are {classes} classes; got {low} to {high}")
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).long()
+    return (labels[:, None] == torch.arange(num_classes, device=labels.device)).long()
 
 
 def coordinate_addition(

@@ -109,7 +109,7 @@ class Classifier:
         except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
-        if shape != tuple(model.options["image_shape"]) or len(said["class_names"]) != model.options["classes"]:
+        if shape != tuple(model.options["image_shape"]) or len(said["class_names"]) != model.options["num_classes"]:
             raise BadInput(f"{path}: its images and classes are not those of its network; save the classifier again")
         return cls(model.eval(), tuple(said["class_names"]), tuple(said["shape"]), preparation)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class UnfoldedConv2d(nn.Conv2d):
+class Im2colConv2d(nn.Conv2d):
     """A convolution as one product of all patches with the weights: the same values, more memory, on some CPUs faster.
 
     Chellapilla, Puri & Simard 2006, section 3. Weights and their names are those of `torch.nn.Conv2d`. The patches are
@@ -18,7 +18,7 @@ class UnfoldedConv2d(nn.Conv2d):
         in_channels, out_channels, kernel_size, stride, padding, bias: see `torch.nn.Conv2d`.
 
     Example:
-        >>> UnfoldedConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
+        >>> Im2colConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
         torch.Size([1, 256, 6, 6])
     """
 

@@ -15,7 +15,7 @@ class Decoder(nn.Module):
     Sabour, Frosst & Hinton 2017, section 4.1: linear layers of 512 and 1024 with ReLU, then a sigmoid per pixel.
 
     Arguments:
-        classes: J.
+        num_classes: J.
         pose_size: N.
         image_shape: (channels, height, width) of the image.
         hidden_sizes: widths of the hidden layers.
@@ -29,16 +29,16 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        classes: int,
+        num_classes: int,
         pose_size: int,
         image_shape: tuple[int, int, int],
         hidden_sizes: Sequence[int] = (512, 1024),
     ) -> None:
         super().__init__()
-        self.classes = classes
+        self.num_classes = num_classes
         self.image_shape = tuple(image_shape)
         pixels = image_shape[0] * image_shape[1] * image_shape[2]
-        sizes = [classes * pose_size, *hidden_sizes]
+        sizes = [num_classes * pose_size, *hidden_sizes]
         hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
 
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: a class below 0, or of ``classes`` and above.
         """
-        visible = pose * one_hot(of_class, self.classes).to(pose)[:, None, :, None, None]
+        visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]
         weights = next(self.layers.parameters())
         return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
 from torchcaps.checks import check_choice, check_sizes, described, has_values
-from torchcaps.convolution import UnfoldedConv2d
+from torchcaps.convolution import Im2colConv2d
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
@@ -30,7 +30,7 @@ class PrimaryCaps(nn.Module):
         kernel_size, stride, padding, bias: of the convolution.
         squash_form: see `squash`.
         activation: ``length`` of the pose, or ``sigmoid`` of a convolution of its own.
-        unfold: convolve by `UnfoldedConv2d`.
+        im2col: convolve by `Im2colConv2d`.
         normalise: BatchNorm on every number of a pose and on the logits of the activations: ``none``, ``plain`` without
             weights of its own, or ``affine`` with a learned scale and offset.
 
@@ -53,7 +53,7 @@ class PrimaryCaps(nn.Module):
         bias: bool = True,
         squash_form: SquashForm = "sabour",
         activation: Literal["length", "sigmoid"] = "length",
-        unfold: bool = False,
+        im2col: bool = False,
         normalise: Literal["none", "plain", "affine"] = "none",
     ) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class PrimaryCaps(nn.Module):
         self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
         self.squash_form: SquashForm = squash_form
         below = (in_channels, types * math.prod(self.pose_shape))
-        convolution = UnfoldedConv2d if unfold else nn.Conv2d
+        convolution = Im2colConv2d if im2col else nn.Conv2d
         self.convolution = convolution(*below, kernel_size, stride, padding, bias=bias)
         self.activation = None
         if activation == "sigmoid":
@@ -200,9 +200,9 @@ class DenseCaps(CapsuleLayer):
             parent_types=parent_types,
             parent_pose_size=parent_pose_size,
         )
-        spread = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
+        std = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
         transform = truncated_normal_(
-            torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), spread
+            torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), std
         )
         super().__init__(RoutingMap.dense(child_sites), transform, routing, (1, child_pose_size))
 
@@ -218,7 +218,7 @@ class ConvCaps(CapsuleLayer):
         parent_types: J.
         kernel_size, stride, padding: of the window.
         pose_size: (R, Q) of child and parent: (4, 4) with 4×4 transforms, or (1, 16) with 16×16 transforms.
-        deviation: standard deviation of the initial transforms.
+        initial_std: standard deviation of the initial transforms.
         around_identity: they begin around the identity, not around zero. Votes around zero cancel out in a parent's
             mean, which shrinks from layer to layer, and every further routing iteration then multiplies what little a
             child changes.
@@ -243,13 +243,13 @@ class ConvCaps(CapsuleLayer):
         stride: int = 1,
         padding: int = 0,
         pose_size: tuple[int, int] = (4, 4),
-        deviation: float = 0.1,
+        initial_std: float = 0.1,
         around_identity: bool = True,
         routing: nn.Module | Routing | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         shape = (kernel_size**2, child_types, parent_types)
-        transform = initial_transform(*shape, columns_of(pose_size), deviation, around_identity)
+        transform = initial_transform(*shape, columns_of(pose_size), initial_std, around_identity)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]))
 
@@ -267,15 +267,15 @@ class ClassCaps(CapsuleLayer):
     Arguments:
         coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
         child_types: C.
-        classes: J.
+        num_classes: J.
         pose_size: (R, Q) of child and parent.
         add_coordinates: off, the positions are forgotten.
-        deviation, around_identity: of the initial transforms; see `ConvCaps`.
+        initial_std, around_identity: of the initial transforms; see `ConvCaps`.
         routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default EM routing.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
-        >>> ClassCaps(torch.rand(9, 2), child_types=8, classes=5)(children).activation.shape
+        >>> ClassCaps(torch.rand(9, 2), child_types=8, num_classes=5)(children).activation.shape
         torch.Size([2, 1, 5])
     """
 
@@ -283,10 +283,10 @@ class ClassCaps(CapsuleLayer):
         self,
         coordinates: Float[Tensor, "S 2"],
         child_types: int,
-        classes: int,
+        num_classes: int,
         pose_size: tuple[int, int] = (4, 4),
         add_coordinates: bool = True,
-        deviation: float = 0.1,
+        initial_std: float = 0.1,
         around_identity: bool = True,
         routing: nn.Module | Routing | str = "em",
     ) -> None:
@@ -295,8 +295,8 @@ class ClassCaps(CapsuleLayer):
             raise ValueError(
                 f"coordinates must be [S, 2], row and column of each child site; got {described(coordinates)}{device}"
             )
-        check_sizes(child_types=child_types, classes=classes)
-        transform = initial_transform(1, child_types, classes, columns_of(pose_size), deviation, around_identity)
+        check_sizes(child_types=child_types, num_classes=num_classes)
+        transform = initial_transform(1, child_types, num_classes, columns_of(pose_size), initial_std, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
         more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more))
@@ -335,16 +335,16 @@ def columns_of(pose_size: tuple[int, int]) -> int:
     return pose_size[1]
 
 
-def truncated_normal_(weights: Tensor, deviation: float) -> Tensor:
+def truncated_normal_(weights: Tensor, std: float) -> Tensor:
     """Fill weights from a normal distribution that is cut off at two standard deviations; the weights."""
-    return nn.init.trunc_normal_(weights, std=deviation, a=-2 * deviation, b=2 * deviation)
+    return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)
 
 
 def initial_transform(
-    transforms: int, child_types: int, parent_types: int, size: int, deviation: float, around_identity: bool
+    transforms: int, child_types: int, parent_types: int, size: int, std: float, around_identity: bool
 ) -> Float[Tensor, "K C J Q N"]:
     """Square transforms from a normal distribution around the identity or zero."""
-    transform = truncated_normal_(torch.empty(transforms, child_types, parent_types, size, size), deviation)
+    transform = truncated_normal_(torch.empty(transforms, child_types, parent_types, size, size), std)
     return transform + torch.eye(size) if around_identity else transform
 
 

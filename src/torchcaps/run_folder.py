@@ -264,11 +264,11 @@ class EpochLog(Callback):
     """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
 
     def __init__(
-        self, path: Path, images: int, watch: Callable[[nn.Module], Mapping[str, float]] | None = None
+        self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float]] | None = None
     ) -> None:
         self.path = path
         self.images = images
-        self.watch = watch
+        self.measure = measure
         self.rows: list[dict[str, Any]] = []
         self.start = self.told = self.train_seconds = 0.0
 
@@ -305,9 +305,9 @@ class EpochLog(Callback):
             "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         }
-        if self.watch is not None:
+        if self.measure is not None:
             model = cast(nn.Module, module.model).eval()
-            row |= {name: f"{value:.4f}" for name, value in self.watch(model).items()}
+            row |= {name: f"{value:.4f}" for name, value in self.measure(model).items()}
             model.train()
         self.rows.append(row)
         lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]

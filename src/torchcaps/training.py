@@ -97,7 +97,7 @@ def fit(
     *,
     devices: int = 1,
     resume: bool = False,
-    watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
     """Train as the recipe says, choose the epoch, read the test split once, and fill the run folder.
@@ -113,7 +113,7 @@ def fit(
             reconstructions.png where the model reconstructs. No other file in it is touched.
         devices: processes to train with, through DistributedDataParallel; must divide the batch size.
         resume: go on from the folder's last.ckpt, to the same bits as a run that was never stopped.
-        watch: called with the model, in evaluation mode, after every epoch; what it returns stands in metrics.csv.
+        on_epoch_end: called with the model in evaluation mode after every epoch; its values are written to metrics.csv.
         module_class: LightningModule that defines loss and metric.
 
     Returns:
@@ -139,14 +139,14 @@ def fit(
     )
     last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
-        return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, watch)
+        return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
             print(f"{folder} is finished: nothing is left to train; for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
-        return _train(recipe, splits, folder, module, devices, begun.last, watch)
+        return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end)
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -164,7 +164,7 @@ def check_devices(devices: int, recipe: Recipe) -> None:
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
     """The recipe's model for these images, tried on one of them, so that what does not fit is found before training."""
     shape = recipe.preparation().image_shape(images.image_shape)
-    options: dict[str, Any] = {"image_shape": shape, "classes": len(images.class_names), **recipe.model_options}
+    options: dict[str, Any] = {"image_shape": shape, "num_classes": len(images.class_names), **recipe.model_options}
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
     model = create_model(recipe.model, **options).eval()
@@ -183,9 +183,9 @@ def _train(
     module: TrainingModule,
     devices: int,
     last: Path | None,
-    watch: Callable[[nn.Module], Mapping[str, float]] | None,
+    on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None,
 ) -> dict[str, Any]:
-    trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), watch))
+    trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end))
     data = SplitBatches(splits, recipe)
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:

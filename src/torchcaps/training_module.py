@@ -25,14 +25,14 @@ class TrainingModule(lightning.LightningModule):
     Arguments:
         model: returns a `Prediction` of images and labels.
         recipe: its loss, optimiser and schedule are used.
-        classes: number of classes.
+        num_classes: number of classes.
         steps: of the whole training, where the loss has a schedule.
     """
 
     tested: Int64[Tensor, "K K"]
     """Confusion matrix of the last test: true classes in rows, predicted in columns."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, classes: int, steps: int = 1) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1) -> None:
         super().__init__()
         self.model = model
         self.steps = steps
@@ -40,7 +40,7 @@ class TrainingModule(lightning.LightningModule):
             if isinstance(module, nn.Conv2d):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
         self.recipe = recipe
-        self.confusion = MulticlassConfusionMatrix(classes)
+        self.confusion = MulticlassConfusionMatrix(num_classes)
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         loss, scores = self.loss_and_scores(images, labels, train)

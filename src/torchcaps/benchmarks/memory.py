@@ -16,7 +16,7 @@ GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "capsule types": [(types, {"types": (types, types, types)}) for types in (8, 16, 24, 32)],
     "iterations": [(iterations, {"iterations": iterations}) for iterations in (1, 2, 3, 5)],
 }
-WAYS = ("fused", "reference", "votes in memory")
+WAYS = ("fused", "reference", "materialised votes")
 
 
 def bench_memory() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Fused routing beside the reference and beside votes in memory, as capsule networks are mostly written."""
+"""Fused routing beside the reference and beside materialised votes, as capsule networks are mostly written."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -67,11 +67,11 @@ def em_stack(
             )
         return list(capsules)
 
-    def in_memory(rule: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def materialised(rule: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
         capsules = (pose, activation)
         for layer in layers:
             mean_data = capsules[1][0].numel() / (layer.routing_map.parent_sites * len(layer.beta_u))
-            votes, below = em_votes_in_memory(*capsules, layer.transform, layer.grid, layer.stride)
+            votes, below = em_materialised_votes(*capsules, layer.transform, layer.grid, layer.stride)
             found, parents = rule(votes, below, layer.beta_u, layer.beta_a, mean_data, iterations)
             capsules = (found, parents)
         return list(capsules)
@@ -83,19 +83,19 @@ def em_stack(
         ways={
             "fused": lambda: routed(backend="fused"),
             "reference": lambda: routed(backend="reference"),
-            "votes in memory": lambda: in_memory(em_of_votes),
-            "votes in memory, compiled": lambda: in_memory(compiled()),
+            "materialised votes": lambda: materialised(em_of_votes),
+            "materialised votes, compiled": lambda: materialised(compiled()),
         },
         agreeing=[
             (lambda: routed(backend="fused"), lambda: routed(backend="reference")),
-            (lambda: in_memory(em_of_votes), lambda: routed(competition="types")),
-            (lambda: in_memory(compiled()), lambda: in_memory(em_of_votes)),
+            (lambda: materialised(em_of_votes), lambda: routed(competition="types")),
+            (lambda: materialised(compiled()), lambda: materialised(em_of_votes)),
         ],
         flops=votes * (2 * 4 * 16 + iterations * 6 * 16 + (iterations - 1) * (4 * 16 + 9)),
     )
 
 
-def em_votes_in_memory(
+def em_materialised_votes(
     pose: Tensor, activation: Tensor, transform: Tensor, grid: tuple[int, int], stride: int
 ) -> tuple[Tensor, Tensor]:
     """All votes ``[B, P, K · C, J, 16]`` and their children's activations, by unfold and one einsum."""
@@ -136,12 +136,12 @@ def dynamic_layer(batch: int) -> Problem:
     pose = (0.3 * torch.randn(batch, 36, 32, 1, 8)).requires_grad_()
     transform = (0.05 * torch.randn(36, 32, 10, 8, 16)).requires_grad_()
     routing_map = RoutingMap.dense(36)
-    compiled = cache(lambda: torch.compile(dynamic_with_votes_in_memory))
+    compiled = cache(lambda: torch.compile(dynamic_with_materialised_votes))
     ways = {
         "fused": lambda: [dynamic_routing(pose, transform, routing_map, backend="fused").pose],
         "reference": lambda: [dynamic_routing(pose, transform, routing_map, backend="reference").pose],
-        "votes in memory": lambda: [dynamic_with_votes_in_memory(pose, transform)],
-        "votes in memory, compiled": lambda: [compiled()(pose, transform)],
+        "materialised votes": lambda: [dynamic_with_materialised_votes(pose, transform)],
+        "materialised votes, compiled": lambda: [compiled()(pose, transform)],
     }
     return Problem(
         leaves=[pose, transform],
@@ -151,7 +151,7 @@ def dynamic_layer(batch: int) -> Problem:
     )
 
 
-def dynamic_with_votes_in_memory(pose: Tensor, transform: Tensor) -> Tensor:
+def dynamic_with_materialised_votes(pose: Tensor, transform: Tensor) -> Tensor:
     """Dynamic routing as it is mostly written: one einsum for all votes."""
     votes = torch.einsum("bscq,scjqn->bscjn", pose[:, :, :, 0], transform).flatten(1, 2)
     logits = votes.new_zeros(votes.shape[:3])

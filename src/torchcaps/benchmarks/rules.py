@@ -136,8 +136,8 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
     ways = {
         "fused": lambda: routed("fused"),
         "reference": lambda: routed("reference"),
-        "votes in memory": lambda: materialised(MATERIALISED[name]),
-        "votes in memory, compiled": lambda: materialised(compiled()),
+        "materialised votes": lambda: materialised(MATERIALISED[name]),
+        "materialised votes, compiled": lambda: materialised(compiled()),
     }
     votes = sum(
         len(each[2].edges) * rule.transform[0, ..., 0, 0].numel() for rule, each in zip(layers, sizes, strict=True)

@@ -16,7 +16,7 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
     """A step of CapsNet on images of MNIST's shape, and one of the small MatrixCapsNet on smallNORB's crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
-        "fused, unfolded convolutions": capsnet_step("fused", unfold=True),
+        "fused, unfolded convolutions": capsnet_step("fused", im2col=True),
         "fused, bf16": capsnet_step("fused", bf16=True),
         "reference": capsnet_step("reference"),
         "reference, bf16": capsnet_step("reference", bf16=True),
@@ -28,10 +28,10 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
     ]
 
 
-def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batch: int = 100) -> Callable[[], None]:
+def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batch: int = 100) -> Callable[[], None]:
     """Forward, losses, backward and Adam, convolutions in channels_last."""
     torch.manual_seed(0)
-    model = create_model("capsnet", routing=Routing("dynamic", backend=backend), unfold=unfold)
+    model = create_model("capsnet", routing=Routing("dynamic", backend=backend), im2col=im2col)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
@@ -52,9 +52,9 @@ def capsnet_step(backend: str, *, bf16: bool = False, unfold: bool = False, batc
 def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[], None]:
     """Forward, spread loss, backward and Adam."""
     torch.manual_seed(0)
-    options = {"image_shape": (2, 32, 32), "classes": 5, **options}
+    options = {"image_shape": (2, 32, 32), "num_classes": 5, **options}
     model: nn.Module = create_model("matrix-capsnet", routing=Routing("em", backend=backend), **options)
-    images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["classes"], (batch,))
+    images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["num_classes"], (batch,))
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:

@@ -230,7 +230,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="CSV to write, with hardware and versions beside each row.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture of `bench memory` to write.")] = None,
 ) -> None:
-    """Routing fused, by the reference and with votes in memory: its time, that of training steps, and peak memory."""
+    """Time and memory of fused routing, the reference and materialised votes; time of training steps."""
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing

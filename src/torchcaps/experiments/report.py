@@ -14,7 +14,7 @@ from torchcaps.errors import BadInput, nearest
 from torchcaps.experiments.study import BUDGETS, Row
 
 Entry = Mapping[str, Any]
-EAGER, COMPILED = "votes in memory", "votes in memory, compiled"
+EAGER, COMPILED = "materialised votes", "materialised votes, compiled"
 NETWORKS = ("capsules", "uniform", "cnn")
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -110,7 +110,7 @@ class Study:
         part: str,
         recipe: Recipe,
         splits: Splits,
-        watch: Callable[[nn.Module], Mapping[str, float]] | None = None,
+        on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
         module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
         """A network trained as the recipe says, and its metrics: finished, gone on with, or begun.
@@ -128,7 +128,7 @@ class Study:
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
-            metrics = fit(recipe, splits, folder, resume=True, watch=watch, module_class=module_class)
+            metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), metrics
 
@@ -152,7 +152,7 @@ class Study:
         steps = recipe.decay_steps * (epochs / recipe.epochs) * min(1.0, images / whole)
         options = {**recipe.model_options, **model_options}
         if recipe.model == "capsnet" and not torch.cuda.is_available() and resolve_precision("auto") == "float32":
-            options["unfold"] = True
+            options["im2col"] = True
         routing = {**recipe.routing_options, **(routing_options or {})}
         recipe = replace(recipe, model_options=options, routing_options=routing)
         return replace(recipe, epochs=epochs, decay_steps=max(1, round(steps)))

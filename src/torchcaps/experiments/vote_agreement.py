@@ -42,12 +42,12 @@ def run(study: Study) -> Outcome:
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
     for index, (name, image) in enumerate(chosen.items()):
         for number, (distance, coupling) in enumerate(passes):
-            spread = (distance[index] * coupling[index]).sum(dim=1) / coupling[index].sum(dim=1).clamp_min(1e-12)
+            weighted = (distance[index] * coupling[index]).sum(dim=1) / coupling[index].sum(dim=1).clamp_min(1e-12)
             label = int(test.labels[image])
             rows.append(
                 Row(
                     f"{name} example, pass {number + 1}: mean distance to its class capsule",
-                    [spread[label].item()],
+                    [weighted[label].item()],
                     unit="",
                 )
             )

@@ -34,7 +34,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 13×13.
-        classes: number of classes.
+        num_classes: number of classes.
         channels: of the convolution.
         types: capsule types of every layer but the last.
         pose_side: rows and columns of a pose.
@@ -54,7 +54,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         channels: int = 256,
         types: int = 32,
         pose_side: int = 4,
@@ -75,7 +75,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
             self.first_capsules.parent_grid, types, types, 3, pose_size=pose_size, routing=deepcopy(routing)
         )
         sites = math.prod(self.second_capsules.parent_grid)
-        transform = torch.empty(sites, types, classes, pose_side, pose_side)
+        transform = torch.empty(sites, types, num_classes, pose_side, pose_side)
         self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
         for lower in (self.first_capsules, self.second_capsules):
             if isinstance(lower.routing, AttentionRouting):

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.convolution import UnfoldedConv2d
+from torchcaps.convolution import Im2colConv2d
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, PrimaryCaps
 from torchcaps.models.image_shape import check_image_shape
@@ -24,7 +24,7 @@ class CapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17.
-        classes: number of classes.
+        num_classes: number of classes.
         convolution_channels: channels of the convolution, or of the last of the stem.
         primary_types: capsule types at each position of the primary capsules.
         primary_pose_size: length of a primary capsule's pose.
@@ -32,7 +32,7 @@ class CapsNet(nn.Module, Pretrained):
         decoder: also draw the image from the class capsule.
         routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
             options.
-        unfold: convolve by `UnfoldedConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28. Not
+        im2col: convolve by `Im2colConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28. Not
             with a stem.
         stem: four convolutions in place of the one, 5×5 and three of 3×3, with 1/4, 1/2, 1/2 and all of the channels,
             BatchNorm and ReLU. The second and the fourth have stride 2; the primary capsules are 3×3 with stride 1. A
@@ -41,11 +41,11 @@ class CapsNet(nn.Module, Pretrained):
     Raises:
         BadInput: the image is too small for the kernels, or an unknown routing or option of it.
         ValueError: a rule that does not fit the class capsules; with a stem, convolution_channels that four does not
-            divide, or unfold.
+            divide, or im2col.
 
     Example:
         >>> import torch
-        >>> model = CapsNet(image_shape=(3, 32, 32), classes=5, routing=Routing("dynamic", iterations=2))
+        >>> model = CapsNet(image_shape=(3, 32, 32), num_classes=5, routing=Routing("dynamic", iterations=2))
         >>> model(torch.rand(2, 3, 32, 32)).scores.shape
         torch.Size([2, 5])
     """
@@ -53,38 +53,38 @@ class CapsNet(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         convolution_channels: int = 256,
         primary_types: int = 32,
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
         decoder: bool = True,
         routing: nn.Module | Routing | str = "dynamic",
-        unfold: bool = False,
+        im2col: bool = False,
         stem: bool = False,
     ) -> None:
         super().__init__()
         channels, height, width = shape = check_image_shape("CapsNet", image_shape, smallest=17)
         if stem:
-            if convolution_channels % 4 or unfold:
+            if convolution_channels % 4 or im2col:
                 raise ValueError(
-                    f"convolution_channels is {convolution_channels} and unfold {unfold}: with a stem, use a multiple "
-                    "of 4 and unfold=False"
+                    f"convolution_channels is {convolution_channels} and im2col {im2col}: with a stem, use a multiple "
+                    "of 4 and im2col=False"
                 )
             self.convolution = _stem(channels, convolution_channels)
             self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 3)
             rows, columns = ((side - 1) // 4 - 1 for side in (height, width))
         else:
-            convolution = UnfoldedConv2d if unfold else nn.Conv2d
+            convolution = Im2colConv2d if im2col else nn.Conv2d
             self.convolution = nn.Sequential(convolution(channels, convolution_channels, 9), nn.ReLU())
             self.primary_capsules = PrimaryCaps(
-                convolution_channels, primary_types, primary_pose_size, 9, stride=2, unfold=unfold
+                convolution_channels, primary_types, primary_pose_size, 9, stride=2, im2col=im2col
             )
             rows, columns = ((side - 8 - 9) // 2 + 1 for side in (height, width))
         self.class_capsules = DenseCaps(
-            rows * columns, primary_types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
+            rows * columns, primary_types, primary_pose_size, num_classes, class_pose_size, routing=deepcopy(routing)
         )
-        self.decoder = Decoder(classes, class_pose_size, shape) if decoder else None
+        self.decoder = Decoder(num_classes, class_pose_size, shape) if decoder else None
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
@@ -114,7 +114,7 @@ class BaselineCNN(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width).
-        classes: number of classes.
+        num_classes: number of classes.
         channels: of the three convolutions.
         hidden_sizes: widths of the two hidden linear layers.
         dropout: share of the last hidden layer's units switched off in training, in [0, 1).
@@ -128,7 +128,7 @@ class BaselineCNN(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         channels: Sequence[int] = (256, 256, 128),
         hidden_sizes: Sequence[int] = (328, 192),
         dropout: float = 0.5,
@@ -141,7 +141,7 @@ class BaselineCNN(nn.Module, Pretrained):
         layers.append(nn.Flatten())
         for below, above in zip([channels[-1] * height * width, *hidden_sizes], hidden_sizes, strict=False):
             layers += [nn.Linear(below, above), nn.ReLU()]
-        self.layers = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden_sizes[-1], classes))
+        self.layers = nn.Sequential(*layers, nn.Dropout(dropout), nn.Linear(hidden_sizes[-1], num_classes))
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

@@ -24,7 +24,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11.
-        classes: number of classes.
+        num_classes: number of classes.
         channels: of the four convolutions; the last is a multiple of primary_pose_size.
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
@@ -38,14 +38,14 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Example:
         >>> import torch
-        >>> EfficientCapsNet(image_shape=(3, 32, 32), classes=5)(torch.rand(2, 3, 32, 32)).scores.shape
+        >>> EfficientCapsNet(image_shape=(3, 32, 32), num_classes=5)(torch.rand(2, 3, 32, 32)).scores.shape
         torch.Size([2, 5])
     """
 
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         channels: Sequence[int] = (32, 64, 64, 128),
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
@@ -70,10 +70,10 @@ class EfficientCapsNet(nn.Module, Pretrained):
         self.primary_capsules = nn.Conv2d(below, below, grid, groups=below)
         self.pose_size, types = primary_pose_size, below // primary_pose_size
         self.class_capsules = DenseCaps(
-            1, types, primary_pose_size, classes, class_pose_size, routing=deepcopy(routing)
+            1, types, primary_pose_size, num_classes, class_pose_size, routing=deepcopy(routing)
         )
-        truncated_normal_(self.class_capsules.transform.data, math.sqrt(2 / (classes * types * primary_pose_size)))
-        self.decoder = Decoder(classes, class_pose_size, shape) if decoder else None
+        truncated_normal_(self.class_capsules.transform.data, math.sqrt(2 / (num_classes * types * primary_pose_size)))
+        self.decoder = Decoder(num_classes, class_pose_size, shape) if decoder else None
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

@@ -29,7 +29,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 29×29, or 1×1 with padding.
-        classes: number of classes.
+        num_classes: number of classes.
         channels: of every convolution.
         padding: zeros around every convolution, 0 or 1; the author has none.
         parts: capsule types of the primary capsules, and of the parts.
@@ -43,14 +43,14 @@ class GenerativeCapsNet(nn.Module, Pretrained):
 
     Example:
         >>> import torch
-        >>> GenerativeCapsNet(image_shape=(2, 48, 48), classes=5, parts=4)(torch.rand(2, 2, 48, 48)).scores.shape
+        >>> GenerativeCapsNet(image_shape=(2, 48, 48), num_classes=5, parts=4)(torch.rand(2, 2, 48, 48)).scores.shape
         torch.Size([2, 5])
     """
 
     def __init__(
         self,
         image_shape: Sequence[int] = (2, 96, 96),
-        classes: int = 5,
+        num_classes: int = 5,
         channels: int = 64,
         padding: int = 0,
         parts: int = 64,
@@ -82,7 +82,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
             )
             for routing_map, child_types, parent_types in (
                 (RoutingMap.shared(children), 1, parts),
-                (RoutingMap.dense(1), parts, classes),
+                (RoutingMap.dense(1), parts, num_classes),
             )
         )
 

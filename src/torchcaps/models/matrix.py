@@ -36,7 +36,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17.
-        classes: number of classes.
+        num_classes: number of classes.
         size: ``small``, 64/8/16/16, or ``base``, 32/32/32/32.
         widths: (A, B, C, D) of your own, in place of a size.
         pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
@@ -50,10 +50,11 @@ class MatrixCapsNet(nn.Module, Pretrained):
             and options. Options of ``"em"`` that are left out are those of `EM`.
         class_temperature_factor: for ``"em"``: λ of the class capsules as a multiple of the others'; the authors' code
             has 1/4.
-        primary_deviation, activation_deviation: standard deviations of the initial weights of the primary poses and
+        primary_initial_std, activation_initial_std: standard deviations of the initial weights of the primary poses and
             activations; None for PyTorch's own. The authors' code has 0.5 and 3.
-        deviation, class_deviation, around_identity: of the initial transforms, convolutional and class; see `ConvCaps`.
-            The authors' code has 0.3 and 0.01 around zero.
+        initial_std, class_initial_std: standard deviations of the initial transforms, convolutional and class.
+        around_identity: whether the initial transforms are the identity plus noise, or noise alone; see `ConvCaps`. The
+            authors' code has noise alone, of 0.3 and 0.01.
 
     Raises:
         BadInput: the image is too small for the kernels; an unknown size, pose, routing or option of it; or a
@@ -62,14 +63,14 @@ class MatrixCapsNet(nn.Module, Pretrained):
 
     Example:
         >>> import torch
-        >>> MatrixCapsNet(image_shape=(2, 32, 32), classes=5)(torch.rand(2, 2, 32, 32)).scores.shape
+        >>> MatrixCapsNet(image_shape=(2, 32, 32), num_classes=5)(torch.rand(2, 2, 32, 32)).scores.shape
         torch.Size([2, 5])
     """
 
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         size: Size = "small",
         widths: Sequence[int] | None = None,
         pose: Literal["matrix", "vector"] = "matrix",
@@ -79,10 +80,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         normalise: bool = False,
         routing: nn.Module | Routing | str = EM,
         class_temperature_factor: float = 1.0,
-        primary_deviation: float | None = None,
-        activation_deviation: float | None = None,
-        deviation: float = 0.1,
-        class_deviation: float = 0.1,
+        primary_initial_std: float | None = None,
+        activation_initial_std: float | None = None,
+        initial_std: float = 0.1,
+        class_initial_std: float = 0.1,
         around_identity: bool = True,
     ) -> None:
         super().__init__()
@@ -103,8 +104,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
                     f"class_temperature_factor is {class_temperature_factor}: only routing 'em', by name, has one; "
                     "leave it at 1"
                 )
-            heat = class_temperature_factor * routing.options["inverse_temperature"]
-            class_routing = routing.replace(inverse_temperature=heat)
+            inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
+            class_routing = routing.replace(inverse_temperature=inverse_temperature)
         if stem < 0:
             raise BadInput(f"stem is {stem}: give the number of convolutions, 0 or more")
         if stem_stride not in (1, 2) or stem < stem_stride - 1:
@@ -123,18 +124,18 @@ class MatrixCapsNet(nn.Module, Pretrained):
             activation="sigmoid",
             normalise="plain" if normalise else "none",
         )
-        for layer, spread in (
-            (self.primary_capsules.convolution, primary_deviation),
-            (self.primary_capsules.activation, activation_deviation),
+        for layer, std in (
+            (self.primary_capsules.convolution, primary_initial_std),
+            (self.primary_capsules.activation, activation_initial_std),
         ):
-            if layer is not None and spread is not None:
-                truncated_normal_(layer.weight, spread)
+            if layer is not None and std is not None:
+                truncated_normal_(layer.weight, std)
         grid = (((height - 5) // 2) // stem_stride + 1, ((width - 5) // 2) // stem_stride + 1)
         self.first_capsules = ConvCaps(
             *(grid, primary, first, 3),
             stride=2 // stem_stride,
             pose_size=pose_size,
-            deviation=deviation,
+            initial_std=initial_std,
             around_identity=around_identity,
             routing=deepcopy(routing),
         )
@@ -142,7 +143,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             self.first_capsules.parent_grid,
             *(first, second, 3),
             pose_size=pose_size,
-            deviation=deviation,
+            initial_std=initial_std,
             around_identity=around_identity,
             routing=deepcopy(routing),
         )
@@ -154,10 +155,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         self.class_capsules = ClassCaps(
             torch.cartesian_prod(rows, columns),
             second,
-            classes,
+            num_classes,
             pose_size=pose_size,
             add_coordinates=coordinates,
-            deviation=class_deviation,
+            initial_std=class_initial_std,
             around_identity=around_identity,
             routing=deepcopy(class_routing),
         )
@@ -196,7 +197,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 4×4.
-        classes: number of classes.
+        num_classes: number of classes.
         channels: of the two convolutions.
         hidden_size: units of the hidden linear layer.
         dropout: share of its units switched off in training, in [0, 1).
@@ -213,7 +214,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         channels: Sequence[int] = (32, 64),
         hidden_size: int = 1024,
         dropout: float = 0.5,
@@ -225,7 +226,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
             layers += [nn.Conv2d(below, above, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
         shrunk = 2 ** len(channels)
         layers += [nn.Flatten(), nn.Linear(channels[-1] * (height // shrunk) * (width // shrunk), hidden_size)]
-        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, classes))
+        self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, num_classes))
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

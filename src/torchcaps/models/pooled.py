@@ -43,7 +43,7 @@ class PooledCNN(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 14×14. Other sizes may be given to `forward`.
-        classes: number of classes.
+        num_classes: number of classes.
 
     Raises:
         BadInput: the image is too small for the kernels.
@@ -54,11 +54,11 @@ class PooledCNN(nn.Module, Pretrained):
         torch.Size([2, 10])
     """
 
-    def __init__(self, image_shape: Sequence[int] = (1, 28, 28), classes: int = 10) -> None:
+    def __init__(self, image_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
         channels, _, _ = check_image_shape("PooledCNN", image_shape, smallest=14)
         self.trunk = _trunk(channels)
-        self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, classes), nn.Sigmoid())
+        self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, num_classes), nn.Sigmoid())
         self.apply(_glorot)
 
     def forward(
@@ -75,7 +75,7 @@ class PooledCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 14×14. Other sizes may be given to `forward`.
-        classes: number of classes.
+        num_classes: number of classes.
         class_pose_size: length of a class capsule's pose.
         routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
             options. Options of ``"dynamic"`` that are left out are those of `SU`.
@@ -93,7 +93,7 @@ class PooledCapsNet(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         class_pose_size: int = 16,
         routing: nn.Module | Routing | str = SU,
     ) -> None:
@@ -102,7 +102,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         self.trunk = _trunk(channels)
         self.apply(_glorot)
         routing = deepcopy(with_defaults(routing, SU))
-        self.class_capsules = SharedCaps(128, classes, class_pose_size, routing=routing)
+        self.class_capsules = SharedCaps(128, num_classes, class_pose_size, routing=routing)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

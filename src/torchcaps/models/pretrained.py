@@ -21,7 +21,7 @@ from torchcaps.options import absent, check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = 3
+FORMAT = 4
 Network = TypeVar("Network", bound="Pretrained")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -30,7 +30,7 @@ class SavedConfig(NamedTuple):
     """What config.json holds.
 
     Arguments:
-        format: 3.
+        format: 4.
         model: the network's name in `MODELS`.
         options: every argument of its constructor but routing.
         routing: of each layer with a rule: the rule's name in `ROUTINGS` and its options.
@@ -107,7 +107,7 @@ class Pretrained:
             source: a folder made by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub,
                 as ``"owner/name"``.
             revision, token: branch, tag or commit, and access token, of the repository.
-            changes: options to use in place of those saved, such as ``unfold=True``. A ``routing`` of the saved rule's
+            changes: options to use in place of those saved, such as ``im2col=True``. A ``routing`` of the saved rule's
                 name changes, in every layer, the options that it gives; any other takes the place of the saved rules.
 
         Raises:

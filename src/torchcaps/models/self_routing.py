@@ -28,7 +28,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
 
     Arguments:
         image_shape: (channels, height, width); at least 5×5.
-        classes: number of classes.
+        num_classes: number of classes.
         width: channels of the first convolution.
         types: capsule types of every layer but the last.
         pose_size: length of a pose.
@@ -43,7 +43,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
 
     Example:
         >>> import torch
-        >>> model = SelfRoutingCapsNet(image_shape=(2, 32, 32), classes=5)
+        >>> model = SelfRoutingCapsNet(image_shape=(2, 32, 32), num_classes=5)
         >>> model(torch.rand(2, 2, 32, 32)).scores.sum(dim=1)
         tensor([1.0000, 1.0000], grad_fn=<SumBackward1>)
     """
@@ -51,7 +51,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
+        num_classes: int = 10,
         width: int = 16,
         types: int = 32,
         pose_size: int = 16,
@@ -83,14 +83,14 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
                 *((rows, columns), types, types, 3),
                 padding=1,
                 pose_size=(1, pose_size),
-                deviation=pose_size**-0.5,
+                initial_std=pose_size**-0.5,
                 around_identity=False,
                 routing=deepcopy(routing),
             )
             middle += [layer, PoseNorm(types, pose_size, affine=True)]
         self.capsules = nn.Sequential(*middle)
         self.class_capsules = DenseCaps(
-            rows * columns, types, pose_size, classes, class_pose_size, routing=deepcopy(routing)
+            rows * columns, types, pose_size, num_classes, class_pose_size, routing=deepcopy(routing)
         )
 
     def forward(

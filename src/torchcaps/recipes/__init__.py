@@ -156,7 +156,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
     kinds = kinds_of(takes)
     if names is None:
-        names = [name for name in kinds if name not in ("image_shape", "classes", "scores", "target")]
+        names = [name for name in kinds if name not in ("image_shape", "num_classes", "scores", "target")]
     own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
         if group == "model" and (routing := routing_of(chosen, {})):

@@ -6,8 +6,8 @@ from torchcaps.recipe import Recipe
 
 VARIATIONAL = {
     "routing": "variational_bayes",
-    "deviation": 0.008,
-    "class_deviation": 0.04,
+    "initial_std": 0.008,
+    "class_initial_std": 0.04,
     "around_identity": False,
 }
 """Options of a matrix capsule network routed by variational Bayes; its initial transforms are those of the authors."""

@@ -79,11 +79,11 @@ class VariationalBayesRouting(Rule):
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
-            mass, spread = found.mass[..., None, None], cast(Tensor, found.variance)
+            mass, variance = found.mass[..., None, None], cast(Tensor, found.variance)
             numbers = found.mean.shape[3] * found.mean.shape[4]
             counted, freedom = 1 + found.mass, numbers + 1 + found.mass
             centre = mass / (1 + mass) * found.mean
-            scale = 1 + mass * spread + centre * found.mean
+            scale = 1 + mass * variance + centre * found.mean
             log_part = counted.digamma() - counted.sum(dim=2, keepdim=True).digamma()
             steps = torch.arange(numbers, dtype=mass.dtype, device=mass.device)
             log_precision = ((freedom[..., None] - steps) / 2).digamma().sum(dim=3)
