@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow sanitize check docs tables bench clean always
+.PHONY: demo test test-slow test-browser sanitize check docs tables bench clean always
 
 demo: .venv/demo
 	rm -rf runs/demo
@@ -13,13 +13,18 @@ test: .venv/dev
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=search
 
-# The kernels' tests on kernels that stop at the first access out of bounds or undefined behaviour.
+# Tests a build of the kernels that stops at out-of-bounds access and undefined behaviour.
 sanitize:
 	test -x .venv-sanitize/bin/python || $(PYTHON) -m venv .venv-sanitize
 	.venv-sanitize/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -C cmake.define.TORCHCAPS_SANITIZE=ON -C build-dir=build/sanitize -e '.[dev]'
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  .venv-sanitize/bin/python -m pytest tests/test_kernels.py
+
+# The explorer in a real browser; needs Chromium (apt-get install chromium).
+test-browser: .venv/dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
+	$(BIN)/python -m pytest tests/test_explore_page.py
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -29,7 +34,7 @@ check: .venv/dev
 docs: .venv/dev
 	$(BIN)/python -m sphinx -W --keep-going docs build/docs
 
-# The tables of the README and the documentation, from results/.
+# Writes the tables of the README and the documentation from results/.
 tables: .venv/dev
 	$(BIN)/torchcaps experiment report --page README.md --page docs/results.md --page docs/benchmarks.md
 
@@ -40,7 +45,7 @@ bench: .venv/dev
 
 KERNELS := CMakeLists.txt $(wildcard src/torchcaps/kernels/cpu/*)
 
-# An installation knows the modules that there were: others call for a new one.
+# Installs again when a Python module was added or removed: an editable installation lists its modules.
 MODULES := $(sort $(shell find src -name '*.py'))
 .venv/modules: always
 	@mkdir -p .venv

@@ -69,7 +69,7 @@ def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
     assert (last[0] == expected["last"]).all()
     with pytest.raises(BadInput, match="it has no middle"):
         read_struct(tmp_path / "one.mat", "it", ["middle"])
-    with pytest.raises(BadInput, match="holds no other"):
+    with pytest.raises(BadInput, match="contains no other"):
         read_struct(tmp_path / "one.mat", "other", ["first"])
 
 

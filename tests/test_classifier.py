@@ -87,7 +87,7 @@ def test_images_that_do_not_fit_are_refused(finished):
     ):
         with pytest.raises(BadInput, match=r"give uint8 of shape \[N, 3, 20, 24\]"):
             classifier.predict(wrong)
-    with pytest.raises(BadInput, match="no images"):
+    with pytest.raises(BadInput, match="images is empty"):
         classifier.predict([])
     with pytest.raises(BadInput, match=r"nowhere\.png: no such file"):
         classifier.predict("nowhere.png")
@@ -139,9 +139,9 @@ def test_options_can_be_changed_when_loading(tmp_path):
     assert changed.saved_options["variance_floor"] == 0.05
     with pytest.raises(BadInput, match="did you mean 'routing'"):
         MatrixCapsNet.from_pretrained(tmp_path, routin="em")
-    with pytest.raises(BadInput, match="routing takes a Module, a Routing or a word; got 3"):
+    with pytest.raises(BadInput, match="routing takes a Module, a Routing or a string; got 3"):
         MatrixCapsNet.from_pretrained(tmp_path, routing=3)
-    with pytest.raises(BadInput, match="are not those of this MatrixCapsNet"):
+    with pytest.raises(BadInput, match="do not fit this MatrixCapsNet"):
         MatrixCapsNet.from_pretrained(tmp_path, routing="attention")
 
 
@@ -197,25 +197,25 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
         (lambda content: content.update(format=1), "is not a torchcaps configuration of format 4"),
-        (lambda content: content.update(format=4.0), "format takes a whole number"),
-        (lambda content: content.update(options=5), "options takes a table"),
-        (lambda content: content.update(options=None), "options takes a table"),
-        (lambda content: content.update(routing=[]), "routing takes a table"),
-        (lambda content: content.update(routing="x"), "routing takes a table"),
-        (lambda content: content.update(images=5), "images takes a table"),
-        (lambda content: content.update(model=["capsnet"]), "model takes a word"),
-        (lambda content: content.update(weights_sha256=None), "weights_sha256 takes a word"),
+        (lambda content: content.update(format=4.0), "format takes an integer"),
+        (lambda content: content.update(options=5), "options takes a mapping"),
+        (lambda content: content.update(options=None), "options takes a mapping"),
+        (lambda content: content.update(routing=[]), "routing takes a mapping"),
+        (lambda content: content.update(routing="x"), "routing takes a mapping"),
+        (lambda content: content.update(images=5), "images takes a mapping"),
+        (lambda content: content.update(model=["capsnet"]), "model takes a string"),
+        (lambda content: content.update(weights_sha256=None), "weights_sha256 takes a string"),
         (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
         (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
         (lambda content: content["images"].pop("preparation"), "damaged"),
-        (lambda content: content["images"].update(class_names=["left"]), "not those of its network"),
+        (lambda content: content["images"].update(class_names=["left"]), "do not fit the network"),
         (lambda content: content["images"].update(class_names=[1, 2]), "class_names takes a list"),
         (lambda content: content["images"].update(shape=[3, 20]), "shape takes a list"),
-        (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes a whole number"),
+        (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes an integer"),
         (lambda content: content["images"]["preparation"].update(crop=18, test_crops=10**6), "use 1 to 32"),
         (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
         (lambda content: content["routing"].update(nowhere={}), "no layer 'nowhere'"),
-        (lambda content: content.update(routing={"class_capsules": 3}), "takes a table"),
+        (lambda content: content.update(routing={"class_capsules": 3}), "takes a mapping"),
         (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "dynamic, em"),
         (
             lambda content: content.update(routing={"class_capsules": {"rule": "dynamic", "options": {"leaky": 3}}}),

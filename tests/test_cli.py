@@ -42,7 +42,7 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
         assert 160 < drawn.height < 220
     assert "did you mean 'data.image_size'?" in refused("data", "show", images, "--set", "data.image_siz=16")
     assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
-    assert "settings of the data alone" in refused("data", "show", images, "--set", "shift=3")
+    assert "only options of the data" in refused("data", "show", images, "--set", "shift=3")
     assert "did you mean 'toys'" in refused("data", "render", "toy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images.png").write_text("mine")
@@ -97,7 +97,7 @@ def test_another_rule_begins_with_its_own_options():
     assert create_recipe("matrix-capsnet-mnist-paper", {"model": "baseline-cnn"}).routing_options == {}
     kept = create_recipe("matrix-capsnet-mnist-paper", {"model.routing": "em", "routing.iterations": "1"})
     assert kept.routing_options == {"iterations": 1, "variance_floor": 1e-4, "initial_beta_a": -25.0}
-    with pytest.raises(BadInput, match="name a rule, and give its options in routing_options"):
+    with pytest.raises(BadInput, match="give the name of a rule, and its options in routing_options"):
         replace(create_recipe("capsnet-mnist"), model_options={"routing": Routing("em")})
 
 
@@ -130,7 +130,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
     ("settings", "message"),
     [
         ({"data": "toys", "data.stereo": "no"}, "data.stereo takes true or false"),
-        ({"data": "toys", "data.size": "24.0"}, "data.size takes a whole number"),
+        ({"data": "toys", "data.size": "24.0"}, "data.size takes an integer"),
         ({"data": "toys", "data.sise": "24"}, "did you mean 'data.size'"),
         ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
         ({"margin_schedule": "linear"}, "needs loss=spread"),
@@ -144,13 +144,13 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_
         ({"model": "matrix-capsnet", "model.iterations": "1"}, "did you mean 'routing.iterations'"),
         ({"routing": "attention"}, "unknown setting 'routing'; did you mean 'model.routing'"),
         ({"routing.iteration": "1"}, "did you mean 'routing.iterations'"),
-        ({"routing.iterations": "many"}, "takes a whole number, such as 3; got many"),
+        ({"routing.iterations": "many"}, "takes an integer, such as 3; got many"),
         ({"routing.logits": "old"}, "routing.logits takes one of cumulative, latest"),
         ({"routing.parent_types": "3", "model.routing": "em"}, "unknown setting 'routing.parent_types'"),
         ({"routing.logits": "latest", "model.routing": "em"}, "unknown setting 'routing.logits'"),
         ({"routing.iterations": "1", "model": "baseline-cnn"}, "model baseline-cnn has no routing rule"),
         ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
-        ({"epochs": "1.5"}, "takes a whole number, such as 10"),
+        ({"epochs": "1.5"}, "takes an integer, such as 10"),
         ({"epochs": "0"}, "use 1 or more"),
         ({"learning_rate": "-1"}, "above 0"),
         ({"learning_rate": "NaN"}, "takes a number"),
@@ -179,7 +179,7 @@ def test_wrong_settings_are_refused(settings, message):
 )
 @pytest.mark.usefixtures("untyped")
 def test_model_options_out_of_range_are_refused(name, options):
-    with pytest.raises(BadInput, match=rf"{next(iter(options))}|cannot be made"):
+    with pytest.raises(BadInput, match=rf"{next(iter(options))}|cannot be created"):
         create_model(name, **options)
 
 

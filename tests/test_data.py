@@ -159,7 +159,7 @@ def test_cut_by_holds_out_one_value_of_every_class():
     assert len(chosen) > 12
     with pytest.raises(BadInput, match="unknown attribute 'toys'"):
         cut_by(toys, "toys", 0)
-    with pytest.raises(BadInput, match="class a has one value of toy"):
+    with pytest.raises(BadInput, match="class a has only one value of toy"):
         cut_by(toys.where(toy=[0]), "toy", 0)
 
 
@@ -232,7 +232,7 @@ def test_a_file_with_a_wrong_checksum_is_refused(name, tmp_path):
     problems = dict(DATASETS[name].verify(tmp_path))
     assert str(path) in problems.pop(path.name)
     assert len(problems) == 3
-    assert all("absent" in problem for problem in problems.values())
+    assert all("missing" in problem for problem in problems.values())
 
 
 def write_cifar10(path: Path, rows: dict[str, np.ndarray], cut: int = 0) -> None:
@@ -264,7 +264,7 @@ def test_cifar10_is_read_from_its_archive(tmp_path):
     with refused(str(path), md5(path.read_bytes()).hexdigest(), "delete it"):
         load_splits("cifar-10", tmp_path)
     write_cifar10(path, files, cut=4_000)
-    with refused(str(path), "get it again"):
+    with refused(str(path), "download it again"):
         read_cifar10(path)
     write_cifar10(path, {**files, "test_batch.bin": rows[10:].flatten()[:-1]})
     with refused(str(path), "test_batch.bin", "3073 bytes"):
@@ -325,7 +325,7 @@ def test_load_splits_refuses_what_it_does_not_know(tmp_path):
         load_splits("minst", tmp_path)
     with refused("/no/such/place", "mnist-5k"):
         load_splits("/no/such/place", tmp_path)
-    with refused("image_size", "mnist-5k", "no options"):
+    with refused("image_size", "mnist-5k", "Accepted options: none"):
         load_splits("mnist-5k", tmp_path, image_size=32)
     with refused("colour", "image_size, channels, test_fraction"):
         load_splits(str(tmp_path), tmp_path, colour=True)

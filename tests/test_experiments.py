@@ -119,7 +119,7 @@ def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
         seen.append(0)
         return {"epochs_seen": len(seen)}
 
-    metrics = fit(recipe, splits, tmp_path / "run", watch=watch, module_class=PairClassifier)
+    metrics = fit(recipe, splits, tmp_path / "run", on_epoch_end=watch, module_class=PairClassifier)
     model = CapsNet.from_pretrained(tmp_path / "run").eval()
     with torch.no_grad():
         scores = model(splits.test.pixels[:, :1].float() / 255).scores

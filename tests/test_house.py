@@ -32,6 +32,7 @@ FLOORS = {
     "classifier": 4,
     "confusion": 4,
     "environment": 4,
+    "inspection": 4,
     "pictures": 4,
     "recipe": 4,
     "model_card": 4,
@@ -41,6 +42,7 @@ FLOORS = {
     "recipes": 5,
     "benchmarks": 6,
     "experiments": 6,
+    "explore": 6,
     "cli": 7,
 }
 

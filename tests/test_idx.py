@@ -51,7 +51,7 @@ def test_read_idx_refuses_damaged_files(tmp_path):
     corrupt[-8] ^= 1  # in the CRC: all bytes are there, and one lies
     for stored in (zipped[:-1], zipped[:20], zipped[:2], bytes(corrupt), zipped + b"rubbish"):
         path.write_bytes(stored)
-        with refused(str(path), "get it again"):
+        with refused(str(path), "download it again"):
             read_idx(path)
         with refused(str(path)):
             uncompressed_md5(path)
@@ -67,7 +67,7 @@ def test_read_idx_stops_at_what_the_header_promises(tmp_path, monkeypatch):
     read = []
     genuine = gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda self, size=-1: read.append(size) or genuine(self, size))
-    with refused("bomb.gz", "holds more"):
+    with refused("bomb.gz", "has more"):
         read_idx(bomb)
     assert 0 < sum(read) < 3_000_000
 

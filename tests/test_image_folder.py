@@ -86,7 +86,7 @@ def test_image_size_resizes_exactly(tmp_path):
 def test_a_changed_aspect_ratio_is_told(tmp_path):
     tree(tmp_path, count=2)
     save(tmp_path / "dog" / "tall.jpg", size=(30, 40))
-    cure = "crop them, or give data.image_size=[height,width]"
+    cure = "crop them, or set data.image_size=[height,width]"
     with warned(tmp_path, "height 6 and width 8", "1 of 5 images", "width / height is 0.75 to 1.33", cure):
         load_image_folder(tmp_path, image_size=[6, 8])
     with warned(tmp_path, "5 of 5 images"):
@@ -233,7 +233,7 @@ def test_images_beyond_the_memory_are_refused(tmp_path, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    refused(lambda: load_image_folder(tmp_path), "10 images of 8 x 6", "more memory than there is", "data.image_size")
+    refused(lambda: load_image_folder(tmp_path), "10 images of 8 x 6", "more than the free memory", "data.image_size")
 
 
 def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):

@@ -38,7 +38,7 @@ def test_files_of_several_frames_are_counted(tmp_path):
     frames = [Image.new("L", (8, 6), colour) for colour in (10, 200)]
     for ending in ("gif", "png", "tif", "webp"):
         frames[0].save(tmp_path / "cat" / f"moving.{ending}", save_all=True, append_images=frames[1:])
-    with warned(f"{tmp_path}: 4 files hold several frames; only the first", tmp_path / "cat" / "moving.gif"):
+    with warned(f"{tmp_path}: 4 files have several frames", tmp_path / "cat" / "moving.gif", "only the first"):
         load_image_folder(tmp_path)
     for ending in ("gif", "png", "tif", "webp"):
         assert read_image(tmp_path / "cat" / f"moving.{ending}", channels=1).unique().tolist() == [10]
@@ -57,7 +57,7 @@ def test_twelve_bits_in_sixteen_are_told(largest, bits, factor, tmp_path):
     for i in (2, 3):
         values = np.full((6, 8), largest - i + 2, dtype=np.uint16)
         Image.fromarray(values).save(tmp_path / "dog" / f"{i}.png")
-    with warned(tmp_path, f"is {largest:,} of 65,535", f"{bits} bits", "nearly black", f"multiply by {factor}"):
+    with warned(tmp_path, f"is {largest:,} of 65,535", f"{bits}-bit data", "nearly black", f"multiply by {factor}"):
         load_image_folder(tmp_path)
     Image.fromarray(np.full((6, 8), 4096, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
     load_image_folder(tmp_path)
@@ -67,7 +67,7 @@ def test_pixels_of_unknown_scale_are_refused(tmp_path):
     Image.fromarray(np.full((6, 8), 0.5, dtype=np.float32)).save(tmp_path / "float.tif")
     Image.fromarray(np.full((6, 8), 70_000, dtype=np.int32)).save(tmp_path / "deep.tif")
     refused(lambda: read_image(tmp_path / "float.tif"), "float.tif", "floating-point", "8 or 16 bits")
-    refused(lambda: read_image(tmp_path / "deep.tif"), "deep.tif", "70000", "not the 0 to 65535 of 16 bits")
+    refused(lambda: read_image(tmp_path / "deep.tif"), "deep.tif", "70000", "16-bit range 0 to 65535")
 
 
 def test_pages_of_a_tiff_keep_their_depth_and_orientation(tmp_path):
@@ -98,7 +98,7 @@ def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
     save(tmp_path / name / "eel" / "0.png")
     refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path / name / "eel", f"not in {tmp_path / 'train'}")
     tree(tmp_path / ("valid" if name == "val" else "val"), count=1)
-    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both hold images; keep one")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both contain images; keep one")
 
 
 def test_other_folders_beside_train_and_test_are_named(tmp_path):
@@ -108,7 +108,9 @@ def test_other_folders_beside_train_and_test_are_named(tmp_path):
     (tmp_path / "validation" / "cat").mkdir(parents=True)
     load_image_folder(tmp_path)
     save(tmp_path / "extra" / "cat" / "more" / "0.png")
-    with warned(f"beside train/ and test/ ({tmp_path / 'extra'})", "train/, val/, valid/, validation/, test/ are read"):
+    with warned(
+        f"next to train/ and test/ ({tmp_path / 'extra'})", "train/, val/, valid/, validation/, test/ are read"
+    ):
         load_image_folder(tmp_path)
 
 

@@ -281,7 +281,7 @@ def test_every_layer_of_a_model_gets_a_copy_of_a_rule():
         (AttentionRouting(8), r"\(AttentionRouting\) made for pose_size=8, but the layer has pose_size=16"),
         (GenerativeRouting(9, 2, 3), r"\(GenerativeRouting\) made for child_types=2, but the layer has child_types=3"),
         (SelfRouting(9, 2, 3, (2, 8)), r"child_pose_shape=\(2, 8\), but the layer has child_pose_shape=\(4, 4\)"),
-        (EMRouting, "routing takes a Module, a Routing or a word; got"),
+        (EMRouting, "routing takes a Module, a Routing or a string; got"),
     ):
         with pytest.raises(BadInput, match=message) as refused:
             create_model("matrix-capsnet", routing=routing, widths=(4, 2, 3, 3))
@@ -303,9 +303,9 @@ def test_a_routing_is_a_name_with_options_and_does_not_change():
     ("name", "options", "message"),
     [
         ("atention", {}, "unknown routing 'atention'; did you mean 'attention'"),
-        (3, {}, "takes a word; got 3"),
+        (3, {}, "takes a string; got 3"),
         ("em", {"iteration": 2}, "routing em has no option 'iteration'; did you mean 'iterations'"),
-        ("em", {"iterations": "2"}, "iterations takes a whole number; got '2'"),
+        ("em", {"iterations": "2"}, "iterations takes an integer; got '2'"),
         ("em", {"parent_types": 3}, "no option 'parent_types'"),
         ("attention", {"pose_size": 16}, "no option 'pose_size'"),
     ],
@@ -325,7 +325,7 @@ def test_saved_weights_can_be_read_by_whom_the_other_files_can(tmp_path):
 
 def test_weights_of_another_model_are_refused(tmp_path):
     create_model("pooled-cnn").save_pretrained(tmp_path / "cnn")
-    with pytest.raises(BadInput, match="of the kind 'pooled-cnn', not 'pooled-capsnet'"):
+    with pytest.raises(BadInput, match="contains the model 'pooled-cnn', not 'pooled-capsnet'"):
         PooledCapsNet.from_pretrained(tmp_path / "cnn")
 
 

@@ -69,12 +69,12 @@ def test_the_bytes_are_those_of_the_published_header():
         (b"", "not a binary matrix"),
         (struct.pack("<5I", 0x00000803, 1, 1, 1, 1), "not a binary matrix"),
         (struct.pack("<5I", 0x1E3D4C51, 1, 1, 1, 1), "elements of float32"),
-        (struct.pack("<2I", 0x1E3D4C55, 0), "promises 0 dimensions"),
-        (struct.pack("<2I", 0x1E3D4C55, 99), "promises 99 dimensions"),
+        (struct.pack("<2I", 0x1E3D4C55, 0), "declares 0 dimensions"),
+        (struct.pack("<2I", 0x1E3D4C55, 99), "declares 99 dimensions"),
         (struct.pack("<3I", 0x1E3D4C55, 2, 5), "cut off within its header"),
-        (struct.pack("<5I", 0x1E3D4C55, 3, 2**31, 2**31, 2**31), "promises an array"),
-        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abc", "the file holds 23 bytes"),
-        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abcde", "the file holds more"),
+        (struct.pack("<5I", 0x1E3D4C55, 3, 2**31, 2**31, 2**31), "declares an array"),
+        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abc", "the file has 23 bytes"),
+        (struct.pack("<5I", 0x1E3D4C55, 2, 2, 2, 1) + b"abcde", "the file has more"),
     ],
 )
 def test_damaged_files_are_refused_in_one_line(content, problem, tmp_path):
@@ -153,12 +153,12 @@ def test_smallnorb_of_other_content_is_refused_by_its_checksum(tmp_path):
         write_split(tmp_path / "smallnorb", split)
     assert [file for file, _ in verify_smallnorb(tmp_path)] == [*MD5]
     assert all("md5" in problem for _, problem in verify_smallnorb(tmp_path))
-    with pytest.raises(BadInput, match="its content has md5"):
+    with pytest.raises(BadInput, match="the md5 of its content is"):
         load_splits("smallnorb", tmp_path)
 
 
 def test_an_absent_file_is_named(tmp_path):
-    with pytest.raises(BadInput, match=r"smallnorb-5x46789x9x18x6x2x96x96-training-dat\.mat: absent"):
+    with pytest.raises(BadInput, match=r"smallnorb-5x46789x9x18x6x2x96x96-training-dat\.mat: missing"):
         load_norb_files(tmp_path, "smallnorb", "train", 96)
 
 
@@ -193,10 +193,10 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
     (other / "toys-seed1" / files[-1]).unlink()
     problems = dict(verify_toys(other))
     assert "md5" in problems[f"toys-seed1/{images}"]
-    assert "absent" in problems[f"toys-seed1/{files[-1]}"]
-    with pytest.raises(BadInput, match="will be rendered again"):
+    assert "missing" in problems[f"toys-seed1/{files[-1]}"]
+    with pytest.raises(BadInput, match="to render the toys again"):
         load_toys(other, render_seed=1)
-    assert "none are rendered" in verify_toys(tmp_path / "nowhere")[0][1]
+    assert "no rendered toys in" in verify_toys(tmp_path / "nowhere")[0][1]
     train, test = load_toys(first)
     assert len(train) == len(test) == 5 * 5 * 2 * 3 * 2
     assert train.image_shape == (2, 48, 48)

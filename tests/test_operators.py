@@ -60,7 +60,7 @@ def test_edges_that_do_not_fit_are_refused(name):
     place = next(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     lists = arguments[place]
     for wrong, message in (
-        (lists + 1, "an edge names a child site, parent site or transform that does not exist"),
+        (lists + 1, "child site, parent site or transform that does not exist"),
         (lists[:-1], "edge_lists must be .* for these children and this map; got"),
         (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
@@ -73,7 +73,7 @@ def test_edges_that_do_not_fit_are_refused(name):
 def test_passes_of_a_wrong_number_or_shape_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
-        (records[:-1], "12 tensors a pass; got 11"),
+        (records[:-1], "12 tensors per pass; got 11"),
         ([records[1], *records[1:]], "constant must be"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -90,7 +90,7 @@ def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
     assert Votes(*case[:3], MAPS["dense"]).moments().mean.shape == (3, 1, 4, 5, 13)
     with pytest.raises(ValueError, match="unknown backend 'fast': use one of auto, reference, fused"):
         Votes(*case[:3], MAPS["dense"], backend="fast")
-    with pytest.raises(ValueError, match=r"linear of an agreement must be \[3, 1, 4, 5, 13\], as the parents; got"):
+    with pytest.raises(ValueError, match=r"linear of agreement must be \[3, 1, 4, 5, 13\] to fit the parents; got"):
         Votes(*case[:3], MAPS["dense"]).moments(Agreement(linear=torch.zeros(3, 1, 4, 5)))
 
 

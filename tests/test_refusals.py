@@ -88,7 +88,7 @@ def test_tensors_that_em_routing_does_not_take(change, message, backend):
 @pytest.mark.parametrize("rule", [em, dynamic])
 @pytest.mark.parametrize("iterations", ITERATIONS)
 def test_iterations_out_of_range(rule, iterations, backend):
-    with pytest.raises(ValueError, match=r"iterations must be at least 1 and at most 1000, an integer; got "):
+    with pytest.raises(ValueError, match=r"iterations must be an integer from 1 to 1000; got "):
         rule(backend, {"iterations": iterations})
     with pytest.raises(ValueError, match="iterations must be"):
         EMRouting(4, iterations=iterations)
@@ -99,7 +99,7 @@ def test_iterations_out_of_range(rule, iterations, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_capsules_and_their_pose_are_told_apart(backend):
     children = Capsules(right()["pose"], right()["activation"])
-    with pytest.raises(ValueError, match=r"pose must be a tensor .*: give children\.pose"):
+    with pytest.raises(ValueError, match=r"pose must be a tensor .*: pass children\.pose"):
         dynamic(backend, {}, pose=children)
     for rule in (DynamicRouting(backend=backend), EMRouting(5, backend=backend)):
         layer = CapsuleLayer(RoutingMap.dense(4), right()["transform"], rule)
@@ -166,7 +166,7 @@ def test_another_number_of_children_than_of_coordinates():
 @pytest.mark.parametrize("labels", [[0, 3], [-1, 2]])
 def test_labels_out_of_range(labels):
     labels = torch.tensor(labels)
-    message = r"labels must lie in \[0, 3\), as there are 3 classes; got "
+    message = r"labels must be in \[0, 3\) for 3 classes; got "
     with pytest.raises(ValueError, match=message):
         Decoder(3, 4, (1, 2, 2))(torch.randn(2, 1, 3, 1, 4), labels)
     for loss in (margin_loss, spread_loss):

@@ -312,8 +312,8 @@ def test_the_check_for_rules_finds_what_is_wrong():
 
     for rule, law in (
         (TwoFaced, "dense map, fused kernels and reference"),
-        (Leaking, "dense map, samples apart"),
-        (Undefined, "dense map, samples apart|poses of 0"),
+        (Leaking, "dense map, independence of samples"),
+        (Undefined, "dense map, independence of samples|zero poses"),
         (Detached, "dense map, gradients"),
     ):
         with pytest.raises(AssertionError, match=law):

@@ -80,8 +80,8 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, ima
     folder.mkdir()
     (folder / "README.md").write_text("mine")
     (folder / "config.json").write_text("{}")
-    assert "files that are not of a run (README.md and 1 more)" in train(refused, images, folder)
-    assert "files that are not of a run" in train(refused, images, folder, "--resume")
+    assert "files that do not belong to a run (README.md and 1 more)" in train(refused, images, folder)
+    assert "files that do not belong to a run" in train(refused, images, folder, "--resume")
     (folder / "recipe.json").write_text('{"flour": 500}')
     assert "recipe.json is damaged" in train(refused, images, folder, "--resume")
     monkeypatch.chdir(folder)
@@ -119,7 +119,7 @@ def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(ca
 def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
     code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     assert code == 0, error
-    assert "was begun with 3 epochs; now 4" in out
+    assert "was started with 3 epochs; now 4" in out
     assert "epoch 3/" not in out
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["epochs"], metrics["test_evaluations"]) == (4, 2)
@@ -129,7 +129,7 @@ def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished
     for name in ("last.ckpt", "best.ckpt"):
         one, other = (read_checkpoint(folder / name)["state_dict"] for folder in (run, tmp_path / "whole"))
         assert all(torch.equal(one[key], other[key]) for key in one)
-    assert "has trained 4 epochs already" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
+    assert "has already trained 4 epochs" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
     assert read_run(run).recipe.epochs == 4
 
 
@@ -210,11 +210,11 @@ def test_every_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
         damaged = bytearray(content)
         damaged[place // 8] ^= 1 << (place % 8)
         (tmp_path / "last.ckpt").write_bytes(damaged)
-        with pytest.raises(BadInput, match="checksum does not hold"):
+        with pytest.raises(BadInput, match="wrong checksum"):
             read_checkpoint(tmp_path / "last.ckpt")
     for length in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "last.ckpt").write_bytes(content[:length])
-        with pytest.raises(BadInput, match="checksum does not hold"):
+        with pytest.raises(BadInput, match="wrong checksum"):
             read_checkpoint(tmp_path / "last.ckpt")
 
 
@@ -234,16 +234,16 @@ def test_a_best_checkpoint_that_is_gone_or_damaged_is_found_before_training(refu
     (run / "best.ckpt").write_bytes(best[:-1])
     assert "best.ckpt is damaged" in train(refused, *again)
     (run / "best.ckpt").unlink()
-    assert "best.ckpt is absent: copy it back" in train(refused, *again)
+    assert "best.ckpt is missing: restore it from a copy" in train(refused, *again)
     (run / "best.ckpt").write_bytes(best)
     (run / "last.ckpt").rename(run / "kept")
-    assert "last.ckpt is absent: copy it back" in train(refused, *again)
+    assert "last.ckpt is missing: restore it from a copy" in train(refused, *again)
     (run / "kept").rename(run / "last.ckpt")
     for rows in ("", "x,y\n", "epoch,seconds\n"):
         (run / "metrics.csv").write_text(rows)
-        assert "metrics.csv has 0 epochs, but last.ckpt 3" in train(refused, *again)
+        assert "metrics.csv has 0 epochs, but last.ckpt has 3" in train(refused, *again)
     (run / "metrics.csv").unlink()
-    assert "metrics.csv has 0 epochs, but last.ckpt 3" in train(refused, *again)
+    assert "metrics.csv has 0 epochs, but last.ckpt has 3" in train(refused, *again)
     assert read_run(run).recipe.epochs == 3
 
 
@@ -274,7 +274,7 @@ def test_damaged_records_are_refused_by_name(refused, images, run):
         assert "recipe.json is damaged" in refused("evaluate", run)
     (run / "recipe.json").write_text(json.dumps(said))
     (run / "image-digests.safetensors").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"image-digests\.safetensors is absent or damaged"):
+    with pytest.raises(BadInput, match=r"image-digests\.safetensors is missing or damaged"):
         seen_in_training(run, digits())
 
 
@@ -299,7 +299,7 @@ def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
         assert "another process is training in" in train(refused, images, out, "--epochs", 200, "--resume")
         process.send_signal(signal.SIGKILL)
     assert read_run(out).recipe.epochs == 200
-    assert "holds a run already" in train(refused, images, out)
+    assert "already holds a run" in train(refused, images, out)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -364,4 +364,4 @@ def test_one_class_for_all_images_is_said(tmp_path):
         fit(replace(tiny(1), learning_rate=1e-9), SPLITS, tmp_path / "run")
     said = [str(one.message) for one in found if one.category is DataWarning]
     assert len(said) == 1
-    assert said[0].startswith("the network gives every test image the class")
+    assert re.match("the network predicts . for every test image", said[0])

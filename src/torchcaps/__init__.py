@@ -1,4 +1,4 @@
-"""Capsule networks for PyTorch: a capsule layer is a routing map and a routing rule."""
+"""Capsule networks for PyTorch: capsule layers, routing rules, losses and models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torchcaps.data import Preparation
     from torchcaps.decoder import Decoder
     from torchcaps.errors import BadInput, DataWarning, Diverged
+    from torchcaps.inspection import Inspection, inspect
     from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, PoseNorm, PrimaryCaps, SharedCaps
     from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
     from torchcaps.models import (
@@ -54,6 +55,7 @@ _MODULES = {
     "data": ("Preparation",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
     "decoder": ("Decoder",),
+    "inspection": ("Inspection", "inspect"),
     "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PoseNorm", "PrimaryCaps", "SharedCaps"),
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
@@ -95,6 +97,7 @@ __all__ = [
     "EfficientCapsNet",
     "GenerativeCapsNet",
     "GenerativeRouting",
+    "Inspection",
     "MatrixBaselineCNN",
     "MatrixCapsNet",
     "Moments",
@@ -118,6 +121,7 @@ __all__ = [
     "create_model",
     "dynamic_routing",
     "em_routing",
+    "inspect",
     "lengths",
     "margin_loss",
     "reconstruction_loss",
@@ -127,7 +131,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Each name is imported when it is first used: the command line answers before torch is loaded."""
+    """Import each public name on first use, so that the command line starts without loading torch."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'torchcaps' has no attribute {name!r}")
     value = getattr(import_module(f"torchcaps.{_MODULE_OF[name]}"), name)

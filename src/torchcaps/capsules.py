@@ -1,23 +1,23 @@
-"""Capsules, predictions, and what is done to a pose on its own: squashing, measuring its length, adding coordinates.
+"""Capsules, predictions and operations on poses: squash, length and Coordinate Addition.
 
-Shape legend, used in every docstring, annotation and einsum of this library:
+Every docstring, annotation and einsum of this library uses these letters for shapes:
 
 ====== ==========================================================================
 letter meaning
 ====== ==========================================================================
-``B``  batch
-``S``  child sites (positions of the layer below)
-``C``  child types (capsules at one child site)
-``P``  parent sites
-``J``  parent types
-``E``  edges between sites
-``K``  transforms
+``B``  batch size
+``S``  number of child sites (positions in the layer below)
+``C``  number of child types (capsules per child site)
+``P``  number of parent sites
+``J``  number of parent types
+``E``  number of edges between child and parent sites
+``K``  number of transforms
 ``R``  rows of a pose: 1 for vector capsules, 4 for matrix capsules
 ``Q``  columns of a child's pose
 ``N``  columns of a vote and of a parent's pose
 ====== ==========================================================================
 
-A pose is ``R×Q``, a transform ``Q×N``, a vote ``R×N``.
+A pose has shape ``R×Q``, a transform ``Q×N`` and a vote ``R×N``.
 """
 
 import math
@@ -35,11 +35,15 @@ SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 
 
 class Capsules(NamedTuple):
-    """One layer of capsules: what each has found (pose) and how sure it is (activation).
+    """Poses and activations of one layer of capsules.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
-        activation: ``[B, S, C]``, in [0, 1] where the layer squashes its poses.
+        pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
+        activation: ``[B, S, C]``, in [0, 1] unless it is the length of a pose that was not squashed.
+
+    Example:
+        >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape
+        torch.Size([2, 36, 32, 1, 8])
     """
 
     pose: Float[Tensor, "B S C R Q"]
@@ -47,12 +51,17 @@ class Capsules(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A model's answer to a batch of images.
+    """Output of a model for a batch of images.
 
     Arguments:
-        scores: ``[B, classes]``, activations of the class capsules in [0, 1], or logits; the largest is the prediction.
-        capsules: the class capsules, or None for a network without any.
-        reconstruction: ``[B, channels, height, width]`` in [0, 1], or None for a network without a decoder.
+        scores: ``[B, classes]``: activations of the class capsules in [0, 1], or logits. The class with the largest
+            score is the predicted class.
+        capsules: the class capsules; None for a network without capsules.
+        reconstruction: ``[B, channels, height, width]`` in [0, 1]; None for a network without a decoder.
+
+    Example:
+        >>> Prediction(torch.tensor([[0.1, 0.9]])).scores.argmax(dim=1)
+        tensor([1])
     """
 
     scores: Float[Tensor, "B classes"]
@@ -60,22 +69,25 @@ class Prediction(NamedTuple):
     reconstruction: Float[Tensor, "B channels height width"] | None = None
 
 
-for _kind in (Capsules, Prediction):  # torch.export.save writes them into a program, torch.export.load finds them there
+for _kind in (Capsules, Prediction):  # torch.export.save and torch.export.load find the types by these names
     _register_namedtuple(_kind, serialized_type_name=f"torchcaps.{_kind.__name__}")
 
 
 def check_capsules(children: Capsules) -> None:
-    """That children are `Capsules`, not a tensor.
+    """Check that ``children`` is a `Capsules`, not a tensor.
 
     Raises:
-        ValueError: they are not.
+        ValueError: ``children`` is not a `Capsules`.
     """
     if not isinstance(children, Capsules):
         raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
 
 
 def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
-    """Euclidean length of each pose; its gradient at a zero pose is zero.
+    """Compute the Euclidean length of each pose. The gradient at a zero pose is zero.
+
+    Arguments:
+        pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions.
 
     Example:
         >>> lengths(torch.tensor([[3.0, 4.0]]))
@@ -85,21 +97,25 @@ def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
 
 
 def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Float[Tensor, "*capsules R Q"]:
-    """Shrink a pose to a length below 1 and keep its direction.
+    """Squash each pose: limit its length and keep its direction.
 
-    Sabour, Frosst & Hinton 2017, equation 1 (``sabour``, c = 1); Su 2018 (``su``, c = 1/2, which magnifies near zero)::
+    ::
 
-        v = |s|² / (c + |s|²) · s / |s|
+        sabour         v = |s|² / (1 + |s|²) · s / |s|       Sabour, Frosst & Hinton 2017, equation 1
+        su             v = |s|² / (1/2 + |s|²) · s / |s|     Su 2018: up to twice as long near zero
+        exponential    v = (1 - e^-|s|) · s / |s|            Mazzia, Salvetti & Chiaberge 2021
+        unit           v = s / |s|
+        none           v = s
 
-    Mazzia, Salvetti & Chiaberge 2021 have ``exponential``, ``v = (1 - e^-|s|) s / |s|``. ``unit`` is ``s / |s|`` and
-    ``none`` is ``s``. Value and gradient are finite everywhere, at zero too.
+    Values and gradients are finite everywhere, including at zero.
 
     Arguments:
-        pose: ``[..., R, Q]``, any real values whose squared length fits the dtype.
+        pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose
+            must fit the dtype.
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:
-        ValueError: the form is not one of these.
+        ValueError: ``form`` is not one of the known forms.
 
     Example:
         >>> squash(torch.tensor([[3.0, 4.0]]))
@@ -108,7 +124,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     if form == "none":
         return pose
     if form not in get_args(SquashForm):
-        raise ValueError(f"unknown squash form {form!r}: use one of {', '.join(get_args(SquashForm))}")
+        raise ValueError(f"unknown form {form!r} of squash: use one of {', '.join(get_args(SquashForm))}")
     length = lengths(pose)[..., None, None]
     if form == "unit":
         return pose / length.clamp_min(1e-12)
@@ -118,14 +134,15 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 
 
 def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classes"]:
-    """1 at each label's class and 0 elsewhere; `torch.func` goes through it, as it does not through PyTorch's own.
+    """Encode labels as one-hot vectors. Unlike `torch.nn.functional.one_hot`, it works under `torch.func`.
 
     Arguments:
-        labels: ``[B]``, integers in [0, classes).
-        num_classes: how many there are.
+        labels: ``[B]``, integers in [0, num_classes).
+        num_classes: number of classes.
 
     Raises:
-        ValueError: labels are not integers ``[B]``, or out of range (not checked while a graph is traced).
+        ValueError: ``labels`` is not an integer tensor ``[B]``, or a label is not in [0, num_classes). The range is
+            not checked while a graph is traced.
 
     Example:
         >>> one_hot(torch.tensor([1, 0]), 3)
@@ -133,37 +150,38 @@ def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classe
                 [1, 0, 0]])
     """
     if labels.ndim != 1 or labels.dtype not in INTEGERS:
-        raise ValueError(f"labels must be integers [B], the class of each sample; got {described(labels)}")
+        raise ValueError(f"labels must be integers [B], one class index per sample; got {described(labels)}")
     if has_values(labels) and len(labels):
         low, high = (bound.item() for bound in labels.aminmax())
         if low < 0 or high >= num_classes:
-            raise ValueError(f"labels must lie in [0, {classes}), as there are {classes} classes; got {low} to {high}")
+            raise ValueError(f"labels must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
     return (labels[:, None] == torch.arange(num_classes, device=labels.device)).long()
 
 
 def coordinate_addition(
     pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"], coordinates: Float[Tensor, "S 2"]
 ) -> tuple[Float[Tensor, "B S C R Q2"], Float[Tensor, "K C J Q2 N"]]:
-    """Add where a child stands to its votes: Coordinate Addition, Hinton, Sabour & Frosst 2018, section 4.
+    """Add the position of each child to its votes (Coordinate Addition).
 
-    Row and column are added to the first two elements of the right-hand column of each vote. A vote stays a product of
-    pose and transform, so that every rule and every kernel takes it: the pose gains columns that hold the coordinates,
-    the transform gains rows that put them in place::
+    Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
+    right-hand column of each vote. A vote remains the product of pose and transform, so every rule and kernel can
+    compute it: the pose gains columns that hold the coordinates, and the transform gains rows that add them to the
+    vote::
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
 
-    A vector pose (R = 1) is read as a square matrix, row by row.
+    With vector poses (R = 1), a vote is treated as a square matrix stored row by row.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
-        transform: ``[K, C, J, Q, N]``.
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        transform: ``[K, C, J, Q, N]``, transforms of the routing map.
         coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
 
     Returns:
-        pose and transform with one more Q (two more where R = 1).
+        The extended pose and transform. Q is larger by 1, or by 2 if R = 1.
 
     Raises:
-        ValueError: a vector pose whose N is no square of 2 or more.
+        ValueError: R = 1 and N is not the square of an integer of at least 2.
 
     Example:
         >>> pose, transform = coordinate_addition(torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 2, 2),
@@ -177,7 +195,10 @@ def coordinate_addition(
     if rows == 1:
         side = math.isqrt(columns)
         if side < 2 or side * side != columns:
-            raise ValueError(f"a vector vote of length {columns} is no square matrix: use a square of 2 or more")
+            raise ValueError(
+                f"transform must have a square N, as 4 or 16, to add coordinates to vector votes; got N={columns}: "
+                "change the pose size or leave the coordinates out"
+            )
         place = [side - 1, 2 * side - 1]
         placed = coordinates[:, None, :]
     else:

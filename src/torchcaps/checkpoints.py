@@ -1,4 +1,4 @@
-"""Checkpoints of a training: whole or absent, with a checksum, read without pickle."""
+"""Checkpoints that are written atomically, carry a checksum, and are read without pickle."""
 
 import hashlib
 import io
@@ -15,16 +15,16 @@ from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 
 SEAL = b"\nsha256:"
-"""Stands after the bytes of `torch.save`, before their checksum in hexadecimal; `torch.load` ignores both."""
+"""Separates the bytes of `torch.save` from their hexadecimal SHA-256 checksum. `torch.load` ignores both."""
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Writes a checkpoint beside its file, then renames it; every read verifies the checksum."""
+    """Write each checkpoint to a temporary file and rename it; verify the checksum at every read."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # In a thread of its own: a Ctrl-C inside torch.save comes out as RuntimeError, or ends the process.
+        # A thread, because Ctrl-C inside torch.save raises RuntimeError or ends the process.
         with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
             thread.submit(_save_sealed, checkpoint, stream).result()
 
@@ -33,9 +33,9 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """A `ModelCheckpoint` whose memory belongs to the run: the folder may be renamed, copied or mounted elsewhere.
+    """A `ModelCheckpoint` that keeps its best score when the run folder was renamed, copied or mounted elsewhere.
 
-    Lightning forgets the best score where the folder's path has changed. Here the paths follow the folder.
+    Lightning's callback drops the best score if the path of the folder has changed. This one updates the saved paths.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -50,37 +50,39 @@ class RunCheckpoint(ModelCheckpoint):
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint whose checksum holds.
+    """Read a checkpoint and verify its checksum.
 
     Raises:
-        BadInput: it is absent, or not one that a training wrote, or damaged.
+        BadInput: the file is missing, cannot be read, is damaged, or is not a checkpoint of torchcaps.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise BadInput(f"{path} is absent: copy it back, or train again in another folder with --out") from error
+        raise BadInput(
+            f"{path} is missing: restore it from a copy, or train again in another folder with --out"
+        ) from error
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}): allow it to be read") from error
+        raise BadInput(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     body, seal, checksum = content.rpartition(SEAL)
     if not seal or hashlib.sha256(body).hexdigest().encode() != checksum:
         raise BadInput(
-            f"{path} is damaged or not a checkpoint of torchcaps (its checksum does not hold): "
-            "put back a copy, or train again in another folder with --out"
+            f"{path} is damaged or not a checkpoint of torchcaps (wrong checksum): "
+            "restore it from a copy, or train again in another folder with --out"
         )
     try:
         return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's own words advise to switch weights_only off
+    except Exception as error:  # torch's own message advises weights_only=False
         raise BadInput(
-            f"{path} holds more than tensors and plain data, or was written by another version of torch: "
+            f"{path} contains more than tensors and plain data, or was written by another version of torch: "
             "train again in another folder with --out"
         ) from error
 
 
 def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
-    """A checkpoint that fits the module.
+    """Read a checkpoint and check that its weights have the names and shapes of the module's weights.
 
     Raises:
-        BadInput: it cannot be read, or it is of another model.
+        BadInput: the checkpoint cannot be read, or belongs to another model.
     """
     checkpoint = read_checkpoint(path)
     expected = {name: value.shape for name, value in module.state_dict().items()}
@@ -89,15 +91,15 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different:
         raise BadInput(
-            f"{path} is the checkpoint of another model: {different[0]} is "
-            f"{list(found.get(different[0], []))} there and {list(expected.get(different[0], []))} here; "
-            "name the folder of this recipe's run with --out"
+            f"{path} is the checkpoint of another model: {different[0]} has shape "
+            f"{list(found.get(different[0], []))}, expected {list(expected.get(different[0], []))}; "
+            "give the folder of this recipe's run with --out"
         )
     return checkpoint
 
 
 class _Hashing(io.RawIOBase):
-    """Passes bytes on to a stream and hashes them on the way; keeps the error of a failed write."""
+    """Write bytes to a stream, hash them, and keep the error of a failed write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -120,6 +122,6 @@ def _save_sealed(checkpoint: dict[str, Any], stream: BinaryIO) -> None:
     hashing = _Hashing(stream)
     try:
         torch.save(checkpoint, cast(BinaryIO, hashing))
-    except RuntimeError as error:  # torch's name for whatever a stream raises
+    except RuntimeError as error:  # torch raises RuntimeError for any error of the stream
         raise hashing.error or error from error
     stream.write(SEAL + hashing.digest.hexdigest().encode())

@@ -1,4 +1,4 @@
-"""Checks of arguments: every message names the argument, what it got and the cure."""
+"""Checks of arguments. Every error message names the argument, the value it got and the cure."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -12,8 +12,10 @@ MOST_ITERATIONS = 1000
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the numbers in a tensor can be read now: not on the meta device, nor while a graph is traced, under
-    `torch.func` or while a CUDA graph is captured.
+    """Whether the values of a tensor can be read now.
+
+    They cannot be read on the meta device, while a graph is traced, under `torch.func`, or while a CUDA graph is
+    captured.
 
     Example:
         >>> has_values(torch.zeros(2)), has_values(torch.zeros(2, device="meta"))
@@ -29,7 +31,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def described(value: Any) -> str:
-    """What a message says that it got.
+    """Describe a value in an error message.
 
     Example:
         >>> described(torch.zeros(2, 3)), described("em")
@@ -42,10 +44,10 @@ def described(value: Any) -> str:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """That a tensor holds floating-point numbers.
+    """Check that a tensor has a floating-point dtype.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the dtype of ``tensor`` is not floating-point.
     """
     if not tensor.is_floating_point():
         raise ValueError(f"{name} must hold floating-point numbers; got {described(tensor)}: use {name}.float()")
@@ -55,7 +57,7 @@ def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
     """Check that a tensor is on the device of the pose.
 
     Raises:
-        ValueError: it does not.
+        ValueError: ``tensor`` and ``pose`` are on different devices.
     """
     if tensor.device != pose.device:
         raise ValueError(
@@ -64,10 +66,10 @@ def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:
 
 
 def check_sizes(**sizes: Any) -> None:
-    """That sizes are integers of at least 1.
+    """Check that all sizes are integers of at least 1.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a size is not an integer of at least 1.
     """
     for name, size in sizes.items():
         if not _is_integer(size) or size < 1:
@@ -75,26 +77,24 @@ def check_sizes(**sizes: Any) -> None:
 
 
 def check_iterations(iterations: Any) -> None:
-    """That a number of routing iterations is an integer from 1 to 1,000.
+    """Check that the number of routing iterations is an integer from 1 to 1,000.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``iterations`` is not an integer from 1 to 1,000.
     """
     if (
         not isinstance(iterations, Integral)
         or isinstance(iterations, bool)
         or not 1 <= int(iterations) <= MOST_ITERATIONS
     ):
-        raise ValueError(
-            f"iterations must be at least 1 and at most {MOST_ITERATIONS}, an integer; got {described(iterations)}"
-        )
+        raise ValueError(f"iterations must be an integer from 1 to {MOST_ITERATIONS}; got {described(iterations)}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """That an option has one of its values.
+    """Check that an option has one of the allowed values.
 
     Raises:
-        ValueError: it has not.
+        ValueError: ``value`` is not one of the allowed values.
     """
     if value not in allowed:
         raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(str, allowed))}")

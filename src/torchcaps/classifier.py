@@ -1,4 +1,4 @@
-"""A trained network that is asked in words: image files in, names of classes out."""
+"""A trained network with its preprocessing: image files in, class names out."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,10 +18,10 @@ from torchcaps.options import absent, check_kind, check_options, kinds_of
 
 
 class Answer(NamedTuple):
-    """What a `Classifier` says of some images.
+    """Predictions of a `Classifier`.
 
     Arguments:
-        class_names: of each image, the name of the class with the highest score.
+        class_names: per image, the name of the class with the highest score.
         scores: ``[N, K]``, activations of the class capsules in [0, 1], or logits of a network without capsules.
     """
 
@@ -31,16 +31,16 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network, the names of its classes, and how images are prepared for it.
+    """A network with its class names and image preparation.
 
-    `torchcaps train` leaves one in its run folder; `from_pretrained` loads it, and `predict` then gives the scores of
+    `torchcaps train` saves one in the run folder, and `from_pretrained` loads it. `predict` returns the same scores as
     the command `torchcaps predict`, bit for bit.
 
     Arguments:
         model: a network of `MODELS`.
-        class_names: in the order of its scores.
+        class_names: class names, in the order of the model's scores.
         image_shape: (channels, height, width) of the stored images, before the preparation crops them.
-        preparation: how stored images become the network's input.
+        preparation: how stored images become the model's input.
 
     Example:
         >>> import tempfile
@@ -60,10 +60,14 @@ class Classifier:
     preparation: Preparation
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json; other files in the folder are left alone.
+        """Write model.safetensors and config.json. Other files in the folder are left alone.
+
+        Arguments:
+            folder: folder to write to; created if absent.
 
         Raises:
-            BadInput: see `Pretrained.save_pretrained`.
+            BadInput: a routing rule of the model is not in `ROUTINGS`, an option cannot be written as JSON, or a file
+                cannot be written.
         """
         assert isinstance(self.model, Pretrained)
         images = {
@@ -77,53 +81,57 @@ class Classifier:
     def from_pretrained(
         cls, source: str | Path, *, revision: str | None = None, token: str | None = None, **changes: Any
     ) -> "Classifier":
-        """Load a classifier as it was saved.
+        """Load a saved classifier in evaluation mode.
 
         Arguments:
-            source: a folder made by `torchcaps train` or `save_pretrained`, or a repository on the Hugging Face Hub.
-            revision, token, changes: see `Pretrained.from_pretrained`.
+            source: a folder made by `torchcaps train` or `save_pretrained`, or a repository on the Hugging Face Hub,
+                as ``"owner/name"``.
+            revision: branch, tag or commit of the repository.
+            token: access token for the repository.
+            changes: model options that replace the saved ones, such as ``im2col=True``.
 
         Raises:
-            BadInput: see `Pretrained.from_pretrained`; or the network was saved without class names and preparation.
+            BadInput: the folder or repository does not exist, a file is missing or damaged, an option is unknown, or
+                the network was saved without class names and preparation.
         """
         folder = local_folder(source, revision, token)
         config = read_config(folder)
         path = folder / CONFIG
         if config.model not in MODELS:
-            raise BadInput(f"{path} names the unknown model {config.model!r}: one of {', '.join(MODELS)} is known")
-        said = config.images
-        if said is None:
-            raise BadInput(f"{folder} holds a network without class names and preparation: save a Classifier there")
+            raise BadInput(f"{path} has the unknown model {config.model!r}: use one of {', '.join(MODELS)}")
+        saved = config.images
+        if saved is None:
+            raise BadInput(f"{folder} has a network without class names and preparation: save it as a Classifier")
         try:
-            if set(said) != {"shape", "class_names", "preparation"}:
-                raise BadInput("images must hold shape, class_names and preparation")
-            check_kind("shape", said["shape"], tuple[int, int, int])
-            check_kind("class_names", said["class_names"], Sequence[str])
-            check_kind("preparation", said["preparation"], dict[str, Any])
+            if set(saved) != {"shape", "class_names", "preparation"}:
+                raise BadInput("images must have the entries shape, class_names and preparation")
+            check_kind("shape", saved["shape"], tuple[int, int, int])
+            check_kind("class_names", saved["class_names"], Sequence[str])
+            check_kind("preparation", saved["preparation"], dict[str, Any])
             kinds = kinds_of(Preparation)
-            check_options("preparation", said["preparation"], kinds)
-            if missing := absent("preparation", kinds, said["preparation"]):
+            check_options("preparation", saved["preparation"], kinds)
+            if missing := absent("preparation", kinds, saved["preparation"]):
                 raise BadInput(f"preparation lacks {missing[0]!r}")
-            preparation = Preparation(**said["preparation"])
-            shape = preparation.image_shape(tuple(said["shape"]))
+            preparation = Preparation(**saved["preparation"])
+            shape = preparation.image_shape(tuple(saved["shape"]))
         except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
-        if shape != tuple(model.options["image_shape"]) or len(said["class_names"]) != model.options["num_classes"]:
-            raise BadInput(f"{path}: its images and classes are not those of its network; save the classifier again")
-        return cls(model.eval(), tuple(said["class_names"]), tuple(said["shape"]), preparation)
+        if shape != tuple(model.options["image_shape"]) or len(saved["class_names"]) != model.options["num_classes"]:
+            raise BadInput(f"{path}: image shape or classes do not fit the network; save the classifier again")
+        return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preparation)
 
     def predict(
         self, images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"]
     ) -> Answer:
-        """Name the class of each image. Images are taken one by one: an answer does not depend on its neighbours.
+        """Predict the class of each image. Images are processed one at a time, so scores do not depend on a batch.
 
         Arguments:
-            images: paths of image files, read and resized as `torchcaps predict` does; or pixels of 0 to 255 as uint8,
-                of the classifier's ``image_shape``.
+            images: one or several paths of image files, which are resized to the classifier's ``image_shape``; or a
+                uint8 tensor or array ``[N, C, H, W]`` of that shape, with pixels from 0 to 255.
 
         Raises:
-            BadInput: a file cannot be read as an image, pixels are not uint8 or of another shape, or there are none.
+            BadInput: a file cannot be read as an image, `images` is empty, or pixels have another dtype or shape.
         """
         if isinstance(images, str | Path):
             images = [images]
@@ -140,20 +148,36 @@ class Classifier:
         finally:
             self.model.train(was_training)
         if not scores:
-            raise BadInput("there are no images: give at least one")
+            raise BadInput("images is empty: give at least one image")
         best = torch.stack(scores).argmax(dim=1).tolist()
         return Answer([self.class_names[index] for index in best], torch.stack(scores))
+
+    def prepared(self, image: str | Path | UInt8[Tensor, "C H W"] | Float[Tensor, "C h w"]) -> Float[Tensor, "1 C h w"]:
+        """Prepare one image as input of the model.
+
+        Arguments:
+            image: path of an image file; uint8 pixels of the classifier's ``image_shape``; or floating-point numbers,
+                which are taken as prepared.
+
+        Raises:
+            BadInput: the file cannot be read as an image, or the pixels have another shape.
+        """
+        device = next(self.model.parameters()).device
+        if isinstance(image, Tensor) and image.is_floating_point():
+            return image[None].to(device)
+        pixels = self._checked(image[None]) if isinstance(image, Tensor) else self._read(Path(image))[None]
+        return self.preparation.plain(pixels).to(device)
 
     def _checked(self, pixels: Tensor) -> Tensor:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:
             kind = str(pixels.dtype).removeprefix("torch.")
             raise BadInput(
-                f"images are {kind} of shape {list(pixels.shape)}: give uint8 of shape [N, "
-                f"{', '.join(map(str, self.image_shape))}], pixels of 0 to 255, or paths of files"
+                f"images has dtype {kind} and shape {list(pixels.shape)}: give uint8 of shape [N, "
+                f"{', '.join(map(str, self.image_shape))}] with pixels from 0 to 255, or paths of image files"
             )
         return pixels
 
     def _read(self, path: Path) -> Tensor:
-        """A file as the classifier's training read it; a network of stereo pairs sees it with both eyes."""
+        """Read and resize an image file. A network for stereo pairs gets the same image in both channels."""
         channels, height, width = self.image_shape
         return read_image(path, 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)

@@ -1,4 +1,4 @@
-"""What a confusion matrix says: precision and recall of each class, a single class for all images, a picture."""
+"""Confusion matrices: precision and recall per class, a warning, and a picture."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,42 +12,51 @@ from torchcaps.data.files import atomically
 from torchcaps.errors import DataWarning, printable
 
 MOST_NUMBERED = 20
-"""Classes up to which the picture shows every count as a number."""
+"""Largest number of classes for which the picture shows every count as a number."""
 
 
 def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of each class: its images, and precision and recall in per cent; None where nothing can be divided by.
+    """Number of images, precision and recall of each class.
+
+    Precision is None for a class that is never predicted, recall is None for a class without images.
 
     Arguments:
-        confusion: rows are the true classes, columns the predicted ones.
-        class_names: in the order of rows and columns.
+        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
+        class_names: class names, in the order of rows and columns.
 
     Example:
         >>> import torch
         >>> per_class(torch.tensor([[3, 1], [0, 0]]), ("cat", "dog"))["cat"]
         {'images': 4, 'precision_percent': 100.0, 'recall_percent': 75.0}
     """
-    right, of_class, given = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
+    correct, of_class, predicted = confusion.diagonal().tolist(), confusion.sum(1).tolist(), confusion.sum(0).tolist()
     return {
-        name: {"images": of_class[k], "precision_percent": _share(right[k], given[k])}
-        | {"recall_percent": _share(right[k], of_class[k])}
+        name: {"images": of_class[k], "precision_percent": _share(correct[k], predicted[k])}
+        | {"recall_percent": _share(correct[k], of_class[k])}
         for k, name in enumerate(class_names)
     }
 
 
 def warn_of_one_prediction(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> None:
-    """Warn where images of several classes were all given the same one."""
-    given = (confusion.sum(dim=0) > 0).nonzero().flatten().tolist()
-    if len(given) == 1 and int((confusion.sum(dim=1) > 0).sum()) > 1:
+    """Warn if the network predicts a single class for images of several classes."""
+    predicted = (confusion.sum(dim=0) > 0).nonzero().flatten().tolist()
+    if len(predicted) == 1 and int((confusion.sum(dim=1) > 0).sum()) > 1:
         warnings.warn(
-            f"the network gives every test image the class {class_names[given[0]]}: it does not tell classes apart",
+            f"the network predicts {class_names[predicted[0]]} for every test image: it has not learned "
+            "the classes; train longer or change --lr",
             DataWarning,
             stacklevel=2,
         )
 
 
 def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix as a PNG, each row as shares of its true class; numbers are counts of images."""
+    """Draw a confusion matrix as a PNG. Colours show shares of the true class, numbers show counts of images.
+
+    Arguments:
+        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
+        class_names: class names, in the order of rows and columns.
+        path: file to write.
+    """
     from matplotlib.figure import Figure
 
     names = [printable(name) for name in class_names]

@@ -1,4 +1,4 @@
-"""A convolution in another form, for processors on which PyTorch's own is slow."""
+"""A convolution as a matrix product, for processors on which PyTorch's convolution is slow."""
 
 from typing import Any
 
@@ -9,13 +9,19 @@ from torch.nn import functional
 
 
 class Im2colConv2d(nn.Conv2d):
-    """A convolution as one product of all patches with the weights: the same values, more memory, on some CPUs faster.
+    """2D convolution as one matrix product of all patches with the weights; on some CPUs faster than `torch.nn.Conv2d`.
 
-    Chellapilla, Puri & Simard 2006, section 3. Weights and their names are those of `torch.nn.Conv2d`. The patches are
-    kept for the backward pass: B · height · width · in_channels · kernel_size² numbers.
+    Chellapilla, Puri & Simard 2006, section 3. Results, weights and their names are those of `torch.nn.Conv2d`. It uses
+    more memory: the patches are saved for the backward pass, B · height · width · in_channels · kernel_size² numbers
+    with the height and width of the output.
 
     Arguments:
-        in_channels, out_channels, kernel_size, stride, padding, bias: see `torch.nn.Conv2d`.
+        in_channels: number of channels in the input.
+        out_channels: number of channels in the output.
+        kernel_size: height and width of the kernel.
+        stride: stride of the convolution.
+        padding: zero padding on all four sides of the input.
+        bias: add a learned bias to the output.
 
     Example:
         >>> Im2colConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
@@ -36,7 +42,7 @@ class Im2colConv2d(nn.Conv2d):
     def forward(
         self, input: Float[Tensor, "B in_channels height width"]
     ) -> Float[Tensor, "B out_channels new_height new_width"]:
-        """The convolved map, in channels_last."""
+        """Compute the convolution; the output is in channels_last memory format."""
         around = [int(p) for p in self.padding for _ in range(2)]
         patches = _Patches.apply(functional.pad(input, around), self.kernel_size[0], self.stride[0])
         return functional.linear(patches.flatten(3), self.weight.permute(0, 2, 3, 1).flatten(1), self.bias).permute(
@@ -45,7 +51,7 @@ class Im2colConv2d(nn.Conv2d):
 
 
 class _Patches(torch.autograd.Function):
-    """``[B, channels, height, width]`` → ``[B, new height, new width, kernel, kernel, channels]``."""
+    """Extract patches: ``[B, channels, height, width]`` → ``[B, new height, new width, kernel, kernel, channels]``."""
 
     @staticmethod
     def forward(images: Tensor, size: int, stride: int) -> Tensor:

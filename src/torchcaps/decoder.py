@@ -1,4 +1,4 @@
-"""The decoder: from class capsules back to images."""
+"""The decoder: reconstructs images from class capsules."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,15 +10,15 @@ from torchcaps.capsules import Capsules, Prediction, one_hot
 
 
 class Decoder(nn.Module):
-    """Draws an image from the pose of one class capsule; all others are masked to zero.
+    """Reconstruct an image from the pose of one class capsule. The poses of all other classes are set to zero.
 
-    Sabour, Frosst & Hinton 2017, section 4.1: linear layers of 512 and 1024 with ReLU, then a sigmoid per pixel.
+    Sabour, Frosst & Hinton 2017, section 4.1: linear layers with 512 and 1024 units and ReLU, then a sigmoid per pixel.
 
     Arguments:
-        num_classes: J.
-        pose_size: N.
+        num_classes: number of classes (J).
+        pose_size: number of elements of a class capsule's pose (R·N).
         image_shape: (channels, height, width) of the image.
-        hidden_sizes: widths of the hidden layers.
+        hidden_sizes: units of the hidden layers.
 
     Example:
         >>> import torch
@@ -45,10 +45,14 @@ class Decoder(nn.Module):
     def forward(
         self, pose: Float[Tensor, "B 1 J R N"], of_class: Int64[Tensor, "B"]
     ) -> Float[Tensor, "B channels height width"]:
-        """Images ``[B, channels, height, width]`` in [0, 1], each drawn from the capsule of its class.
+        """Reconstruct images ``[B, channels, height, width]`` in [0, 1], each from the capsule of one class.
+
+        Arguments:
+            pose: ``[B, 1, J, R, N]``, poses of the class capsules.
+            of_class: ``[B]``, the class to reconstruct per sample.
 
         Raises:
-            ValueError: a class below 0, or of ``classes`` and above.
+            ValueError: ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
         """
         visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]
         weights = next(self.layers.parameters())
@@ -58,15 +62,16 @@ class Decoder(nn.Module):
 def prediction_of(
     capsules: Capsules, decoder: Decoder | None = None, labels: Int64[Tensor, "B"] | None = None
 ) -> Prediction:
-    """The prediction of class capsules ``[B, 1, J, ...]``: their activations are the scores.
+    """Make a prediction from class capsules; their activations are the scores.
 
     Arguments:
-        capsules: of the classes.
-        decoder: draws the capsule of the labelled class, or of the most active one without labels; None draws nothing.
-        labels: ``[B]``.
+        capsules: class capsules ``[B, 1, J, ...]``.
+        decoder: reconstructs the image from the capsule of the labelled class, or of the most active class without
+            labels. None gives no reconstruction.
+        labels: ``[B]``, class of each sample.
     """
     scores = capsules.activation.squeeze(1)
     if decoder is None:
         return Prediction(scores, capsules)
-    drawn = scores.argmax(dim=1) if labels is None else labels
-    return Prediction(scores, capsules, decoder(capsules.pose, drawn))
+    of_class = scores.argmax(dim=1) if labels is None else labels
+    return Prediction(scores, capsules, decoder(capsules.pose, of_class))

@@ -1,4 +1,4 @@
-"""Versions, commit and hardware: what has to stand beside every number."""
+"""Versions, commit and hardware, saved with every result."""
 
 import platform
 import shutil
@@ -11,7 +11,7 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Python and of the libraries, the commit, the processor and its threads, the GPU."""
+    """Versions of Python and libraries, the commit, the processor, the number of threads, and the GPU."""
     versions: dict[str, str | None] = {}
     for package in ("torchcaps", "torch", "lightning", "numpy"):
         try:

@@ -1,11 +1,14 @@
-"""The errors and the warning that a person, not a programmer, is meant to read."""
+"""Errors and warnings for users of the library and the command line; every message is one line."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class BadInput(ValueError):
-    """Input a person can mend: the message is one line that names the thing and the cure.
+    """Invalid input that the user can correct. The message is one line that names the problem and the cure.
+
+    Arguments:
+        message: the error message; line breaks are replaced with spaces.
 
     Example:
         >>> raise BadInput("photos: no class folders; give a folder that holds one folder per class")
@@ -19,11 +22,24 @@ class BadInput(ValueError):
 
 
 class Diverged(BadInput):
-    """A training whose loss, weights or outputs are no longer finite numbers."""
+    """Training diverged: the loss, the weights or the outputs are not finite.
+
+    Arguments:
+        message: the error message; line breaks are replaced with spaces.
+
+    Example:
+        >>> raise Diverged("the loss is not finite: lower the learning rate")
+        Traceback (most recent call last):
+        ...
+        torchcaps.errors.Diverged: the loss is not finite: lower the learning rate
+    """
 
 
 class DataWarning(UserWarning):
-    """Something about the data that a person should know: the result may not be what they expect. One line.
+    """A problem with the data that may make the result differ from what the user expects.
+
+    Arguments:
+        message: the warning; line breaks are replaced with spaces.
 
     Example:
         >>> import warnings
@@ -35,7 +51,7 @@ class DataWarning(UserWarning):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error line about an unknown name: the nearest known one, and all of them.
+    """Return the end of an error message about an unknown name: the closest known name and all known names.
 
     Example:
         >>> nearest("capsnett", ["capsnet", "pooled-cnn"])
@@ -47,7 +63,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """A text for one line of a terminal or picture: control characters and broken Unicode are escaped.
+    """Escape control characters and invalid Unicode, so that a text fits one line of a terminal or picture.
 
     Example:
         >>> printable("a\\nb")

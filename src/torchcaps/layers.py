@@ -1,4 +1,4 @@
-"""Capsule layers: a routing map, a transform and a routing rule put together."""
+"""Capsule layers: each combines a routing map, a transform and a routing rule."""
 
 import math
 from collections.abc import Sequence
@@ -16,26 +16,25 @@ from torchcaps.routing_map import Constant, RoutingMap
 
 
 class PrimaryCaps(nn.Module):
-    """The lowest capsules: a convolution whose channels at one position are read as poses.
+    """Primary capsules: a convolution whose output channels at each position form the poses.
 
-    Sabour, Frosst & Hinton 2017, section 4: a capsule is ``pose_size`` *channels at one position*, squashed; its length
-    is its activation. Hinton, Sabour & Frosst 2018, section 4: the pose is a matrix, linear in the features below, and
-    the activation a sigmoid of them (``pose_size=(4, 4), kernel_size=1, squash_form="none", activation="sigmoid",
+    Sabour, Frosst & Hinton 2017, section 4: a pose is a squashed vector of ``pose_size`` *channels at one position*;
+    its length is the activation. Hinton, Sabour & Frosst 2018, section 4: the pose is a matrix, linear in the features,
+    and the activation is a sigmoid (``pose_size=(4, 4), kernel_size=1, squash_form="none", activation="sigmoid",
     bias=False``).
 
     Arguments:
-        in_channels: channels of the feature map below.
-        types: C, capsule types at each position.
-        pose_size: Q, length of a pose, or (R, Q), its rows and columns.
-        kernel_size, stride, padding, bias: of the convolution.
-        squash_form: see `squash`.
-        activation: ``length`` of the pose, or ``sigmoid`` of a convolution of its own.
-        im2col: convolve by `Im2colConv2d`.
-        normalise: BatchNorm on every number of a pose and on the logits of the activations: ``none``, ``plain`` without
-            weights of its own, or ``affine`` with a learned scale and offset.
+        in_channels: channels of the input feature map.
+        types: number of capsule types per position (C).
+        pose_size: length of a pose (Q), or its rows and columns (R, Q).
+        kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
+        squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
+        activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
+        im2col: use `Im2colConv2d`: the same convolution as one matrix product, with more memory.
+        normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` with scale and offset.
 
     Raises:
-        ValueError: an unknown activation or kind of norm.
+        ValueError: ``activation`` or ``normalise`` is not one of the known values.
 
     Example:
         >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
@@ -74,7 +73,7 @@ class PrimaryCaps(nn.Module):
         )
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
-        """Capsules at every position of the convolved map, sites row by row."""
+        """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
         pose = _normalised(self.pose_norm, self.convolution(features)).float().flatten(2)
         pose = squash(pose.mT.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
         if self.activation is None:
@@ -84,17 +83,17 @@ class PrimaryCaps(nn.Module):
 
 
 def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
-    """Values normalised in the precision of the norm's statistics."""
+    """Normalise values in the dtype of the norm's statistics."""
     return norm(values.to(getattr(norm, "running_mean", values).dtype))
 
 
 class PoseNorm(nn.Module):
-    """BatchNorm of every number of a pose, over samples and sites, between two layers: Hahn, Pyeon & Kim 2019.
+    """BatchNorm on each pose element, over samples and sites, between two capsule layers: Hahn, Pyeon & Kim 2019.
 
     Arguments:
-        types: C.
-        pose_size: Q, length of a pose, or (R, Q), its rows and columns.
-        affine: learn a scale and an offset of every number.
+        types: number of capsule types (C).
+        pose_size: length of a pose (Q), or its rows and columns (R, Q).
+        affine: learn a scale and an offset per element.
 
     Example:
         >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
@@ -108,23 +107,23 @@ class PoseNorm(nn.Module):
         self.norm = nn.BatchNorm1d(types * numbers, affine=affine)
 
     def forward(self, capsules: Capsules) -> Capsules:
-        """The same capsules with normalised poses."""
+        """Normalise the poses; the activations stay the same."""
         pose = capsules.pose
         numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
         return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
 
 
 class CapsuleLayer(nn.Module):
-    """A routing map, a transform and a routing rule: what `DenseCaps`, `ConvCaps` and `ClassCaps` are.
+    """Capsule layer from a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps` and `ClassCaps`.
 
     Arguments:
         routing_map: which child site feeds which parent site through which transform.
         transform: the initial transforms ``[K, C, J, Q, N]``.
-        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options.
-        child_pose_shape: (R, Q) of the poses that reach the rule; one row by default.
+        routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
+        child_pose_shape: rows and columns (R, Q) of the child poses as the rule receives them; (1, Q) by default.
 
     Raises:
-        ValueError: an unknown rule, or one that is made for a layer of other sizes.
+        ValueError: ``routing`` is not a known rule, or is a rule made for a layer of other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -149,7 +148,7 @@ class CapsuleLayer(nn.Module):
         self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
-        """Moves the layer, and copies its constants ahead of a compiled call, which would do so every time."""
+        """Move the layer and copy its constants to the new device, so that compiled calls do not copy them again."""
         super()._apply(*arguments, **options)
         for constant in self._constants():
             constant.on(self.transform.device)
@@ -159,24 +158,27 @@ class CapsuleLayer(nn.Module):
         return [self.routing_map.constant]
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Parents ``[B, P, J, R, N]``, and the couplings ``[B, J, E, C]`` where asked for."""
+        """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``."""
         return self.routing(children, self.transform, self.routing_map, return_couplings=return_couplings)
 
 
 class DenseCaps(CapsuleLayer):
-    """Every child votes for every parent through a transform of its own: the DigitCaps of the paper.
+    """Fully connected capsule layer with one transform per child and parent type (the paper's DigitCaps).
 
-    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), which is
-    the authors' 0.1 on MNIST and gives parents of the same length for any number of children and of classes: a fixed
-    0.1 saturates the squash, and stops all learning, where the children are many and the classes few.
+    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N). This
+    equals the authors' 0.1 on MNIST and gives parents of the same length for any number of children and classes. A
+    fixed 0.1 saturates the squash and stops learning if the layer has many children and few classes.
 
     Arguments:
-        child_sites: S.
-        child_types: C.
-        child_pose_size: Q.
-        parent_types: J.
-        parent_pose_size: N.
-        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default dynamic routing.
+        child_sites: number of child sites (S).
+        child_types: number of capsule types per child site (C).
+        child_pose_size: length of a child's pose (Q).
+        parent_types: number of parents, usually one per class (J).
+        parent_pose_size: length of a parent's pose (N).
+        routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
+
+    Raises:
+        ValueError: a size is below 1, or ``routing`` is not a known rule or does not fit the layer.
 
     Example:
         >>> children = PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 10))
@@ -193,13 +195,8 @@ class DenseCaps(CapsuleLayer):
         parent_pose_size: int,
         routing: nn.Module | Routing | str = "dynamic",
     ) -> None:
-        check_sizes(
-            child_sites=child_sites,
-            child_types=child_types,
-            child_pose_size=child_pose_size,
-            parent_types=parent_types,
-            parent_pose_size=parent_pose_size,
-        )
+        check_sizes(child_sites=child_sites, child_types=child_types, child_pose_size=child_pose_size)
+        check_sizes(parent_types=parent_types, parent_pose_size=parent_pose_size)
         std = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
         transform = truncated_normal_(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), std
@@ -208,24 +205,24 @@ class DenseCaps(CapsuleLayer):
 
 
 class ConvCaps(CapsuleLayer):
-    """Each parent sees a window of child sites; one transform per kernel offset, shared by all windows.
+    """Convolutional capsule layer: parents see a window of child sites, with one transform per kernel offset.
 
     Hinton, Sabour & Frosst 2018, section 4.
 
     Arguments:
-        child_grid: (height, width) of the child sites.
-        child_types: C.
-        parent_types: J.
-        kernel_size, stride, padding: of the window.
+        child_grid: (height, width) of the grid of child sites.
+        child_types: number of capsule types per child site (C).
+        parent_types: number of capsule types per parent site (J).
+        kernel_size, stride, padding: size, step and border of the window, in child sites. Padding adds no children.
         pose_size: (R, Q) of child and parent: (4, 4) with 4×4 transforms, or (1, 16) with 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
-        around_identity: they begin around the identity, not around zero. Votes around zero cancel out in a parent's
-            mean, which shrinks from layer to layer, and every further routing iteration then multiplies what little a
-            child changes.
-        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default EM routing.
+        around_identity: initialise transforms around the identity instead of zero. Votes around zero cancel out in the
+            mean, so poses shrink from layer to layer and every routing iteration amplifies small changes of a child.
+        routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
-        ValueError: the window does not fit the grid.
+        ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), the window exceeds the padded grid, or
+            ``routing`` is not a known rule or does not fit the layer.
 
     Example:
         >>> children = PrimaryCaps(1, 8, (4, 4), 5, squash_form="none", activation="sigmoid")(torch.randn(2, 1, 10, 9))
@@ -255,23 +252,28 @@ class ConvCaps(CapsuleLayer):
 
     @property
     def parent_grid(self) -> tuple[int, int]:
-        """(height, width) of the parent sites."""
+        """(height, width) of the grid of parent sites."""
         return self.routing_map.parent_grid
 
 
 class ClassCaps(CapsuleLayer):
-    """One parent per class sees every child; the transforms of a child type are shared by all its positions.
+    """Class capsules: one parent per class, with transforms shared by all positions of a child type.
 
-    Hinton, Sabour & Frosst 2018, section 4, with Coordinate Addition (see `coordinate_addition`).
+    Hinton, Sabour & Frosst 2018, section 4, with Coordinate Addition: each vote gets the position of its child.
 
     Arguments:
         coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
-        child_types: C.
-        num_classes: J.
-        pose_size: (R, Q) of child and parent.
-        add_coordinates: off, the positions are forgotten.
-        initial_std, around_identity: of the initial transforms; see `ConvCaps`.
-        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default EM routing.
+        child_types: number of capsule types per child site (C).
+        num_classes: number of classes (J).
+        pose_size: (R, Q) of child and parent: (4, 4) or (1, 16), for example.
+        add_coordinates: add the coordinates to the votes; without them, the positions have no effect.
+        initial_std: standard deviation of the initial transforms.
+        around_identity: initialise the transforms around the identity instead of zero.
+        routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
+
+    Raises:
+        ValueError: ``coordinates`` is not a tensor ``[S, 2]`` with values, a size is below 1, or ``routing`` is not a
+            known rule or does not fit the layer.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
@@ -291,10 +293,8 @@ class ClassCaps(CapsuleLayer):
         routing: nn.Module | Routing | str = "em",
     ) -> None:
         if coordinates.ndim != 2 or coordinates.shape[1] != 2 or coordinates.is_meta:
-            device = ' on the meta device, without values: make them with device="cpu"' if coordinates.is_meta else ""
-            raise ValueError(
-                f"coordinates must be [S, 2], row and column of each child site; got {described(coordinates)}{device}"
-            )
+            cure = ' on the meta device, without values: create it with device="cpu"' if coordinates.is_meta else ""
+            raise ValueError(f"coordinates must be [S, 2], row and column per site; got {described(coordinates)}{cure}")
         check_sizes(child_types=child_types, num_classes=num_classes)
         transform = initial_transform(1, child_types, num_classes, columns_of(pose_size), initial_std, around_identity)
         routing_map = RoutingMap.shared(len(coordinates))
@@ -308,11 +308,11 @@ class ClassCaps(CapsuleLayer):
 
     @property
     def coordinates(self) -> Float[Tensor, "S 2"]:
-        """``[S, 2]``, on the layer's device."""
+        """Coordinates ``[S, 2]`` on the layer's device."""
         return self._coordinates.on(self.transform.device)
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S, C]`` where asked for."""
+        """Compute the parents ``[B, 1, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, S, C]``."""
         check_capsules(children)
         pose: Tensor = children.pose
         transform: Tensor = self.transform
@@ -324,11 +324,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """The second of (rows, columns).
-
-    Raises:
-        ValueError: they are not two sizes.
-    """
+    """Return the columns of a pose size (rows, columns); ValueError if these are not two integers of at least 1."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -336,28 +332,31 @@ def columns_of(pose_size: tuple[int, int]) -> int:
 
 
 def truncated_normal_(weights: Tensor, std: float) -> Tensor:
-    """Fill weights from a normal distribution that is cut off at two standard deviations; the weights."""
+    """Fill weights from a normal distribution truncated at two standard deviations, and return them."""
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)
 
 
 def initial_transform(
     transforms: int, child_types: int, parent_types: int, size: int, std: float, around_identity: bool
 ) -> Float[Tensor, "K C J Q N"]:
-    """Square transforms from a normal distribution around the identity or zero."""
+    """Draw square transforms from a truncated normal distribution around the identity or zero."""
     transform = truncated_normal_(torch.empty(transforms, child_types, parent_types, size, size), std)
     return transform + torch.eye(size) if around_identity else transform
 
 
 class SharedCaps(nn.Module):
-    """All children vote through one transform per parent, so their number may vary: images of any size.
+    """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
-    Su 2018, "shared" capsule layer.
+    Su 2018, "shared" capsule layer. It works on images of any size.
 
     Arguments:
-        child_pose_size: Q.
-        parent_types: J.
-        parent_pose_size: N.
-        routing: a rule, its name in `ROUTINGS`, or a `Routing`: name and options; by default dynamic routing.
+        child_pose_size: length of a child's pose (Q).
+        parent_types: number of parents, usually one per class (J).
+        parent_pose_size: length of a parent's pose (N).
+        routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
+
+    Raises:
+        ValueError: a size is below 1, or ``routing`` is not a known rule or does not fit the layer.
 
     Example:
         >>> layer = SharedCaps(8, parent_types=10, parent_pose_size=16)
@@ -382,7 +381,7 @@ class SharedCaps(nn.Module):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """The last map, if it has as many sites."""
+        """Return a map with this number of sites; the last one is reused if it fits."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:
@@ -393,7 +392,7 @@ class SharedCaps(nn.Module):
         return routing_map
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Parents ``[B, 1, J, R, N]``, and the couplings ``[B, J, S·C, 1]`` where asked for."""
+        """Compute the parents ``[B, 1, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, S·C, 1]``."""
         check_capsules(children)
         pose, activation = (part.flatten(1, 2).unsqueeze(2) for part in children)
         routing_map = self._map_of(pose.shape[1], pose.device)

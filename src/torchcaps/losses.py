@@ -1,4 +1,4 @@
-"""The losses of the papers, as functions of what a model returns."""
+"""Loss functions of the papers, computed from a model's prediction."""
 
 import math
 from collections.abc import Callable
@@ -19,18 +19,21 @@ def margin_loss(
     negative_margin: float = 0.1,
     negative_weight: float = 0.5,
 ) -> Float[Tensor, ""]:
-    """Margin loss on the lengths of the class capsules: Sabour, Frosst & Hinton 2017, equation 4; Su 2018 weighs 0.25.
+    """Margin loss on the lengths of the class capsules.
 
-    ::
+    Sabour, Frosst & Hinton 2017, equation 4::
 
-        L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²      summed over classes, mean over the batch
+        L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²      sum over classes, mean over the batch
 
     Arguments:
-        scores: ``[B, classes]``, in [0, 1].
-        target: class of each sample ``[B]``, or 0/1 per class ``[B, classes]``: several may be present.
+        scores: ``[B, classes]``, lengths of the class capsules, in [0, 1].
+        target: class of each sample ``[B]``, or 0/1 per class ``[B, classes]`` if a sample has several classes.
         positive_margin: m⁺, in (0, 1].
         negative_margin: m⁻, in [0, 1).
-        negative_weight: λ, at least 0.
+        negative_weight: λ, at least 0. Su 2018 uses 0.25.
+
+    Raises:
+        ValueError: a one-dimensional ``target`` is not an integer tensor with values in [0, classes).
 
     Example:
         >>> import torch
@@ -46,10 +49,15 @@ def margin_loss(
 def reconstruction_loss(
     reconstruction: Float[Tensor, "B channels height width"], images: Float[Tensor, "B channels height width"]
 ) -> Float[Tensor, ""]:
-    """Sum of squared errors over the pixels, mean over the batch: Sabour, Frosst & Hinton 2017, section 4.1.
+    """Reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
 
-    The paper adds 0.0005 of this *sum* to the margin loss; on a mean over 784 pixels that would be 0.392. Computed in
-    the wider of the two dtypes, at least in float32.
+    Sabour, Frosst & Hinton 2017, section 4.1. The paper adds 0.0005 times this *sum* to the margin loss; for a mean
+    over 784 pixels, the weight would be 0.392. The loss is computed in the wider of the two dtypes, and at least in
+    float32.
+
+    Arguments:
+        reconstruction: ``[B, channels, height, width]``, output of the decoder, in [0, 1].
+        images: ``[B, channels, height, width]``, the images to reconstruct, in [0, 1].
 
     Example:
         >>> import torch
@@ -63,18 +71,21 @@ def reconstruction_loss(
 def spread_loss(
     scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], margin: float = 0.9
 ) -> Float[Tensor, ""]:
-    """Spread loss: every other class is to be less active by a margin; Hinton, Sabour & Frosst 2018, equation 3.
+    """Spread loss: penalises every class whose activation is not below the target's by a margin.
 
-    ::
+    Hinton, Sabour & Frosst 2018, equation 3::
 
         L = Σ_{k≠t} max(0, m - (a_t - a_k))²      mean over the batch
 
-    With m = 1 it is the squared hinge. The paper lets m rise from 0.2 to 0.9 in training: see `spread_margin`.
+    With m = 1 this is the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; see `spread_margin`.
 
     Arguments:
-        scores: ``[B, classes]``, activations in [0, 1].
+        scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
         margin: m, in (0, 1].
+
+    Raises:
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
 
     Example:
         >>> import torch
@@ -87,18 +98,18 @@ def spread_loss(
 
 
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
-    """The margin of `spread_loss` at a step of training.
+    """Compute the margin of `spread_loss` at a training step.
 
-    ``linear`` rises from 0.2 at the first step to 0.9 at the last (Hinton, Sabour & Frosst 2018, section 3);
-    ``official`` is the authors' code, ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, however long the training is.
+    ``linear`` rises from 0.2 at the first step to 0.9 at the last (Hinton, Sabour & Frosst 2018, section 3).
+    ``official`` follows the authors' code, ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, and ignores ``steps``.
 
     Arguments:
         schedule: ``linear`` or ``official``.
-        step: from 0.
-        steps: of the whole training.
+        step: index of the training step, from 0.
+        steps: number of steps in the whole training.
 
     Raises:
-        ValueError: an unknown schedule.
+        ValueError: ``schedule`` is not one of the known schedules.
 
     Example:
         >>> [spread_margin("linear", step, 100) for step in (0, 50, 100)]
@@ -108,16 +119,17 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
         return round(0.2 + 0.7 * min(1.0, step / max(1, steps)), 12)
     if schedule == "official":
         return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
-    raise ValueError(f"unknown margin schedule {schedule!r}: use linear or official")
+    raise ValueError(f"unknown schedule {schedule!r} of the margin: use linear or official")
 
 
 def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Cross-entropy of activations read as shares: ``-log(a_t / Σ_k a_k)``, mean over the batch.
+    """Cross-entropy of activations normalised to sum to 1: ``-log(a_t / Σ_k a_k)``, mean over the batch.
 
-    Hinton, Sabour & Frosst 2018, table 1, name a cross-entropy on the activations without its formula; this is ours.
+    Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy on the activations without a formula; this formula is
+    ours.
 
     Arguments:
-        scores: ``[B, classes]``, activations in [0, 1].
+        scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
 
     Example:
@@ -129,13 +141,13 @@ def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[T
 
 
 def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Softmax cross-entropy of the activations' logits, ``log(a / (1 - a))``, mean over the batch.
+    """Softmax cross-entropy on the logits of the activations, ``log(a / (1 - a))``, mean over the batch.
 
-    Unlike the spread loss it has a gradient for every class at every activation. Logits are taken of activations at
-    least 1e-6 away from 0 and 1.
+    Unlike the spread loss, it has a gradient for every class at every activation. Activations are clamped to
+    [1e-6, 1 - 1e-6] before taking logits.
 
     Arguments:
-        scores: ``[B, classes]``, activations in [0, 1].
+        scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
 
     Example:

@@ -1,4 +1,4 @@
-"""Weights to share: a trained network without its decoder, and a page that says where it comes from."""
+"""Publish weights: a trained network without its decoder, and a model card with data, recipe and accuracy."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ print(classifier.predict("IMAGE").class_names)
 
 ## Limits
 
-The network was trained on {data} alone, on images of {shape} (channels × height × width). Other images are resized to
-that; how well it does on them has not been measured. Scores are not calibrated probabilities.{decoder}
+The network was trained only on {data}, with images of {shape} (channels × height × width). Images of other sizes are
+resized. Accuracy on other data has not been measured. Scores are not calibrated probabilities.{decoder}
 
 ## Recipe
 
@@ -49,54 +49,55 @@ PUBLISHED = (
     *("test_accuracy_percent", "test_images", "validation_accuracy_percent", "validation_images", "train_images"),
     *("epochs", "wall_seconds", "precision"),
 )
-"""What the page takes from metrics.json."""
+"""Entries of metrics.json that the model card shows."""
 
 
 def publish(run: Path, folder: Path) -> Path:
-    """Write a run's network without its decoder, and README.md beside it.
+    """Write a run's network without its decoder, and a model card as README.md.
 
     Arguments:
         run: the folder of a finished training.
-        folder: made if absent; model.safetensors, config.json and README.md in it are replaced.
+        folder: folder for the weights; created if absent. It must not be a run folder. Existing files
+            model.safetensors, config.json and README.md are replaced.
 
     Returns:
         The path of README.md.
 
     Raises:
-        BadInput: the run is not finished or damaged, or the folder cannot be written to.
+        BadInput: the run is not finished or is damaged, `folder` is a run folder, or it cannot be written to.
     """
     if (folder / "recipe.json").exists():
-        raise BadInput(f"{folder} is the folder of a run: name another for the weights")
+        raise BadInput(f"{folder} is the folder of a run: use another folder for the weights")
     if not (run / "metrics.json").is_file():
         raise BadInput(f"{run} has no metrics.json: finish the training with --resume first")
-    classifier, said, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
+    classifier, saved, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
     if missing := [name for name in PUBLISHED if name not in metrics]:
-        raise BadInput(f"{run / 'metrics.json'} has no {missing[0]}: put back a copy, or train again in another folder")
+        raise BadInput(f"{run / 'metrics.json'} has no {missing[0]}: restore a copy, or train again in another folder")
     model: Any = classifier.model
-    drawing = getattr(model, "decoder", None) is not None
-    if drawing:
+    has_decoder = getattr(model, "decoder", None) is not None
+    if has_decoder:
         model.decoder, model.options["decoder"] = None, False
     classifier.save_pretrained(folder)
-    here = said.environment
+    environment = saved.environment
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     text = CARD.format(
         name=folder.name,
         folder=folder,
-        model=said.recipe.model,
+        model=saved.recipe.model,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         count=len(classifier.class_names),
         classes=", ".join(classifier.class_names),
-        data=said.recipe.data,
+        data=saved.recipe.data,
         minutes=metrics["wall_seconds"] / 60,
         reads=reads,
-        commit=here["commit"],
-        versions=", ".join(f"{name} {version}" for name, version in here["versions"].items()),
-        processor=here["processor"],
-        threads=here["threads"],
-        gpu=f", {here['gpu']}" if here["gpu"] else "",
-        decoder=" Its decoder is left out." if drawing else "",
+        commit=environment["commit"],
+        versions=", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
+        processor=environment["processor"],
+        threads=environment["threads"],
+        gpu=f", {environment['gpu']}" if environment["gpu"] else "",
+        decoder=" The decoder is not included." if has_decoder else "",
         shape="×".join(map(str, classifier.image_shape)),
-        recipe=json.dumps(said.recipe.plain(), indent=2),
+        recipe=json.dumps(saved.recipe.plain(), indent=2),
         **{name: metrics[name] for name in PUBLISHED},
     )
     with atomically(folder / "README.md") as stream:

@@ -1,4 +1,4 @@
-"""Options that come from outside, by name: are they known, and of the right kind?"""
+"""Checks of options given by name in JSON files, on the command line or to constructors."""
 
 import inspect
 import math
@@ -10,9 +10,9 @@ from torchcaps.errors import BadInput, nearest
 
 KINDS: dict[Any, str] = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "a word",
+    str: "a string",
     NoneType: "null",
 }
 
@@ -23,12 +23,17 @@ LATER: dict[str, tuple[str, ...]] = {
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
-"""Kind of saved settings → options added since the current file format was introduced. A file without them gets their
-defaults, which change nothing."""
+"""Options that were added to each kind of saved settings since the current file format was introduced. A file without
+them gets their defaults, which keep the old behaviour."""
 
 
 def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
-    """Required options that a saved file lacks.
+    """List the required options that a saved file lacks.
+
+    Arguments:
+        owner: kind of settings, a key of `LATER` or any other name.
+        known: names of all options.
+        given: names of the options in the file.
 
     Example:
         >>> absent("preparation", ["crop", "flip"], {})
@@ -38,17 +43,18 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a function or class, name → annotated type."""
-    constructed = isinstance(function, type) and not issubclass(function, tuple)  # a NamedTuple annotates its class
+    """Map the name of each option of a function or class to its annotated type."""
+    constructed = isinstance(function, type) and not issubclass(function, tuple)  # a NamedTuple annotates its fields
     annotated = get_type_hints(function.__init__ if constructed else function)
     names = inspect.signature(function).parameters
     return {name: annotated.get(name, Any) for name in names}
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value, as JSON or a command line gives it, is of an annotated type.
+    """Whether a value from JSON or the command line matches an annotated type.
 
-    A list stands for a tuple, a whole number for a float; true is no number; a number is finite.
+    A list matches a tuple type, and an integer matches ``float``. Booleans do not match numeric types, and floats must
+    be finite.
 
     Example:
         >>> fits([3, 4], Sequence[int]), fits(True, int), fits("3", int | None), fits(2, float)
@@ -79,11 +85,11 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def described(kind: Any) -> str:
-    """What a value of an annotated type looks like, in words.
+    """Describe an annotated type in words.
 
     Example:
         >>> described(int | Sequence[int] | None)
-        'a whole number, a list of whole numbers or null'
+        'an integer, a list of integers or null'
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
@@ -92,32 +98,37 @@ def described(kind: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "a table of options"
+        return "a mapping of options"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return "a list of whole numbers" if int in arguments else "a list"
+        return "a list of integers" if int in arguments else "a list"
     return KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
 def check_kind(name: str, value: Any, kind: Any) -> None:
-    """Refuse a value that is not of an annotated type.
+    """Check that a value matches an annotated type.
+
+    Arguments:
+        name: name of the option in the error message.
+        value: value of the option.
+        kind: annotated type.
 
     Raises:
-        BadInput: it is not.
+        BadInput: ``value`` does not match ``kind``.
     """
     if not fits(value, kind):
         raise BadInput(f"{name} takes {described(kind)}; got {value!r}")
 
 
 def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Refuse options that are unknown or of another kind than annotated.
+    """Check that all options are known and match their annotated types.
 
     Arguments:
-        owner: whose options they are, as an error names it.
-        options: name → value.
-        kinds: name → annotated type, as `kinds_of` gives them.
+        owner: what the options belong to; the error message begins with it.
+        options: value of each option by name.
+        kinds: annotated type of each known option by name, as returned by `kinds_of`.
 
     Raises:
-        BadInput: an unknown option, with the nearest known one, or a value of another kind.
+        BadInput: an option is unknown, or its value does not match the annotated type.
     """
     for name, value in options.items():
         if name not in kinds:

@@ -1,4 +1,4 @@
-"""Pictures of what a network draws."""
+"""Pictures of reconstructions."""
 
 from pathlib import Path
 
@@ -13,7 +13,18 @@ from torchcaps.errors import printable
 def save_reconstructions(
     model: nn.Module, preparation: Preparation, images: Images, path: Path, count: int = 10
 ) -> bool:
-    """Draw images above their reconstructions, one column each; False for a model without a decoder."""
+    """Draw images above their reconstructions, one column per image. Titles are true classes, labels predictions.
+
+    Arguments:
+        model: takes images and returns a `Prediction`.
+        preparation: how stored images become the model's input.
+        images: the split from which evenly spaced images are drawn.
+        path: PNG file to write.
+        count: largest number of images.
+
+    Returns:
+        True if a picture was written, False if the model has no decoder.
+    """
     from matplotlib.figure import Figure
 
     step = max(1, len(images) // count)

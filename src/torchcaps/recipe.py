@@ -1,4 +1,4 @@
-"""What a training depends on."""
+"""The settings of a training."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -20,11 +20,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "radam": torch.optim.RAdam,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
-"""Name → optimiser; the momentum of ``sgd`` is 0.9."""
+"""Name → optimiser. ``sgd`` has momentum 0.9."""
 FUSED = ("adam", "adamw", "sgd")
-"""Optimisers that can update all weights in one kernel. Lightning cannot clip gradients for that kernel."""
+"""Optimisers with a fused kernel, which updates all weights at once. With it, Lightning cannot clip gradients."""
 LARGEST = 2**53
-"""Whole number in a recipe: the largest that every reader of JSON keeps exact."""
+"""Largest integer in a recipe. Every JSON reader represents integers up to it exactly."""
 Schedule = Literal["exponential", "cosine"]
 Choose = Literal["best", "last"]
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
@@ -32,34 +32,61 @@ PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a training depends on, frozen.
+    """All settings of a training: model, data, loss, augmentation, optimiser and schedule. Immutable.
 
     Arguments:
-        name: of the recipe.
-        model, model_options: a key of `MODELS` and arguments of that model; shape and classes come from the data.
-        routing_options: options of the model's routing rule; another rule is ``model_options["routing"]``, its name.
-        data, data_options: a key of `DATASETS` or a folder of images, and options of its loader.
-        loss, loss_options: a key of `LOSSES` and its arguments.
-        margin_schedule: of the spread loss's margin: none, or as `spread_margin` has it, linear or official.
-        reconstruction_weight: of the summed squared error of a model that reconstructs.
-        shift, standardise, crop, flip, brightness, contrast, rotation, squeeze, erase, test_crops: see `Preparation`.
-        optimizer, learning_rate, weight_decay: a key of `OPTIMIZERS` and its settings.
-        schedule: of the learning rate. ``exponential``: times decay_rate^(step / decay_steps). ``cosine``: down to 0 at
-            the last step along half a cosine.
-        decay_rate, decay_steps: of the exponential schedule.
-        warm_up_epochs: over which the rate rises from 0, in a line, to what the schedule says.
-        mixup: α of Zhang et al. 2018 (arXiv 1710.09412): every image is mixed with another, and so are their losses, by
-            a share from Beta(α, α) a batch; 0 is off.
+        name: name of the recipe.
+        model: a key of `MODELS`.
+        data: a key of `DATASETS`, or the path of a folder of images.
+        model_options: arguments of the model, except image shape and number of classes, which come from the data. The
+            entry ``routing`` is the name of a routing rule; without it, the model uses its default rule.
+        routing_options: arguments of the routing rule.
+        data_options: arguments of the dataset's loader.
+        loss: a key of `LOSSES`.
+        loss_options: arguments of the loss.
+        margin_schedule: of the spread loss. ``none`` keeps the margin constant; ``linear`` raises it from 0.2 to 0.9
+            over the training; ``official`` is that of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+        reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
+        shift: largest random translation of training images in pixels, with zero padding; 0 is off.
+        standardise: ``none`` keeps pixels in [0, 1]. ``first`` and ``last`` give each image mean 0 and variance 1,
+            before or after crop, brightness and contrast.
+        crop: side of the crop in pixels: random in training, central otherwise; 0 keeps the whole image.
+        flip: mirror half of the training images left to right. Stereo pairs also swap their channels.
+        brightness: largest number that is added to or subtracted from a training image, in [0, 10].
+        contrast: in [0, 1]; a training image's distances from its mean are multiplied by a random factor in
+            [1 - contrast, 1 + contrast].
+        rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
+        squeeze: largest share by which a training image becomes narrower, in [0, 0.9].
+        erase: side in pixels of a square set to 0 in each training image; 0 is off.
+        test_crops: test scores are the mean over test_crops² evenly spaced crops, 1 to 32; 1 uses the central crop.
+        optimizer: a key of `OPTIMIZERS`.
+        learning_rate: initial learning rate, above 0.
+        weight_decay: weight decay of the optimiser, at least 0.
+        schedule: of the learning rate. ``exponential`` multiplies the initial rate by decay_rate^(step / decay_steps);
+            ``cosine`` lowers it along half a cosine to 0 at the last step.
+        decay_rate: factor of the exponential schedule per ``decay_steps`` steps, above 0.
+        decay_steps: number of steps of the exponential schedule, at least 1.
+        warm_up_epochs: number of epochs, at least 0, in which the learning rate rises linearly from 0 to the schedule.
+        mixup: α of mixup, Zhang et al. 2018 (arXiv 1710.09412). Each image and its loss are mixed with those of another
+            image. The share is drawn from Beta(α, α) once per batch; 0 is off.
         gradient_clip: largest norm of the gradient; 0 is off.
-        batch_size: images a step, over all devices together.
-        epochs: passes over the training split.
+        batch_size: images per step, over all devices together.
+        epochs: number of passes over the training split.
         patience: stop after this many epochs without a better validation accuracy; 0 is off.
-        validation_fraction: share of the training data held out to choose the epoch, in (0, 0.5].
-        validation_attribute: hold out by this attribute instead, such as ``instance`` of toys and smallNORB: of every
-            class all images of one value, which the seed chooses. So validation sees what tests see: other objects.
-        choose: the epoch that is kept: the ``best`` in validation, or the ``last``.
-        seed: of the split, the weights, the order and the shifts.
-        precision: bf16, float32, or auto: bf16 where the hardware multiplies it.
+        validation_fraction: share of the training data held out for validation, in (0, 0.5].
+        validation_attribute: attribute by which validation images are held out, such as ``instance`` of toys and
+            smallNORB; if empty, images are held out at random. Per class, all images with one value of the attribute
+            are held out, and the seed chooses the value. Validation then shows new objects, as the test split does.
+        choose: the epoch to keep: ``best`` in validation, or ``last``.
+        seed: random seed of validation split, initial weights, image order and augmentation.
+        precision: bf16, float32, or auto: bf16 if the hardware supports it natively, else float32.
+
+    Raises:
+        BadInput: a setting has the wrong type or is out of range, or two settings exclude each other.
+
+    Example:
+        >>> Recipe("short", "capsnet", "mnist", epochs=2).batch_size
+        128
     """
 
     name: str
@@ -105,7 +132,7 @@ class Recipe:
             check_kind(key, getattr(self, key), kind)
         if not isinstance(rule := self.model_options.get("routing", ""), str):
             raise BadInput(
-                f"routing in model_options is {rule!r}: name a rule, and give its options in routing_options"
+                f"routing in model_options is {rule!r}: give the name of a rule, and its options in routing_options"
             )
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
         choices["margin_schedule"] = ["none", "linear", "official"]
@@ -123,11 +150,12 @@ class Recipe:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
         if self.mixup and self.reconstruction_weight:
             raise BadInput(
-                "mixup and reconstruction_weight are above 0: a mixed image has no one class to be drawn from"
+                "mixup and reconstruction_weight are both above 0, but the decoder reconstructs a single class: "
+                "set one of them to 0"
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread without a loss.margin; set them, "
+                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread without loss.margin; change these, "
                 "or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in ("scores", "target")}
@@ -136,21 +164,28 @@ class Recipe:
         changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
         if self.reconstruction_weight and changed:
             raise BadInput(
-                "reconstruction_weight is above 0, but standardise, brightness or contrast take the images out of the "
-                "decoder's range [0, 1]: set reconstruction_weight=0, or those to none and 0"
+                "reconstruction_weight is above 0, but standardise, brightness or contrast move pixels out of the "
+                "decoder's range [0, 1]: set reconstruction_weight=0, or standardise=none, brightness=0 and contrast=0"
             )
 
     def plain(self) -> dict[str, Any]:
-        """Its settings as JSON gives them back."""
+        """The settings as plain data, as read back from JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     def preparation(self) -> Preparation:
-        """How its images become the model's input."""
+        """The image preparation that the settings describe."""
         return Preparation.of(vars(self))
 
 
 def resolve_precision(precision: str) -> str:
-    """bf16 where ``auto`` finds hardware that multiplies it, else float32; anything else as it is."""
+    """Resolve ``auto`` to bf16 if the hardware supports it natively, else to float32.
+
+    Arguments:
+        precision: auto, bf16 or float32; the last two are returned unchanged.
+
+    Raises:
+        BadInput: `precision` is not auto, bf16 or float32.
+    """
     if precision != "auto":
         if precision not in PRECISIONS:
             raise BadInput(f"precision is {precision!r}: use one of auto, {', '.join(PRECISIONS)}")

@@ -13,10 +13,13 @@ from torchcaps.kernels import in_onnx_export
 
 
 class Constant:
-    """A tensor that no training changes and no state dict holds, at hand on every device.
+    """A constant tensor with one cached copy per device. It is not trained and not part of a state dict.
 
-    Not a buffer: what moves, casts or empties a module leaves it alone. It is copied to a device once and kept there;
-    copies made while a graph is traced are not kept.
+    Unlike a buffer, it does not change when a module is moved, cast or emptied. Copies made while a graph is traced are
+    not cached.
+
+    Arguments:
+        values: the constant tensor.
 
     Example:
         >>> Constant(torch.arange(3)).on("cpu")
@@ -28,7 +31,7 @@ class Constant:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device | str) -> Tensor:
-        """The tensor on a device."""
+        """Return the tensor on a device."""
         device = torch.device(device)
         if device == self.values.device:
             return self.values
@@ -48,31 +51,31 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class RoutingMap:
-    """A bipartite graph between child sites and parent sites; every edge names its transform.
+    """Bipartite graph from child sites to parent sites, with a transform index per edge.
 
-    Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ in
-    their map alone: edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
-    parent site ``p`` with transform ``k``. Make one with `dense`, `shared` or `conv`.
+    Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ only
+    in their map. An edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
+    parent site ``p`` with transform ``k``. The methods `dense`, `shared` and `conv` create the usual maps.
 
-    Any graph will do: edges in any order, several between the same two sites, a child without a parent (it has no
-    effect), a parent without a child (its pose is 0).
+    Any graph is valid. Edges may be in any order, and several edges may connect the same two sites. A child without
+    parents has no effect. A parent without children has pose 0.
 
     Arguments:
-        edges: integers ``[E, 3]``, rows of (child site, parent site, transform), in any order; kept as int64.
-        child_sites: S, at least 1; the child sites in the edges lie in [0, S).
-        parent_sites: P, at least 1; the parent sites in the edges lie in [0, P).
-        transforms: K, at least 1; the transforms in the edges lie in [0, K).
-        parent_grid: (height, width) of the parent sites, row by row; height × width is P.
+        edges: integers ``[E, 3]``, rows of (child site, parent site, transform); stored as int64.
+        child_sites: number of child sites S, at least 1. Child sites in the edges are in [0, S).
+        parent_sites: number of parent sites P, at least 1. Parent sites in the edges are in [0, P).
+        transforms: number of transforms K, at least 1. Transforms in the edges are in [0, K).
+        parent_grid: (height, width) of the parent sites, numbered row by row; height × width = P.
 
     Attributes:
-        constant: the edges, on every device.
+        constant: the edges, with one cached copy per device.
         edge_lists, place_by_child: the edges sorted for the fused kernels.
-        own_transforms: whether each transform has one child site.
-        most_edges: largest number of edges of a child site.
+        own_transforms: whether every transform is used by one child site only.
+        most_edges: largest number of edges that start at one child site.
 
     Raises:
-        ValueError: edges are not integers ``[E, 3]`` or name a site or transform that does not exist, a size is below
-            1, or the grid does not hold P sites.
+        ValueError: ``edges`` is not an integer tensor ``[E, 3]``, an edge contains a site or transform that does not
+            exist, a size is below 1, or ``parent_grid`` does not have P sites.
 
     Example:
         >>> RoutingMap.conv((3, 3), kernel_size=2).edges[:4].tolist()
@@ -106,11 +109,11 @@ class RoutingMap:
             served = edges[:, (2, 0)].unique(dim=0)[:, 0]
             self._set(bool((served.diff() > 0).all()), int(edges[:, 0].bincount(minlength=1).max()))
         elif edges.is_meta and not torch.compiler.is_compiling():
-            raise ValueError('edges are on the meta device and hold no values: make them with device="cpu"')
+            raise ValueError('edges are on the meta device, without values: create them with device="cpu"')
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
         if in_onnx_export():
-            return  # never fused, and ONNX has no operators for the lists
+            return  # exports use the reference implementation, and ONNX has no operators for the lists
         with torch.inference_mode(False) if has_values(edges) else nullcontext():
             order = edges[:, 0].argsort(stable=True)
             object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
@@ -131,7 +134,7 @@ class RoutingMap:
         for name, low, high, size in zip(names, smallest, largest, sizes, strict=True):
             if low < 0 or high >= size:
                 raise ValueError(
-                    f"edges name {name} from {low} to {high}, but the map has {size}, numbered 0 to {size - 1}: "
+                    f"edges contain {name} from {low} to {high}, but the map has {size}, numbered 0 to {size - 1}: "
                     + (
                         "correct the edges"
                         if low < 0
@@ -140,9 +143,12 @@ class RoutingMap:
                 )
 
     def _sorted(self, by_child: Tensor) -> Int32[Tensor, " lists"]:
-        """The edges as the fused kernels read them: one after the other, the columns of the edges sorted by child site;
-        where in them each child site begins; and for parent sites and for transforms, where the edges of each begin in
-        a list of edges sorted by it, and that list."""
+        """Concatenate the edge lists that the fused kernels read.
+
+        In this order: the three columns of the edges sorted by child site; the offset of each child site's first edge;
+        the offset of each parent site's first edge in a list of edges sorted by parent site, then that list; and the
+        same offsets and list for transforms.
+        """
         lists = [*by_child.unbind(1), self._begins(by_child[:, 0], self.child_sites)]
         for column, count in ((1, self.parent_sites), (2, self.transforms)):
             order = by_child[:, column].argsort(stable=True)
@@ -154,48 +160,65 @@ class RoutingMap:
         return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
-        """The edges on a device; they are copied to it once."""
+        """Return the edges on a device. They are copied to each device once."""
         return self.constant.on(device)
 
     @classmethod
     def dense(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
-        """Every child site feeds the one parent site, each through a transform of its own (K = S)."""
+        """Create a fully connected map: one parent site, and one transform per child site (K = S).
+
+        Arguments:
+            child_sites: number of child sites S.
+            device: device of the edges; the CPU by default.
+        """
         sites = torch.arange(child_sites, device=device or "cpu")
         edges = torch.stack([sites, 0 * sites, sites], dim=1)
         return cls(edges, child_sites, 1, child_sites, (1, 1))._set(own_transforms=True, most_edges=1)
 
     @classmethod
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
-        """Every child site feeds the one parent site, all through one transform (K = 1), so S may vary."""
+        """Create a map with one parent site and one transform for all child sites (K = 1), so that S may vary.
+
+        Arguments:
+            child_sites: number of child sites S.
+            device: device of the edges; the CPU by default.
+        """
         sites = torch.arange(child_sites, device=device or "cpu")
         edges = torch.stack([sites, 0 * sites, 0 * sites], dim=1)
         return cls(edges, child_sites, 1, 1, (1, 1))._set(own_transforms=child_sites == 1, most_edges=1)
 
     def _set(self, own_transforms: bool, most_edges: int) -> "RoutingMap":
-        """Whether no transform serves two child sites; and the edges of the child site that has the most."""
+        """Set the attributes of the same names; see `RoutingMap`."""
         object.__setattr__(self, "own_transforms", own_transforms)
         object.__setattr__(self, "most_edges", most_edges)
         return self
 
     @classmethod
     def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
-        """Each parent site sees a window of child sites, one transform per kernel offset (K = kernel_size²).
+        """Create a convolutional map: parents see a window of child sites, one transform per offset (K = kernel_size²).
 
-        Sites are numbered row by row, kernel offsets too. Zero padding adds no edges: a window that hangs over the
-        border simply has fewer children.
+        Sites and kernel offsets are numbered row by row. Padding adds no edges: a window across the border has fewer
+        children.
+
+        Arguments:
+            child_grid: (height, width) of the grid of child sites.
+            kernel_size: height and width of the window, in child sites.
+            stride: distance between neighbouring windows, in child sites.
+            padding: border around the child grid, in [0, kernel_size).
 
         Raises:
-            ValueError: a size below 1, padding outside [0, kernel_size), or a window larger than the padded grid.
+            ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), or the window exceeds the padded
+                grid.
         """
         height, width = child_grid
         if min(height, width, kernel_size, stride) < 1 or not 0 <= padding < kernel_size:
             raise ValueError(
-                f"grid {height}×{width}, kernel {kernel_size}, stride {stride} must be at least 1 "
-                f"and padding {padding} in [0, kernel_size)"
+                "child_grid, kernel_size and stride must be at least 1 and padding in [0, kernel_size); "
+                f"got {height}×{width}, {kernel_size}, {stride} and {padding}"
             )
         if min(height, width) + 2 * padding < kernel_size:
             raise ValueError(
-                f"kernel {kernel_size} is larger than the {height}×{width} grid with padding {padding}: "
+                f"kernel_size {kernel_size} is larger than the {height}×{width} child_grid with padding {padding}: "
                 "use a larger image, a smaller kernel or more padding"
             )
         parent_height = (height + 2 * padding - kernel_size) // stride + 1
@@ -216,12 +239,16 @@ class RoutingMap:
     def votes(
         self, pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"]
     ) -> Float[Tensor, "B J E C R N"]:
-        """Write out every vote: ``V = pose · transform`` along every edge, for every parent type.
+        """Materialise all votes: ``V = pose · transform`` for every edge and parent type.
 
-        Parent types come first, so that all the votes for one parent lie together in memory.
+        Parent types come before edges, so that the votes for one parent are contiguous in memory.
+
+        Arguments:
+            pose: ``[B, S, C, R, Q]``, poses of the children.
+            transform: ``[K, C, J, Q, N]``, transforms of the map.
 
         Raises:
-            ValueError: pose, transform and map disagree in shape.
+            ValueError: ``pose`` or ``transform`` does not fit the map, or they do not fit each other.
         """
         self.check(pose, transform)
         child, _, kernel = self.edges_on(pose.device).unbind(1)
@@ -229,13 +256,14 @@ class RoutingMap:
         return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
 
     def check(self, pose: Tensor, transform: Tensor) -> None:
-        """That pose ``[B, S, C, R, Q]``, transform ``[K, C, J, Q, N]`` and map agree.
+        """Check that pose ``[B, S, C, R, Q]`` and transform ``[K, C, J, Q, N]`` fit the map.
 
         Raises:
-            ValueError: they disagree, are no floating-point tensors, or lie on different devices.
+            ValueError: the shapes do not fit, ``pose`` or ``transform`` is not a floating-point tensor, or they are on
+                different devices.
         """
         if not isinstance(pose, Tensor):
-            cure = ": give children.pose" if hasattr(pose, "pose") else ""
+            cure = ": pass children.pose" if hasattr(pose, "pose") else ""
             raise ValueError(f"pose must be a tensor [B, S, C, R, Q]; got {described(pose)}{cure}")
         if not isinstance(transform, Tensor):
             raise ValueError(f"transform must be a tensor [K, C, J, Q, N]; got {described(transform)}")
@@ -248,7 +276,7 @@ class RoutingMap:
             check_floating(name, tensor)
             if 0 in tensor.shape[1:]:
                 raise ValueError(
-                    f"every dimension of {name} but the batch must be at least 1; got {list(tensor.shape)}"
+                    f"every dimension of {name} except the batch must be at least 1; got {list(tensor.shape)}"
                 )
         check_device("transform", transform, pose)
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
@@ -258,18 +286,18 @@ class RoutingMap:
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
-                f"child types and pose columns must agree: pose has C={pose.shape[2]}, Q={pose.shape[4]}; "
+                f"pose and transform must have the same C and Q; pose has C={pose.shape[2]}, Q={pose.shape[4]} and "
                 f"transform has C={transform.shape[1]}, Q={transform.shape[3]}"
             )
 
     def log_couplings(
         self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
     ) -> Float[Tensor, "B J E C"]:
-        """Log-softmax of each child over all the parents it reaches, every type at every site.
+        """Compute the log-softmax per child over all its parents: all types at all sites that it has edges to.
 
         Arguments:
             logits: ``[B, J, E, C]``.
-            none_of_the_above: a further parent with logit 0 takes part and is dropped (leaky routing).
+            none_of_the_above: include an extra parent with logit 0 in the softmax, and drop it (leaky routing).
         """
         total = logits.logsumexp(dim=1)
         if self.most_edges != 1:
@@ -284,20 +312,20 @@ class RoutingMap:
         return logits - total.unsqueeze(1)
 
     def sum_at_parents(self, values: Float[Tensor, "B J E *rest"]) -> Float[Tensor, "B J P *rest"]:
-        """Per parent site, the sum over the edges that lead to it."""
+        """Sum values over the incoming edges of each parent site."""
         if self.parent_sites == 1:
             return values.sum(dim=2, keepdim=True)
         per_parent = values.new_zeros(*values.shape[:2], self.parent_sites, *values.shape[3:])
         return per_parent.index_add(2, self.edges_on(values.device)[:, 1], values)
 
     def at_edges(self, values: Float[Tensor, "B J P *rest"]) -> Float[Tensor, "B J E *rest"]:
-        """On every edge, the value of the parent site it leads to."""
+        """Copy the value of each parent site to its incoming edges."""
         if self.parent_sites == 1:
             return values.expand(*values.shape[:2], len(self.edges), *values.shape[3:])
         return values.index_select(2, self.edges_on(values.device)[:, 1])
 
     def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:
-        """Per parent, the largest value of all the children that feed it."""
+        """Compute the maximum per parent over all its children."""
         per_edge = values.amax(dim=3)
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
         parent = self.edges_on(values.device)[:, 1]

@@ -1,4 +1,4 @@
-"""What a run leaves on disk: whose folder it is, its recipe and data, a row an epoch. Whole or absent."""
+"""The files of a run: recipe.json, image digests, metrics.csv and metrics.json. Each is written atomically."""
 
 import csv
 import json
@@ -29,22 +29,22 @@ from torchcaps.recipe import Recipe
 LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
 LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
-"""What a killed process may leave of a file that it was writing."""
+"""Names of temporary files that a killed process may leave behind."""
 PROGRESS_SECONDS = 60.0
-"""Between two printed lines of how far a long epoch has come, where no progress bar can be drawn."""
+"""Seconds between two printed lines of progress within an epoch, if there is no progress bar."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What recipe.json holds of a run.
+    """Content of a run's recipe.json.
 
     Arguments:
-        recipe: all settings.
-        class_names: in the order of the labels.
+        recipe: all settings of the training.
+        class_names: class names, in the order of the labels.
         image_shape: (channels, height, width) of the stored images, before cropping.
-        data: the summary of `fingerprint`.
-        environment: where it was trained last.
-        earlier_environments: where it was trained before it was resumed.
+        data: class names, and per split the number of images and a checksum, as `fingerprint` returns them.
+        environment: versions, commit and hardware of the last training session.
+        earlier_environments: the same for the sessions before the run was resumed.
     """
 
     recipe: Recipe
@@ -56,48 +56,48 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """recipe.json of a run, with every entry there and of its kind.
+    """Read a run's recipe.json and check that all entries are present and have the right type.
 
     Raises:
-        BadInput: it is absent or damaged.
+        BadInput: recipe.json is missing or damaged.
     """
     path = folder / "recipe.json"
     if not path.is_file():
-        raise BadInput(f"{folder} has no recipe.json: name the folder of a `torchcaps train`")
+        raise BadInput(f"{folder} has no recipe.json: give a folder made by `torchcaps train`")
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         for name, kind in Run.__annotations__.items():
             if name != "recipe":
-                check_kind(name, said[name], kind)
+                check_kind(name, content[name], kind)
         known = [field.name for field in fields(Recipe)]
-        if missing := absent("recipe", known, said["recipe"]):
-            raise BadInput(f"recipe: {missing[0]!r} is absent")
-        if unknown := said["recipe"].keys() - set(known):
+        if missing := absent("recipe", known, content["recipe"]):
+            raise BadInput(f"recipe: {missing[0]!r} is missing")
+        if unknown := content["recipe"].keys() - set(known):
             raise BadInput(f"recipe: {min(unknown)!r} is unknown")
-        if not all(isinstance(said["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
-            raise BadInput("data: a checksum is absent")
-        said["data"]["class_names"]
-        run = {name: said[name] for name in Run.__annotations__}
-        return Run(**{**run, "recipe": Recipe(**said["recipe"]), "image_shape": tuple(said["image_shape"])})
+        if not all(isinstance(content["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
+            raise BadInput("data: a checksum is missing")
+        content["data"]["class_names"]
+        run = {name: content[name] for name in Run.__annotations__}
+        return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error!s}): put back a copy, or train again in another folder") from error
+        raise BadInput(f"{path} is damaged ({error!s}): restore a copy, or train again in another folder") from error
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other process from training in a folder; the folder is made if absent.
+    """Lock a run folder, so that no other process trains in it. The folder is created if absent.
 
     Raises:
-        BadInput: another process trains there, or the folder cannot be written to.
+        BadInput: another process is training in the folder, or the folder cannot be written to.
     """
     lock = FileLock(folder / LOCK, timeout=0, preserve_lock_file=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout as error:
-        raise BadInput(f"another process is training in {folder}: wait for it, or name another --out") from error
+        raise BadInput(f"another process is training in {folder}: wait until it ends, or use another --out") from error
     except OSError as error:
-        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another folder with --out") from error
+        raise BadInput(f"{folder} cannot be written to ({error.strerror}): use another folder with --out") from error
     try:
         yield
     finally:
@@ -105,33 +105,33 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def existing_run(folder: Path, resume: bool) -> Run | None:
-    """The run that a folder holds, which is then to be resumed; None for an empty or absent folder.
+    """Read the run that a folder holds; None if the folder is empty or absent.
 
     Raises:
-        BadInput: it holds a run that is not to be resumed, or files of somebody else.
+        BadInput: the folder holds a run and `resume` is False, or it holds files that do not belong to a run.
     """
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if not name.startswith(".") and not LEFTOVER.fullmatch(name)]
     if (folder / "recipe.json").is_file():
         run = read_run(folder)
         if not resume:
-            raise BadInput(f"{folder} holds a run already: continue it with --resume, or name another --out")
+            raise BadInput(f"{folder} already holds a run: continue it with --resume, or use another --out")
         return run
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise BadInput(
-            f"{folder} holds files that are not of a run ({others[0]}{more}): name a new or empty folder with --out"
+            f"{folder} holds files that do not belong to a run ({others[0]}{more}): use a new or empty --out folder"
         )
     return None
 
 
 class Begun(NamedTuple):
-    """A run that may begin or go on.
+    """A checked run that can be started or resumed.
 
     Arguments:
-        run: what recipe.json will hold.
-        digests: of the images of each split.
-        last: the checkpoint to go on from; None at the start.
+        run: content of recipe.json.
+        digests: per split, the checksums of its images.
+        last: checkpoint to resume from; None to start from the first epoch.
     """
 
     run: Run
@@ -140,11 +140,11 @@ class Begun(NamedTuple):
 
 
 def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
-    """Whether a run may begin in a folder, or go on; nothing is written.
+    """Check that a run can be started or resumed in a folder. Nothing is written.
 
     Raises:
-        BadInput: see `existing_run`; the run was begun with other settings or other data; a checkpoint or metrics.csv
-            is absent or damaged.
+        BadInput: the folder holds a run and `resume` is False, or files that do not belong to a run; the run was
+            started with other settings or data; a checkpoint or metrics.csv is missing or damaged.
     """
     before = existing_run(folder, resume)
     data, digests = fingerprint(splits)
@@ -154,29 +154,29 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         changed = difference(before.data, data)
         if changed:
             raise BadInput(
-                f"{folder} was begun with other data: {changed}; resume with the same data, or name another --out"
+                f"{folder} was started with other data: {changed}; resume with the same data, or use another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
     last, rows = folder / "last.ckpt", len(read_rows(folder / "metrics.csv"))
-    first = rows < 2 and not last.exists()  # an epoch may end, and its checkpoint not yet be written
+    first = rows < 2 and not last.exists()  # killed after the row of epoch 1, before its checkpoint
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
     load_checkpoint(folder / "best.ckpt", module)
     if rows < trained:
         raise BadInput(
-            f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt {trained}: put back a copy, or train again in "
-            "another folder"
+            f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt has {trained}: restore a copy, or train again "
+            "in another folder"
         )
     return Begun(run, digests, last)
 
 
 def begin_run(folder: Path, begun: Begun) -> None:
-    """Write recipe.json: settings, what the data are, the environments. Remove what a killed run left."""
+    """Write recipe.json and the image digests. Remove temporary files that a killed process left behind."""
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
-    # recipe.json first: it makes the folder a run's
+    # recipe.json first: it marks the folder as a run
     write_json(folder / "recipe.json", {**vars(begun.run), "recipe": begun.run.recipe.plain()})
     with atomically(folder / DIGESTS) as stream:
         stream.write(safetensors.numpy.save(begun.digests))
@@ -184,23 +184,23 @@ def begin_run(folder: Path, begun: Begun) -> None:
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     one, other = before.plain(), recipe.plain()
-    for key in one.keys() - {"epochs", "data"}:  # the data may lie in another place: their checksums are compared
+    for key in one.keys() - {"epochs", "data"}:  # the data may have moved: `check_run` compares checksums
         if one[key] != other[key]:
-            raise BadInput(f"{folder} was begun with {key}={one[key]}, not {other[key]}: resume with the same")
+            raise BadInput(f"{folder} was started with {key}={one[key]}, not {other[key]}: resume with the same value")
     if one["epochs"] == other["epochs"]:
         return
     if recipe.margin_schedule == "linear":
         raise BadInput(
-            f"{folder} was begun with epochs={before.epochs}, not {recipe.epochs}: its margin rises linearly over all "
-            "epochs, so their number cannot change; train anew in another folder"
+            f"{folder} was started with epochs={before.epochs}, not {recipe.epochs}: the margin rises linearly over "
+            "all epochs, so their number cannot change; train again in another folder"
         )
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:
-        raise BadInput(f"{folder} has trained {trained} epochs already: give --epochs {trained} or more")
+        raise BadInput(f"{folder} has already trained {trained} epochs: use --epochs {trained} or more")
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """metrics.json of a run that has ended with these epochs; None where it has not, or a result is absent.
+    """Read metrics.json of a run that is finished; None if results are missing or the recipe has other epochs.
 
     Raises:
         BadInput: metrics.json is damaged.
@@ -212,25 +212,28 @@ def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
-    """metrics.json of a run.
+    """Read a run's metrics.json.
 
     Raises:
-        BadInput: it is damaged.
+        BadInput: metrics.json cannot be read or is damaged.
     """
     path = folder / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
         float(metrics["test_accuracy_percent"]), int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error}): remove it and run the command with --resume") from error
+        raise BadInput(f"{path} is damaged ({error}): delete it and train with --resume") from error
     return metrics
 
 
 def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
-    """How many of these images are among a run's training and validation images, by the name of the split.
+    """Count the images that are among a run's training or validation images.
+
+    Returns:
+        The number of images per split, with the keys ``train`` and ``validation``.
 
     Raises:
-        BadInput: the run's checksums of its images are absent or damaged.
+        BadInput: the run's image digests are missing or damaged.
     """
     path = folder / DIGESTS
     try:
@@ -238,14 +241,14 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
         digests = image_digests(images)
         return {name: int(np.isin(digests, known[name]).sum()) for name in ("train", "validation")}
     except (OSError, LookupError, SafetensorError) as error:
-        raise BadInput(f"{path} is absent or damaged ({error}): put back a copy") from error
+        raise BadInput(f"{path} is missing or damaged ({error}): restore a copy") from error
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv; none where it does not exist.
+    """Read the rows of metrics.csv; an empty list if the file does not exist.
 
     Raises:
-        BadInput: it is damaged.
+        BadInput: metrics.csv is damaged.
     """
     if not path.exists():
         return []
@@ -254,14 +257,20 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         for number, row in enumerate(rows, start=1):
             float(row["seconds"]), float(row["train_images_per_second"])
             if int(row["epoch"]) != number or None in row or None in row.values():
-                raise ValueError(f"row {number} is not whole")
+                raise ValueError(f"row {number} is incomplete")
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
-        raise BadInput(f"{path} is damaged ({error}): put back a copy, or train again in another folder") from error
+        raise BadInput(f"{path} is damaged ({error}): restore a copy, or train again in another folder") from error
 
 
 class EpochLog(Callback):
-    """One row of metrics.csv and one printed line an epoch; a resumed run goes on below the rows it keeps."""
+    """Callback that writes one row of metrics.csv and prints one line per epoch. A resumed run keeps earlier rows.
+
+    Arguments:
+        path: metrics.csv.
+        images: number of training images.
+        measure: called with the model in evaluation mode after every epoch; its values are added to the row.
+    """
 
     def __init__(
         self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float]] | None = None
@@ -270,21 +279,21 @@ class EpochLog(Callback):
         self.images = images
         self.measure = measure
         self.rows: list[dict[str, Any]] = []
-        self.start = self.told = self.train_seconds = 0.0
+        self.start = self.printed = self.train_seconds = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.rows = [row for row in read_rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.start = self.told = time.perf_counter()
+        self.start = self.printed = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_index: int
     ) -> None:
         now = time.perf_counter()
         self.train_seconds = now - self.start
-        if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.told > PROGRESS_SECONDS:
-            self.told = now
+        if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.printed > PROGRESS_SECONDS:
+            self.printed = now
             done = (batch_index + 1) / trainer.num_training_batches
             print(
                 f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {100 * done:.0f} %  "

@@ -1,6 +1,7 @@
-"""Laws that every routing rule keeps on every routing map, for the rules of this library and for your own.
+"""Tests for routing rules, those of this library and your own: properties that hold on every routing map.
 
-A routed function is (pose, transform, routing_map) → (Capsules, couplings). A case is such a triple of arguments.
+A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds these three
+arguments.
 """
 
 import copy
@@ -19,7 +20,7 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """What a rule is given, with activations left to the rule.
+    """Arguments of a routed function. It computes the activations of the children itself.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``.
@@ -33,12 +34,12 @@ class Case(NamedTuple):
 
 
 def tolerance(case: Case) -> dict[str, Any]:
-    """How far two results may be apart that are equal but for rounding."""
+    """Return the tolerances for two results that differ only by rounding."""
     return {"rtol": 1e-4, "atol": 1e-5} if case.pose.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
 
 
 def couplings_of_children(rule: Routed, case: Case) -> Tensor:
-    """Per child, the sum of its couplings over all the parents that it reaches: ``[B, S, C]``."""
+    """Sum the couplings of each child over all its parents: ``[B, S, C]``."""
     _, couplings = rule(*case)
     per_edge = couplings.sum(dim=1)
     per_child = per_edge.new_zeros(per_edge.shape[0], case.routing_map.child_sites, per_edge.shape[2])
@@ -46,7 +47,7 @@ def couplings_of_children(rule: Routed, case: Case) -> Tensor:
 
 
 def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """The couplings of a child sum to 1 over all the parents that it reaches; to less where a rule is leaky."""
+    """The couplings of a child sum to 1 over all its parents, or to at most 1 with leaky routing."""
     total = couplings_of_children(rule, case)
     reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
     reached[case.routing_map.edges[:, 0]] = True
@@ -58,7 +59,7 @@ def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
 
 
 def invariant_to_order_of_children(rule: Routed, case: Case) -> None:
-    """Another order of child sites, child types and edges gives the same parents."""
+    """Permuting child sites, child types and edges does not change the parents."""
     pose, transform, routing_map = case
     sites, types = torch.randperm(pose.shape[1]), torch.randperm(pose.shape[2])
     edges = routing_map.edges.clone()
@@ -70,7 +71,7 @@ def invariant_to_order_of_children(rule: Routed, case: Case) -> None:
 
 
 def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
-    """Another order of parent types gives the same parents in that order."""
+    """Permuting the parent types permutes the parents."""
     order = torch.randperm(case.transform.shape[2])
     moved, moved_couplings = rule(case.pose, case.transform[:, :, order], case.routing_map)
     parents, couplings = rule(*case)
@@ -80,7 +81,7 @@ def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
 
 
 def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
-    """A sample alone gives what it gives in its batch."""
+    """A sample gives the same result alone as in a batch."""
     together = rule(*case)[0]
     for sample in range(case.pose.shape[0]):
         alone = rule(case.pose[sample : sample + 1], case.transform, case.routing_map)[0]
@@ -89,7 +90,7 @@ def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
 
 
 def zero_poses_are_finite(rule: Routed, case: Case) -> None:
-    """Poses of 0 give finite values and gradients."""
+    """Zero poses give finite values and gradients."""
     pose = torch.zeros_like(case.pose, requires_grad=True)
     transform = case.transform.clone().requires_grad_()
     parents, couplings = rule(pose, transform, case.routing_map)
@@ -100,7 +101,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
 
 
 def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
-    """A child of activation 0 gives the same parents as no such child."""
+    """Removing a child with activation 0 does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
@@ -111,7 +112,7 @@ def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
 
 
 def gradients_are_right(rule: Routed, case: Case, fast: bool = False) -> None:
-    """Gradients equal finite differences in float64."""
+    """Gradients match finite differences in float64."""
     pose = case.pose.double().requires_grad_()
     transform = case.transform.double().requires_grad_()
 
@@ -123,7 +124,7 @@ def gradients_are_right(rule: Routed, case: Case, fast: bool = False) -> None:
 
 
 def same_input_same_bits(rule: Routed, case: Case) -> None:
-    """The same input gives the same bits."""
+    """Two calls with the same input give bitwise equal results."""
     first, again = rule(*case), rule(*case)
     assert torch.equal(first[0].pose, again[0].pose)
     assert torch.equal(first[1], again[1])
@@ -137,27 +138,35 @@ ALL = [
     a_silent_child_counts_for_nothing,
     same_input_same_bits,
 ]
-"""Those that hold whatever the options; the couplings' sum and the gradients ask for more than a rule and a case."""
+"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have more arguments."""
 
 
 MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}
 
 
 def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: int = 4) -> None:
-    """Check a routing rule of your own on a dense, a shared and a convolutional map.
+    """Test your own routing rule on a dense, a shared and a convolutional map.
 
-    The order of child sites does not matter, samples do not see each other in evaluation mode, zero poses and a single
-    child give finite values and gradients, a child of activation 0 counts for nothing where activations weigh, the same
-    input gives the same bits, fused kernels and reference give the same values and gradients (for rules with a
-    ``backend``, where the kernels can run), gradients equal finite differences, the result has the widest dtype and at
-    least float32, and the rule runs in one graph under `torch.compile`, to the same values.
+    The test checks these properties:
+
+    - The order of child sites does not change the parents.
+    - In evaluation mode, a sample gives the same result alone as in a batch.
+    - Zero poses, and a single active child, give finite values and gradients.
+    - A child with activation 0 has no effect, if the rule weights votes with activations.
+    - Two calls with the same input give bitwise equal results.
+    - Fused kernels and reference implementation give the same values and gradients, if the rule has a ``backend`` and
+      the kernels can run.
+    - Gradients match finite differences.
+    - The result has the dtype of the inputs, for float32 and float64.
+    - The rule compiles to one graph with `torch.compile` and gives the same values.
 
     Arguments:
-        make: gives a new rule for a layer of these sizes, such as ``lambda layer: MyRule(layer.parent_types)``.
-        rows, columns: of the poses of children and parents.
+        make: creates a new rule for a layer with the given `LayerShape`, such as
+            ``lambda layer: MyRule(layer.parent_types)``.
+        rows, columns: rows and columns of the poses of children and parents.
 
     Raises:
-        AssertionError: a law does not hold; the message begins with the map and the law.
+        AssertionError: a property does not hold. The message begins with the map and the property.
 
     Example:
         >>> from torchcaps import UniformRouting
@@ -185,7 +194,7 @@ def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple
 
 
 def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """order of child sites."""
+    """order of child sites"""
     order = torch.randperm(len(case.pose[0]), generator=torch.Generator().manual_seed(1))
     edges = case.routing_map.edges.clone()
     edges[:, 0] = torch.argsort(order)[edges[:, 0]]
@@ -196,7 +205,7 @@ def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """samples apart."""
+    """independence of samples"""
     together = _run(rule, case.pose, activation, case)
     for one, right in zip(_run(rule, case.pose[1:], activation[1:], case), together, strict=True):
         torch.testing.assert_close(one, right[1:])
@@ -207,23 +216,23 @@ def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> No
     parents = rule(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
     (parents.pose.sum() + parents.activation.sum()).backward()
     for value in (*parents, *(leaf.grad for leaf in leaves if leaf.grad is not None)):
-        assert torch.isfinite(value).all(), "a value or a gradient is not finite"
+        assert torch.isfinite(value).all(), "a value or gradient is not finite"
 
 
 def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """poses of 0."""
+    """zero poses"""
     _finite(rule, torch.zeros_like(case.pose), activation, case)
 
 
 def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """one child that is on."""
+    """single active child"""
     alone = torch.zeros_like(activation)
     alone[:, 0, 0] = 1
     _finite(rule, case.pose, alone, case)
 
 
 def _silent(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """a child of activation 0."""
+    """child with activation 0"""
     if not getattr(rule, "weighs_activations", True):
         return
     silent, other = activation.clone(), case.pose.clone()
@@ -233,13 +242,13 @@ def _silent(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _bits(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """the same bits twice."""
+    """bitwise reproducibility"""
     first, again = (_run(rule, case.pose, activation, case) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "they differ"
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "two calls differ"
 
 
 def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """fused kernels and reference."""
+    """fused kernels and reference"""
     if not hasattr(rule, "backend"):
         return
     results = []
@@ -257,7 +266,7 @@ def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """gradients."""
+    """gradients"""
 
     def outputs(pose: Tensor, activation: Tensor, transform: Tensor) -> tuple[Tensor, ...]:
         return _run(rule, pose, activation, case._replace(transform=transform))[:2]
@@ -267,16 +276,16 @@ def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """dtypes."""
+    """dtypes"""
     for dtype, expected in ((torch.float64, torch.float64), (torch.float32, torch.float32)):
         narrow = case._replace(transform=case.transform.to(dtype))
         found = _run(rule.to(dtype), case.pose.to(dtype), activation.to(dtype), narrow)
-        assert {x.dtype for x in found} == {expected}, f"{dtype} in, {[x.dtype for x in found]} out"
+        assert {x.dtype for x in found} == {expected}, f"inputs are {dtype}, outputs are {[x.dtype for x in found]}"
     rule.double()
 
 
 def _compiled(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """torch.compile in one graph."""
+    """torch.compile in one graph"""
     torch.compiler.reset()
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager")
     found = compiled(Capsules(case.pose, activation), case.transform, case.routing_map)

@@ -1,4 +1,4 @@
-"""Training and evaluation on Lightning. Nothing here knows a dataset or a model by name."""
+"""Training and evaluation with Lightning, independent of any particular dataset or model."""
 
 import os
 import sys
@@ -30,7 +30,13 @@ from torchcaps.training_module import TrainingModule
 
 
 class ImageBatches(Dataset):
-    """Whole batches of an in-memory split: prepared for training where a variation is given, else as a test's views."""
+    """Batches of an in-memory split: augmented for training if `variation` is given, else prepared as test views.
+
+    Arguments:
+        images: the split.
+        preparation: how stored images become the model's input.
+        variation: random augmentation of one epoch; None for validation and test.
+    """
 
     def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
         self.images = images
@@ -46,7 +52,13 @@ class ImageBatches(Dataset):
 
 
 def batch_starts(images: int, batch_size: int) -> range:
-    """Where the batches of an epoch begin. A last batch of one image joins the one before, for BatchNorm's sake.
+    """Index of the first image of each batch of an epoch.
+
+    A last batch of one image is merged into the batch before it, because BatchNorm can fail on a single image.
+
+    Arguments:
+        images: number of images in the split.
+        batch_size: images per batch.
 
     Example:
         >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
@@ -61,7 +73,14 @@ def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLo
 
 
 class SplitBatches(lightning.LightningDataModule):
-    """Order and shifts of every epoch, a function of (seed, epoch, index) alone; each device takes its share."""
+    """Batches of training, validation and test. Each device gets its share of every split.
+
+    Order and augmentation of the training images depend only on seed, epoch and image index.
+
+    Arguments:
+        splits: training, validation and test images.
+        recipe: gives batch size, seed and image preparation.
+    """
 
     def __init__(self, splits: Splits, recipe: Recipe) -> None:
         super().__init__()
@@ -100,35 +119,37 @@ def fit(
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
-    """Train as the recipe says, choose the epoch, read the test split once, and fill the run folder.
+    """Train a model, choose the best epoch, evaluate it once on the test split, and write the run folder.
 
-    Of epochs with equal validation accuracy the one of lower validation loss is kept. A finished run is left as it is,
-    unless the recipe has more epochs than it was begun with: then it goes on, and reads the test split again.
+    If epochs have the same validation accuracy, the one with the lowest validation loss is kept. A finished run is not
+    trained again, unless the recipe has more epochs than the run was started with. Then training continues, and the
+    test split is evaluated again.
 
     Arguments:
-        recipe: all settings; what it says can be repeated from the folder's recipe.json.
-        splits: train, validation and test images.
-        folder: made if absent, else empty or a run; gets recipe.json, image-digests.safetensors, metrics.csv,
-            metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json, tensorboard/, confusion.png, and
-            reconstructions.png where the model reconstructs. No other file in it is touched.
-        devices: processes to train with, through DistributedDataParallel; must divide the batch size.
-        resume: go on from the folder's last.ckpt, to the same bits as a run that was never stopped.
-        on_epoch_end: called with the model in evaluation mode after every epoch; its values are written to metrics.csv.
-        module_class: LightningModule that defines loss and metric.
+        recipe: all settings of the training. They are saved in the folder's recipe.json.
+        splits: training, validation and test images.
+        folder: run folder; created if absent. It must be empty or hold a run. `fit` writes recipe.json,
+            image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json,
+            tensorboard/, confusion.png, and reconstructions.png if the model has a decoder. Other files are left alone.
+        devices: number of processes that train together (DistributedDataParallel); must divide the batch size.
+        resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
+        on_epoch_end: called with the model in evaluation mode after every epoch. Its values are written to metrics.csv.
+        module_class: subclass of `TrainingModule` that defines loss and metric.
 
     Returns:
         The content of metrics.json.
 
     Raises:
-        BadInput: a setting does not fit, the folder holds something else, other data or settings than the run was
-            begun with, a file cannot be read or written.
+        BadInput: a setting is invalid; a split has no images; the folder holds a run and `resume` is False, or files
+            that do not belong to a run; the run was started with other data or settings; a file cannot be read or
+            written.
         Diverged: the loss is not finite.
-        KeyboardInterrupt: as sent; Lightning turns it into an exit, and this turns it back.
+        KeyboardInterrupt: the training was interrupted, as by Ctrl-C.
     """
     check_devices(devices, recipe)
     for name, images in vars(splits).items():
         if not len(images):
-            raise BadInput(f"there are no {name} images: give each class more images")
+            raise BadInput(f"there are no {name} images: add images to each class")
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
     module = module_class(
@@ -143,26 +164,24 @@ def fit(
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
-            print(f"{folder} is finished: nothing is left to train; for more epochs, raise --epochs", flush=True)
+            print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
         return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end)
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
-    """Refuse a number of processes that the batches cannot be shared by.
+    """Check that every batch can be split evenly among the processes.
 
     Raises:
-        BadInput: it is below 1 or does not divide the batch size.
+        BadInput: `devices` is below 1 or does not divide the batch size.
     """
     if devices < 1 or recipe.batch_size % devices:
-        raise BadInput(
-            f"devices is {devices}: use 1, or a larger number that divides the batch size {recipe.batch_size}"
-        )
+        raise BadInput(f"devices is {devices}: use 1 or another number that divides the batch size {recipe.batch_size}")
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
-    """The recipe's model for these images, tried on one of them, so that what does not fit is found before training."""
+    """Build the recipe's model and run it on one blank image, so that invalid options fail before training starts."""
     shape = recipe.preparation().image_shape(images.image_shape)
     options: dict[str, Any] = {"image_shape": shape, "num_classes": len(images.class_names), **recipe.model_options}
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
@@ -253,13 +272,13 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
 
 
 class Curves(TensorBoardLogger):
-    """TensorBoard's logs, where a full disk is a `BadInput` that names them."""
+    """TensorBoard logger that raises `BadInput` with the path if the logs cannot be written."""
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self._write(lambda: super(Curves, self).log_metrics(metrics, step))
 
     def log_graph(self, *arguments: Any, **options: Any) -> None:
-        """No graph is drawn."""
+        """Do nothing: the graph of the model is not logged."""
 
     def save(self) -> None:
         self._write(super().save)
@@ -272,13 +291,13 @@ class Curves(TensorBoardLogger):
             write()
         except (OSError, ValueError) as error:  # Lightning turns a failed write into a ValueError
             raise BadInput(
-                f"{self.log_dir} could not be written ({error.__cause__ or error}): free some space and continue "
+                f"{self.log_dir} could not be written ({error.__cause__ or error}): free disk space, then continue "
                 "with --resume"
             ) from error
 
 
 class MeanScores(nn.Module):
-    """Several networks as one: the mean of their scores, as in Mazzia, Salvetti & Chiaberge 2021, section 4.2.
+    """Ensemble of networks that returns the mean of their scores: Mazzia, Salvetti & Chiaberge 2021, section 4.2.
 
     Arguments:
         models: networks with the same classes and the same input.
@@ -289,16 +308,16 @@ class MeanScores(nn.Module):
         self.models = nn.ModuleList(models)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
-        """Scores alone. Labels are accepted, as by every model, and not used."""
+        """Mean scores, without capsules or reconstruction. `labels` is ignored; all models accept it."""
         return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
 class Evaluation(NamedTuple):
-    """What `evaluate` found.
+    """Result of `evaluate`.
 
     Arguments:
-        accuracy_percent: share of images whose highest score is that of their class.
-        confusion: ``[K, K]``, numbers of images; true classes in rows, predicted ones in columns.
+        accuracy_percent: percentage of images whose true class has the highest score.
+        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
     """
 
     accuracy_percent: float
@@ -313,14 +332,17 @@ def evaluate(
     batch_size: int = 128,
     precision: str = "auto",
 ) -> Evaluation:
-    """Accuracy and confusion matrix of a model on a split, on one device.
+    """Compute accuracy and confusion matrix of a model on a split, on one device.
 
     Arguments:
-        model: any model of `MODELS`.
+        model: a model of `MODELS`, or a `MeanScores` of several.
         images: the split.
-        preparation: how they become the model's input; pixels in [0, 1] by default.
-        batch_size: images at a time; the result does not depend on it.
-        precision: auto, bf16 or float32.
+        preparation: how stored images become the model's input; by default the whole image with pixels in [0, 1].
+        batch_size: images per batch; the result does not depend on it.
+        precision: bf16, float32, or auto: bf16 if the hardware supports it natively, else float32.
+
+    Raises:
+        BadInput: `precision` is not auto, bf16 or float32.
     """
     recipe = Recipe("evaluate", "", "", batch_size=batch_size)
     module = TrainingModule(model, recipe, len(images.class_names))

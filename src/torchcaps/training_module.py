@@ -1,4 +1,4 @@
-"""One step of a training, of a validation and of a test, as Lightning calls them."""
+"""LightningModule with the training, validation and test steps."""
 
 import math
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
 
 
 class TrainingModule(lightning.LightningModule):
-    """A model, its loss and its optimiser, as the recipe says.
+    """A model with the loss, optimiser and learning rate schedule of a recipe.
 
     Arguments:
-        model: returns a `Prediction` of images and labels.
-        recipe: its loss, optimiser and schedule are used.
+        model: takes images and labels and returns a `Prediction`.
+        recipe: gives loss, mixup, optimiser and schedules.
         num_classes: number of classes.
-        steps: of the whole training, where the loss has a schedule.
+        steps: number of steps of the whole training; learning rate and margin schedules depend on it.
     """
 
     tested: Int64[Tensor, "K K"]
-    """Confusion matrix of the last test: true classes in rows, predicted in columns."""
+    """Confusion matrix of the last test: rows are true classes, columns predicted classes."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class TrainingModule(lightning.LightningModule):
             phase = "training" if train else "validation"
             raise Diverged(
                 f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
-                f"first not finite: {self._first_not_finite(images, labels)}; "
-                "the last good checkpoint is kept: lower --lr or set gradient_clip, or try --precision float32"
+                f"first value that is not finite: {self._first_not_finite(images, labels)}; "
+                "the last good checkpoint is kept; use a lower --lr, set gradient_clip, or use --precision float32"
             )
         return loss, scores
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-        """What is minimised, and the scores."""
+        """The loss of a batch and the model's scores; mixup is applied if `train` is True."""
         recipe = self.recipe
         others, share = labels, 1.0
         if recipe.mixup and train:
@@ -74,7 +74,7 @@ class TrainingModule(lightning.LightningModule):
         return loss, prediction.scores
 
     def scores(self, images: Tensor) -> Tensor:
-        """The model's scores of prepared images."""
+        """The model's scores for prepared images."""
         return self.model(images).scores
 
     def count(self, scores: Tensor, labels: Tensor) -> None:
@@ -118,7 +118,8 @@ class TrainingModule(lightning.LightningModule):
         accuracy = accuracy_percent(self.confusion.compute())
         loss = self.trainer.callback_metrics["validation_loss"]
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
-        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))  # near 0, where floats are close
+        # -(100 - accuracy): values near 0, where float32 resolves the small differences in loss
+        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))
         self.confusion.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
@@ -131,15 +132,15 @@ class TrainingModule(lightning.LightningModule):
         self.confusion.reset()
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-        """Dropout is a function of (seed, epoch, rank); hooks before this one come too early in a resumed epoch."""
+        """Seed dropout from seed, epoch and rank. Hooks before this one run too early in a resumed epoch."""
         if batch_index == 0:
             key = [self.recipe.seed, self.current_epoch, self.global_rank]
             torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             if self.current_epoch:
-                torch.empty((), dtype=torch.int64).random_()  # what the loader of a later epoch takes
+                torch.empty((), dtype=torch.int64).random_()  # as the data loader draws in every epoch after the first
 
     def save_picture(self, images: Images, path: Path) -> None:
-        """Images beside their reconstructions, where the model reconstructs."""
+        """Draw images and their reconstructions; do nothing if the model has no decoder."""
         save_reconstructions(self.model, self.recipe.preparation(), images, path)
 
     def configure_optimizers(self) -> Any:
@@ -148,12 +149,12 @@ class TrainingModule(lightning.LightningModule):
         optimizer = OPTIMIZERS[recipe.optimizer](
             self.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, **options
         )
-        # Of a bound method, LambdaLR would save the attributes in every checkpoint.
+        # With a bound method, LambdaLR would save the attributes of the method's object in every checkpoint.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self._rate(step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _rate(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step."""
+        """Factor of the learning rate at a step."""
         recipe = self.recipe
         if recipe.schedule == "cosine":
             rate = (1 + math.cos(math.pi * min(1.0, step / max(1, self.steps)))) / 2
@@ -164,5 +165,5 @@ class TrainingModule(lightning.LightningModule):
 
 
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
-    """The share of images on the diagonal, in per cent."""
+    """Percentage of images on the diagonal."""
     return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())

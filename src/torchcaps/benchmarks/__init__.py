@@ -1,4 +1,4 @@
-"""Measured speed and memory: ratios inside one run, medians with their spread, never a time alone."""
+"""Benchmarks of speed and memory: medians with percentiles, and ratios between alternatives timed in one run."""
 
 import csv
 import ctypes
@@ -25,18 +25,20 @@ Way = Callable[[], object]
 def compare(
     case: str, ways: Mapping[str, Way], *, images: int, repeats: int, warm_ups: int = 2
 ) -> list[dict[str, Any]]:
-    """Time ways of doing the same in turns, so that a machine that slows down slows them all.
+    """Time several ways of computing the same result, alternating between them.
+
+    Alternation makes a slowdown of the machine affect all ways equally.
 
     Arguments:
-        case: what they do.
-        ways: name → call; ratios are to the first.
-        images: that one call works on.
-        repeats: timed calls of each.
-        warm_ups: calls of each before, not counted.
+        case: name of the computation.
+        ways: functions to time, by name; ratios are relative to the first.
+        images: number of images that one call processes.
+        repeats: number of timed calls per way.
+        warm_ups: number of calls per way before timing starts.
 
     Returns:
-        A row a way: median milliseconds, their 10th and 90th percentile, images a second, and the ratio of its
-        median to the first way's.
+        One row per way: median time and its 10th and 90th percentiles in milliseconds, images per second, and the ratio
+        of its median to that of the first way.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
@@ -66,15 +68,15 @@ def compare(
 
 
 def progress(line: str) -> None:
-    """Say what is being measured, on one line of a terminal or a line each."""
+    """Print a progress message to stderr; on a terminal, each message replaces the previous one."""
     print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
 
 
 def peak_bytes(work: Way) -> int:
-    """Bytes by which a call raises the memory of this process at its peak; Linux alone.
+    """Return the number of bytes by which a call raises the peak memory of this process. Linux only.
 
     Raises:
-        BadInput: the system does not report its memory.
+        BadInput: ``/proc`` is not available.
     """
     gc.collect()
     try:
@@ -85,12 +87,12 @@ def peak_bytes(work: Way) -> int:
         return _status("VmHWM") - before
     except (OSError, AttributeError) as error:
         raise BadInput(
-            f"peak memory is read from /proc, which cannot be used here ({error}): run it on Linux"
+            f"peak memory is read from /proc, which is not available here ({error}): run this on Linux"
         ) from error
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
-    """Write rows with the command, the commit, the hardware and the versions beside each; whole or not at all."""
+    """Write rows to a CSV file atomically, and add the command, commit, hardware and versions to each row."""
     here = environment()
     beside = {"command": command, "seed": 0, "torch": torch.__version__}
     beside |= {name: here[name] for name in ("commit", "processor", "threads", "gpu")}

@@ -1,4 +1,4 @@
-"""How much memory routing takes as batch, images, capsule types and iterations grow."""
+"""Peak memory of routing for growing batch size, grid size, capsule types and iterations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,11 @@ WAYS = ("fused", "reference", "materialised votes")
 
 
 def bench_memory() -> list[dict[str, Any]]:
-    """Peak bytes of forward and backward of the small net's ConvCaps stack (batch 16 unless it grows), and of a step.
+    """Measure the peak memory of forward and backward of the small network's ConvCaps stack, and of a training step.
 
-    ``held`` is the memory at the peak, with the leaves that stand there before, over the bytes of leaves, outputs and
-    their gradients: what any implementation has to hold.
+    The batch size is 16 unless it is the size that grows. ``held`` is the peak memory, including the leaf tensors that
+    are allocated before, divided by the size of leaves, outputs and their gradients, which every implementation has to
+    hold.
     """
     rows = []
     for what, points in GROWTH.items():
@@ -59,7 +60,7 @@ def bench_memory() -> list[dict[str, Any]]:
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One panel for everything that grows."""
+    """Draw the peak memory, with one panel per growing size."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")

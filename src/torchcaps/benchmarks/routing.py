@@ -1,4 +1,7 @@
-"""Fused routing beside the reference and beside materialised votes, as capsule networks are mostly written."""
+"""Fused routing compared with the reference implementation and with materialised votes.
+
+Most implementations of capsule networks materialise the votes.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -19,7 +22,14 @@ ITERATIONS = 3
 
 
 class Problem(NamedTuple):
-    """What is routed: leaves that take gradients, ways to route them, multiply-adds an image counted as two."""
+    """A routing problem and several ways to compute it.
+
+    Arguments:
+        leaves: tensors that require gradients.
+        ways: functions that route the leaves, by name.
+        agreeing: pairs of functions whose outputs and gradients must agree.
+        flops: floating-point operations per image; a multiply-add counts as two.
+    """
 
     leaves: list[Tensor]
     ways: dict[str, Callable[[], list[Tensor]]]
@@ -28,7 +38,7 @@ class Problem(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One convolutional layer of matrix capsules by EM."""
+    """A convolutional layer of matrix capsules with EM routing."""
 
     transform: Tensor
     beta_u: Tensor
@@ -41,7 +51,7 @@ class Layer(NamedTuple):
 def em_stack(
     batch: int, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16), iterations: int = ITERATIONS
 ) -> Problem:
-    """The two ConvCaps layers of the small net: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
+    """Create the two ConvCaps layers of the small network: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
     torch.manual_seed(0)
     layers, size = [], (grid, grid)
     for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
@@ -98,7 +108,7 @@ def em_stack(
 def em_materialised_votes(
     pose: Tensor, activation: Tensor, transform: Tensor, grid: tuple[int, int], stride: int
 ) -> tuple[Tensor, Tensor]:
-    """All votes ``[B, P, K · C, J, 16]`` and their children's activations, by unfold and one einsum."""
+    """Compute all votes ``[B, P, K · C, J, 16]`` and the activations of their children, with unfold and one einsum."""
     batch, _, types = activation.shape
     planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
     patches = functional.unfold(planes, 3, stride=stride).unflatten(1, (17 * types, 9))
@@ -112,7 +122,7 @@ def em_materialised_votes(
 def em_of_votes(
     votes: Tensor, activation: Tensor, beta_u: Tensor, beta_a: Tensor, mean_data: float, iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """EM routing as it is mostly written: every pass reads all votes, softmax over types alone."""
+    """EM routing as in most implementations: each iteration reads all votes, and the softmax is over types only."""
     couplings = votes.new_full(votes.shape[:4], 1 / votes.shape[3])
     mean, parents = votes, activation
     for iteration in range(iterations):
@@ -152,7 +162,7 @@ def dynamic_layer(batch: int) -> Problem:
 
 
 def dynamic_with_materialised_votes(pose: Tensor, transform: Tensor) -> Tensor:
-    """Dynamic routing as it is mostly written: one einsum for all votes."""
+    """Dynamic routing with one einsum for all votes, as in most implementations."""
     votes = torch.einsum("bscq,scjqn->bscjn", pose[:, :, :, 0], transform).flatten(1, 2)
     logits = votes.new_zeros(votes.shape[:3])
     parents = votes
@@ -174,10 +184,12 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 def bench_routing(
     repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
 ) -> list[dict[str, Any]]:
-    """Forward, and forward and backward, of every problem in every way; the processor's peak is the best of all turns.
+    """Time forward, and forward and backward, of each problem in each way.
+
+    The peak speed of the processor is measured several times in between, and the highest value is reported.
 
     Raises:
-        BadInput: ways that should agree do not; then no time is told.
+        BadInput: two ways that must agree return different values or gradients.
     """
     peak, rows = peak_gflops(), []
     for name, (create, batch) in problems.items():
@@ -193,7 +205,7 @@ def bench_routing(
 
 
 def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:
-    """A call that routes and takes no gradient."""
+    """Return a function that runs the forward pass without gradients."""
 
     def call() -> None:
         with torch.no_grad():
@@ -203,7 +215,7 @@ def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], N
 
 
 def both(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:
-    """A call that routes and takes every gradient."""
+    """Return a function that runs the forward and the backward pass."""
 
     def call() -> None:
         torch.autograd.grad(sum((x.sum() for x in run()), torch.zeros(())), problem.leaves)
@@ -212,17 +224,17 @@ def both(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None
 
 
 def check_agreement(name: str, problem: Problem) -> None:
-    """No time is told of ways that compute different things.
+    """Check that the ways of a problem that must agree compute the same values and gradients.
 
     Raises:
-        BadInput: values or gradients of two ways that should agree are further apart than 1 % of their size.
+        BadInput: outputs or gradients of two such ways differ by 1 % of their norm or more.
     """
     for one, other in problem.agreeing:
         found, right = (_values_and_gradients(problem.leaves, way) for way in (one, other))
         for x, y in zip(found, right, strict=True):
             apart = ((x - y).norm() / y.norm()).item()
             if not apart < 0.01:
-                raise BadInput(f"{name}: two ways that should agree are {apart:.1%} apart; no time is told")
+                raise BadInput(f"{name}: two ways that must agree differ by {apart:.1%}, nothing is timed: fix one")
 
 
 def _values_and_gradients(leaves: list[Tensor], way: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""Routing rules fused, by the reference and with materialised votes: the two ConvCaps layers of the small network.
+"""Routing rules with fused kernels, the reference implementation and materialised votes, on two ConvCaps layers.
 
-Materialised votes are computed by unfold and one einsum, and compete over the types at one site, as most
-implementations have it; the rules here do the same, so that all ways compute the same thing.
+The layers are those of the small network. Materialised votes are computed with unfold and one einsum, and compete over
+the types at one site, as in most implementations. The other ways use the same competition, so that all ways compute the
+same result.
 """
 
 import math
@@ -23,7 +24,7 @@ BATCH = 32
 
 
 def patches(pose: Tensor, activation: Tensor, grid: tuple[int, int], stride: int) -> tuple[Tensor, Tensor]:
-    """Poses ``[B, P, 9, C, R, Q]`` and activations ``[B, P, 9 · C, 1]`` of the children of every parent site."""
+    """Gather poses ``[B, P, 9, C, R, Q]`` and activations ``[B, P, 9 · C, 1]`` of the children of each parent site."""
     batch, _, types, rows, columns = pose.shape
     planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
     windows = functional.unfold(planes, 3, stride=stride).unflatten(1, (-1, 9))
@@ -33,7 +34,7 @@ def patches(pose: Tensor, activation: Tensor, grid: tuple[int, int], stride: int
 
 
 def attention(rule: Any, votes: Tensor, activation: Tensor, poses: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverted dot-product attention."""
+    """Route materialised votes by inverted dot-product attention."""
     parents = rule.norm(votes.sum(dim=2) / votes.shape[3])
     for _ in range(rule.iterations - 1):
         logits = torch.einsum("bpijn,bpjn->bpij", votes, parents) / math.sqrt(votes.shape[4])
@@ -42,7 +43,7 @@ def attention(rule: Any, votes: Tensor, activation: Tensor, poses: Tensor) -> tu
 
 
 def self_routing(rule: SelfRouting, votes: Tensor, activation: Tensor, poses: Tensor) -> tuple[Tensor, Tensor]:
-    """Self-routing."""
+    """Route materialised votes by self-routing."""
     logits = torch.einsum("bpkcrq,kcjqr->bpkcj", poses, rule.weight) + rule.bias
     routed = logits.flatten(2, 3).softmax(dim=3) * activation
     mass = routed.sum(dim=2)
@@ -52,7 +53,7 @@ def self_routing(rule: SelfRouting, votes: Tensor, activation: Tensor, poses: Te
 def variational_bayes(
     rule: VariationalBayesRouting, votes: Tensor, activation: Tensor, poses: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Variational Bayes."""
+    """Route materialised votes by variational Bayes."""
     couplings, numbers = votes.new_full(votes.shape[:4], 1 / votes.shape[3]), votes.shape[4]
     for _ in range(rule.iterations):
         routed = (couplings * activation)[..., None]
@@ -74,7 +75,7 @@ def variational_bayes(
 
 
 def generative(rule: GenerativeRouting, votes: Tensor, activation: Tensor, poses: Tensor) -> tuple[Tensor, Tensor]:
-    """Generative routing."""
+    """Route materialised votes by generative routing."""
     use, ignore = rule.beta_use.flatten(0, 1), rule.beta_ignore.flatten(0, 1)
     couplings = votes.new_full(votes.shape[:4], 1 / votes.shape[3])
     for _ in range(rule.iterations):
@@ -99,7 +100,7 @@ MATERIALISED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16)) -> Problem:
-    """14×14×8 → 6×6×16 → 4×4×16 matrix capsules, routed by a rule that `MATERIALISED` knows."""
+    """Create 14×14×8 → 6×6×16 → 4×4×16 matrix capsules with the routing rule `name`, a key of `MATERIALISED`."""
     torch.manual_seed(0)
     layers: list[Any] = []
     size = (grid, grid)
@@ -149,5 +150,5 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
 
 
 def rule_problems() -> dict[str, tuple[Callable[[int], Problem], int]]:
-    """Every rule that `MATERIALISED` knows, with its batch."""
+    """Return the routing problem and batch size of each rule in `MATERIALISED`."""
     return {f"{name}, ConvCaps stack": (partial(rule_stack, name), BATCH) for name in MATERIALISED}

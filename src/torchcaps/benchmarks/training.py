@@ -1,4 +1,4 @@
-"""Whole training steps: fused routing beside the reference, bf16 beside float32."""
+"""Training steps with fused routing and with the reference implementation, in float32 and bf16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from torchcaps.routing import Routing
 
 
 def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
-    """A step of CapsNet on images of MNIST's shape, and one of the small MatrixCapsNet on smallNORB's crops."""
+    """Time a training step of CapsNet on MNIST-sized images and of the small MatrixCapsNet on smallNORB-sized crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
         "fused, unfolded convolutions": capsnet_step("fused", im2col=True),
@@ -29,7 +29,10 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
 
 
 def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batch: int = 100) -> Callable[[], None]:
-    """Forward, losses, backward and Adam, convolutions in channels_last."""
+    """Return a function that runs a training step of CapsNet: forward, losses, backward and Adam.
+
+    Convolutions use the memory format channels_last.
+    """
     torch.manual_seed(0)
     model = create_model("capsnet", routing=Routing("dynamic", backend=backend), im2col=im2col)
     for module in model.modules():
@@ -50,7 +53,7 @@ def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batc
 
 
 def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[], None]:
-    """Forward, spread loss, backward and Adam."""
+    """Return a function that runs a training step of MatrixCapsNet: forward, spread loss, backward and Adam."""
     torch.manual_seed(0)
     options = {"image_shape": (2, 32, 32), "num_classes": 5, **options}
     model: nn.Module = create_model("matrix-capsnet", routing=Routing("em", backend=backend), **options)

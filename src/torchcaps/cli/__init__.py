@@ -1,4 +1,4 @@
-"""The command `torchcaps`; its commands are in `torchcaps.cli.commands`, which is loaded when one is called."""
+"""Entry point of the command line `torchcaps`. The commands are imported from `torchcaps.cli.commands` when it runs."""
 
 import logging
 import os
@@ -13,20 +13,24 @@ from torchcaps.errors import BadInput, DataWarning
 
 
 class Interrupted(Exception):
-    """Ctrl-C, with a line that says how to go on."""
+    """The user pressed Ctrl-C. The message says how to continue."""
 
 
 def main() -> None:
-    """Entry point: bad input is one line on standard error and exit code 2, an interruption one line and 130."""
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    """Run `torchcaps` with the arguments in `sys.argv`.
+
+    Bad input prints one line on standard error and exits with code 2. An interruption prints one line and exits with
+    code 130.
+    """
+    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     interrupt = _OneInterrupt()
-    if heeded:
+    if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
-    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it is drawn as a box
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
     first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
     fabric = "lightning.fabric.utilities"
@@ -42,17 +46,17 @@ def main() -> None:
     warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
     try:
         code = _run()
-        said = "interrupted" if code == 130 else ""  # typer's own answer to Ctrl-C
+        message = "interrupted" if code == 130 else ""  # typer returns 130 on Ctrl-C
     except KeyboardInterrupt:
-        code, said = 130, "interrupted"
+        code, message = 130, "interrupted"
     except Interrupted as interrupted:
-        code, said = 130, f"interrupted: {interrupted}"
+        code, message = 130, f"interrupted: {interrupted}"
     finally:
         warnings.showwarning, threading.excepthook = show_warning, show_thread
-        if heeded:
+        if handles_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN if interrupt.seen else signal.default_int_handler)
-    if said:
-        print(said, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
     raise SystemExit(code)
 
 
@@ -85,7 +89,7 @@ def _refuse(message: str) -> int:
 
 
 class _OneInterrupt:
-    """Ctrl-C stops the command; another one does not disturb the tidying up."""
+    """Signal handler: the first Ctrl-C stops the command, later ones are ignored so that cleanup can finish."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -102,6 +106,6 @@ def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """A thread that cannot write hands its error on to the one that waits for it: nothing is to be printed twice."""
+    """Do not print an OSError of a thread: the thread that waits for it raises the same error."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)

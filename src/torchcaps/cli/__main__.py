@@ -1,4 +1,4 @@
-"""`python -m torchcaps.cli`."""
+"""Run the command line with `python -m torchcaps.cli`."""
 
 from torchcaps.cli import main
 

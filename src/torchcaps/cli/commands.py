@@ -1,4 +1,4 @@
-"""The commands: recipes, train, evaluate, predict, publish, data, experiment, bench, info."""
+"""The commands: recipes, train, evaluate, predict, inspect, explore, publish, data, experiment, bench, info."""
 
 import os
 import warnings
@@ -11,23 +11,24 @@ from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, run_folder, setting, writable
 from torchcaps.cli.experiment import experiment
+from torchcaps.cli.look import explore, inspect
 from torchcaps.errors import BadInput, DataWarning, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Capsule networks: train them, evaluate them, use them.",
+    help="Train, evaluate and use capsule networks.",
 )
 app.add_typer(data_commands.app, name="data")
 
 MOST_CLASSES = 20
-RunFolder = Annotated[Path, typer.Argument(help="A folder made by `torchcaps train`.")]
+RunFolder = Annotated[Path, typer.Argument(help="Run folder of `torchcaps train`.")]
 
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that `train` knows."""
+    """List the recipes for `torchcaps train`."""
     from torchcaps.models import routing_of
     from torchcaps.recipes import RECIPES
 
@@ -37,27 +38,29 @@ def recipes() -> None:
         routing = routing_of(recipe().model, recipe().model_options, recipe().routing_options)
         rule = "" if routing is None else " ".join([routing.name, *(f"{k}={v}" for k, v in routing.options.items())])
         rows.append((name, recipe().model, rule, recipe().data, recipe().epochs, summary))
-    print_table(("recipe", "model", "routing", "data", "epochs", "what it is"), rows)
+    print_table(("recipe", "model", "routing", "data", "epochs", "description"), rows)
 
 
 @app.command()
 def train(
-    recipe: Annotated[str, typer.Argument(help="A recipe's name; see `torchcaps recipes`.")],
+    recipe: Annotated[str, typer.Argument(help="Name of a recipe; see `torchcaps recipes`.")],
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of your own images.")] = None,
     data_dir: DataDir = Path("data"),
     out: Annotated[
         Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default runs/RECIPE-seedN.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training images.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images a step, over all devices.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate at the start.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of split, weights, order and shifts.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, float32 or auto.")] = None,
-    devices: Annotated[int, typer.Option(help="Processes to train with (DistributedDataParallel).")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; any setting of a recipe.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Batch size, over all devices.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Initial learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
+    devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting, as key=value; can be repeated.")
+    ] = None,
 ) -> None:
-    """Train a recipe; the epoch is chosen on validation images, the test images are read once, at the end."""
+    """Train a recipe. Validation images choose the epoch; test images are read once, at the end."""
     from torchcaps.data import load_splits
     from torchcaps.recipes import create_recipe
     from torchcaps.run_folder import existing_run
@@ -68,7 +71,7 @@ def train(
     flags["precision"] = precision
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
     if recipe == "capsnet-images" and data is None:
-        raise BadInput("capsnet-images learns from your own images: name their folder with --data FOLDER")
+        raise BadInput("capsnet-images trains on your own images; give their folder with --data FOLDER")
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
@@ -77,7 +80,7 @@ def train(
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
-            print(f"{folder} was begun with {before.recipe.epochs} epochs; now {chosen.epochs}", flush=True)
+            print(f"{folder} was started with {before.recipe.epochs} epochs; now {chosen.epochs}", flush=True)
     try:
         splits = load_splits(
             chosen.data,
@@ -97,7 +100,7 @@ def train(
             )
         metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
     except KeyboardInterrupt:
-        raise Interrupted(f"the same command with --resume goes on from {folder}") from None
+        raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
     if _first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
@@ -105,8 +108,8 @@ def train(
         if classes is not None:
             _print_classes(classes)
         for name, what in (
-            ("confusion.png", "true and predicted classes"),
-            ("reconstructions.png", "images beside their reconstructions"),
+            ("confusion.png", "confusion matrix"),
+            ("reconstructions.png", "images and reconstructions"),
         ):
             if (folder / name).exists():
                 print(f"{what}: {folder / name}")
@@ -117,12 +120,12 @@ def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Run folder; several are evaluated as an ensemble.")],
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
     data_dir: DataDir = Path("data"),
-    precision: Annotated[str, typer.Option(help="bf16, float32 or auto.")] = "auto",
-    batch_size: Annotated[int, typer.Option(help="Images at a time.", min=1)] = 128,
+    precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
 ) -> None:
-    """Accuracy of a trained run on the test split of its dataset, or of another with the same classes.
+    """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble, by the mean of their scores, on the data of the first.
+    Several runs are evaluated as an ensemble: their scores are averaged, on the dataset of the first run.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
@@ -138,7 +141,7 @@ def evaluate(
     for folder, other in zip(runs[1:], others, strict=True):
         for name, value in _what_scores_depend_on(other).items():
             if value != expected[name]:
-                raise BadInput(f"{folder} has another {name} than {run}: their scores cannot be averaged")
+                raise BadInput(f"{folder} has another {name} than {run}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     name = data or recipe.data
     channels, height, width = classifier.image_shape
@@ -151,11 +154,14 @@ def evaluate(
     test = load_splits(name, data_dir, validation_fraction=recipe.validation_fraction, seed=recipe.seed, **options).test
     if test.class_names != tuple(classifier.class_names):
         raise BadInput(
-            f"{name} has the classes {', '.join(test.class_names)}, but {run} knows "
-            f"{', '.join(classifier.class_names)}: name data with the same classes"
+            f"{name} has the classes {', '.join(test.class_names)}, but {run} was trained on "
+            f"{', '.join(classifier.class_names)}; give --data with the same classes"
         )
     if test.image_shape != classifier.image_shape:
-        raise BadInput(f"{name} has images of {test.image_shape}, but {run} was trained on {classifier.image_shape}")
+        raise BadInput(
+            f"{name} has images of shape {test.image_shape}, but {run} was trained on {classifier.image_shape}; give "
+            "--data with images of the same shape"
+        )
     seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
@@ -169,15 +175,15 @@ def evaluate(
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
-                f"of these {len(test):,} images, {folder} has seen {counts} images while it was trained: "
-                "this is not its accuracy on new images",
+                f"of these {len(test):,} images, {folder} has seen {counts} images in its training: "
+                "its accuracy on new images can be lower",
                 DataWarning,
                 stacklevel=1,
             )
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
-    """By name, what runs must have in common for the mean of their scores to have a meaning."""
+    """Properties, by name, that must be the same for all runs whose scores are averaged."""
     return {
         "model": type(classifier.model).__name__,
         "class_names": classifier.class_names,
@@ -188,10 +194,13 @@ def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
 
 @app.command()
 def predict(
-    run: RunFolder,
-    images: Annotated[list[Path], typer.Argument(help="Image files; resized to the size the run was trained on.")],
+    run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files; resized to the size of the training images.")],
 ) -> None:
-    """The class of each image, its score, and the runner-up; a model of stereo pairs sees it with both eyes."""
+    """Print the class of each image with its score, and the runner-up.
+
+    A network for stereo pairs gets the same image in both channels.
+    """
     from torchcaps.classifier import Classifier
 
     classifier = Classifier.from_pretrained(run)
@@ -203,18 +212,22 @@ def predict(
     print_table(("image", "class", "score", "runner-up", "score"), rows)
 
 
+app.command()(inspect)
+app.command()(explore)
+
+
 @app.command()
 def publish(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="Folder for the weights, such as weights/NAME.")],
 ) -> None:
-    """Weights to share: a run's network without its decoder, and a page with data, recipe, commit and figures."""
+    """Write the weights of a run for sharing: its network without the decoder, and a model card."""
     from torchcaps.model_card import publish as publish_run
 
     writable(folder, "FOLDER")
     card = publish_run(run, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{folder}: {size / 2**20:.2f} MiB; read {card}")
+    print(f"{folder}: {size / 2**20:.2f} MiB; model card: {card}")
 
 
 app.command()(experiment)
@@ -222,15 +235,15 @@ app.command()(experiment)
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="routing, rules, train or memory.")],
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls of each way.")] = 10,
+    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train or memory.")],
+    repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
-        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: as Python does.")
+        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: system default.")
     ] = "warm",
-    out: Annotated[Path | None, typer.Option(help="CSV to write, with hardware and versions beside each row.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture of `bench memory` to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
-    """Time and memory of fused routing, the reference and materialised votes; time of training steps."""
+    """Measure time and memory of routing (fused, reference, materialised votes), and time of training steps."""
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
@@ -261,19 +274,19 @@ def bench(
 
 @app.command()
 def info() -> None:
-    """Versions, hardware and what they mean for training."""
+    """Print versions, hardware, precision, and the fused kernels that are built."""
     from torchcaps.environment import environment
     from torchcaps.kernels import cpu_instruction_sets
     from torchcaps.recipe import resolve_precision
 
     facts = environment()
-    built = ", ".join(cpu_instruction_sets()) or "not built: reference alone"
+    built = ", ".join(cpu_instruction_sets()) or "not built; using the reference implementation"
     rows = {**facts.pop("versions"), **facts, "precision auto": resolve_precision("auto"), "fused routing (CPU)": built}
-    print_table(("what", "here"), rows.items())
+    print_table(("property", "value"), rows.items())
 
 
 def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
-    """Images, precision and recall of each class; of many, those of lowest recall."""
+    """Print images, precision and recall per class; if there are many classes, those with the lowest recall."""
     lowest = sorted(classes, key=lambda name: classes[name]["recall_percent"] or 0)[:MOST_CLASSES]
     shown = [name for name in classes if name in lowest]
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"

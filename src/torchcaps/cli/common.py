@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Options and helpers that several commands use."""
 
 import ctypes
 import os
@@ -14,11 +14,11 @@ from rich.text import Text
 
 from torchcaps.errors import BadInput, printable
 
-DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that holds, or will hold, the datasets.")]
+DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:
-    """Print rows as they are: no markup is read from them, and what cannot be printed is escaped."""
+    """Print a table. Markup in cells is not interpreted, and characters that cannot be printed are escaped."""
     table = Table(*columns, title=Text(printable(title)) if title else None)
     table.columns[0].no_wrap = True
     for row in rows:
@@ -28,13 +28,14 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: st
 
 
 def run_folder(text: str) -> Path:
-    """A folder as named on the command line, where an empty name is most likely an unset variable."""
+    """Parse the path of a run folder. An empty path is rejected: it is most likely an unset shell variable."""
     if not text.strip():
-        raise typer.BadParameter("the name is empty; give the run folder's name.")
+        raise typer.BadParameter("the name is empty; give the name of the run folder.")
     return Path(text)
 
 
 def setting(text: str) -> tuple[str, str]:
+    """Parse the value of `--set`."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
@@ -42,7 +43,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def keep_heap_warm() -> None:
-    """On Linux, keep freed memory in the process: handing every large tensor back to the kernel costs training time."""
+    """On Linux, keep freed memory in the process: returning it to the operating system slows down training."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -53,7 +54,7 @@ def keep_heap_warm() -> None:
 
 
 def writable(folder: Path, option: str = "--out") -> None:
-    """Find out before hours of training whether a folder, named by this option, can be written to."""
+    """Check before a long training that the folder given by `option` can be written to."""
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +62,8 @@ def writable(folder: Path, option: str = "--out") -> None:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise BadInput(f"{folder} cannot be written to ({error.strerror}): name another with {option}") from error
+        raise BadInput(
+            f"{folder} cannot be written to ({error.strerror}); choose another folder with {option}"
+        ) from error
     if not existed:
         folder.rmdir()

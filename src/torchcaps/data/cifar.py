@@ -1,4 +1,4 @@
-"""CIFAR-10: 50,000 training and 10,000 test photographs, 32 x 32 colour, ten classes.
+"""CIFAR-10: 50,000 training and 10,000 test photographs in colour, 32 x 32 pixels, ten classes.
 
 Krizhevsky, "Learning multiple layers of features from tiny images", technical report, University of Toronto, 2009.
 """
@@ -18,19 +18,22 @@ from torchcaps.errors import BadInput
 ARCHIVE = "cifar-10-binary.tar.gz"
 URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}"
 MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
-"""Of the archive as it is served."""
+"""MD5 of the archive."""
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE_BYTES = 3 * 32 * 32
 PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test": ["test_batch.bin"]}
 
 
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
-    """CIFAR-10 as `(train, test)`, 50,000 and 10,000 photographs, from `data_dir/cifar-10/cifar-10-binary.tar.gz`.
+    """Load CIFAR-10 as `(train, test)`: 50,000 and 10,000 photographs, uint8 `[N, 3, 32, 32]`, ten classes.
 
-    The archive is downloaded when absent, its checksum verified at every load, and nothing of it is unpacked to disk.
+    The archive is downloaded if it is missing, and its checksum is verified on every load. It is read without being
+    unpacked to disk.
 
+    Arguments:
+        data_dir: data folder; the archive is `data_dir/cifar-10/cifar-10-binary.tar.gz`.
     Raises:
-        BadInput: the archive is another or damaged, or cannot be downloaded.
+        BadInput: the archive has a wrong checksum, cannot be read, or cannot be downloaded.
     Example:
         >>> train, test = load_cifar10(Path("data"))  # doctest: +SKIP
     """
@@ -42,10 +45,13 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
 
 
 def fetch_cifar10(data_dir: Path, progress: bool = True) -> None:
-    """Download the archive to `data_dir/cifar-10/` where it is absent.
+    """Download the archive of CIFAR-10 to `data_dir/cifar-10/` if it is missing.
 
+    Arguments:
+        data_dir: data folder.
+        progress: draw a progress bar on standard error.
     Raises:
-        BadInput: it cannot be downloaded (see `download`).
+        BadInput: the archive cannot be downloaded or written.
     """
     path = data_dir / "cifar-10" / ARCHIVE
     if not path.exists():
@@ -53,21 +59,22 @@ def fetch_cifar10(data_dir: Path, progress: bool = True) -> None:
 
 
 def verify_cifar10(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the archive without loading or downloading it: `(file, "ok" or the problem)`."""
+    """Check the archive of CIFAR-10 without downloading it; returns `[(file, "ok" or the problem)]`."""
     path = data_dir / "cifar-10" / ARCHIVE
     if not path.exists():
-        return [(ARCHIVE, f"absent from {path.parent}")]
+        return [(ARCHIVE, f"missing from {path.parent}")]
     seen = md5_of(path)
-    return [
-        (ARCHIVE, "ok" if seen == MD5 else f"has md5 {seen}, not {MD5}; delete it, and it will be downloaded again")
-    ]
+    return [(ARCHIVE, "ok" if seen == MD5 else f"its md5 is {seen}, not {MD5}; delete it to download it again")]
 
 
 def read_cifar10(archive: Path) -> tuple[Images, Images]:
-    """`(train, test)` of an archive in CIFAR-10's binary format, with no checksum known.
+    """Read an archive in the binary format of CIFAR-10 as `(train, test)`, without verifying a checksum.
 
+    Arguments:
+        archive: path of the tar.gz file, with `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
     Raises:
-        BadInput: it is no such archive, or one of its files is damaged.
+        BadInput: the archive cannot be read; one of the six files is missing; or one is not 1 to 10,000 images, or has
+            a label above 9.
     Example:
         >>> train, test = read_cifar10(Path("cifar-10-binary.tar.gz"))  # doctest: +SKIP
     """
@@ -79,7 +86,7 @@ def read_cifar10(archive: Path) -> tuple[Images, Images]:
                 parts = []
                 for file in files:
                     if file not in members:
-                        raise BadInput(f"{archive}: holds no {file}; get the binary version of CIFAR-10")
+                        raise BadInput(f"{archive}: contains no {file}; download the binary version of CIFAR-10")
                     stream = opened.extractfile(members[file])
                     assert stream is not None
                     parts.append(_rows(stream.read(10_000 * (IMAGE_BYTES + 1) + 1), f"{archive}: {file}"))
@@ -87,15 +94,15 @@ def read_cifar10(archive: Path) -> tuple[Images, Images]:
                 pixels = torch.from_numpy(rows[:, 1:].reshape(-1, 3, 32, 32).copy())
                 splits.append(Images(pixels, torch.from_numpy(rows[:, 0].astype(np.int64)), CLASS_NAMES))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise BadInput(f"{archive}: cannot be read ({error}); delete it and get it again") from error
+        raise BadInput(f"{archive}: cannot be read ({error}); delete it and download it again") from error
     return splits[0], splits[1]
 
 
 def _rows(content: bytes, name: str) -> np.ndarray:
-    """A label and an image a row."""
+    """Rows of one label and the pixels of one image, ``[N, 3073]``."""
     if not content or len(content) % (IMAGE_BYTES + 1) or len(content) > 10_000 * (IMAGE_BYTES + 1):
-        raise BadInput(f"{name} is not 1 to 10,000 images of {IMAGE_BYTES + 1} bytes; get the archive again")
+        raise BadInput(f"{name} is not 1 to 10,000 images of {IMAGE_BYTES + 1} bytes; download the archive again")
     rows = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES + 1)
     if rows[:, 0].max() >= len(CLASS_NAMES):
-        raise BadInput(f"{name} has a label of {rows[:, 0].max()}; labels are 0 to 9: get the archive again")
+        raise BadInput(f"{name} has a label of {rows[:, 0].max()}, not 0 to 9; download the archive again")
     return rows

@@ -1,4 +1,4 @@
-"""A dataset at a glance: some images of each class in one picture."""
+"""A contact sheet: some images of each class in one picture."""
 
 from pathlib import Path
 
@@ -11,25 +11,29 @@ from torchcaps.data.images import Images
 from torchcaps.errors import printable
 
 MOST_CLASSES = 100
-"""Classes in one picture."""
+"""Largest number of classes in one picture."""
 LONGEST_NAME = 60
-"""Letters of a class name that are drawn."""
+"""Longer class names are shortened to this many characters."""
 TILE = 128
-"""Pixels a side to which larger images are reduced."""
+"""Larger images are reduced to this many pixels on their longer side."""
 LONGEST_PICTURE = 6_000
-"""Pixels of the picture's longer side, without the names."""
+"""Largest side of the picture in pixels, without the class names."""
 
 
 def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int = 0) -> str:
-    """Draw `columns` images of each class, a row a class, as a PNG; of stereo pairs the first camera.
+    """Draw random images of each class as a PNG file, one row per class.
+
+    At most 100 classes are drawn. Stereo pairs show the image of the first camera.
 
     Arguments:
-        images: the images.
-        path: of the picture.
-        columns: images of each class, 1 or more; a class with fewer shows them all.
-        seed: of which are shown.
+        images: images to choose from, with one label per image.
+        path: file to write.
+        columns: images per class, 1 or more; all images of a class that has fewer.
+        seed: seed of the choice of images.
     Returns:
-        The classes that are drawn, the first hundred at most: "10 classes" or "the first 100 of 700 classes".
+        The number of classes drawn, such as "10 classes" or "the first 100 of 700 classes".
+    Raises:
+        BadInput: `path` cannot be written.
     Example:
         >>> import tempfile
         >>> from torchcaps.data import load_mnist_5k
@@ -57,7 +61,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
 
 
 def _mosaic(images: Images, rows: int, columns: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """All images in one, on white, a row a class; and the height and width that each takes, its margin included."""
+    """The sheet on white, one row per class, and the height and width of one tile including its margin."""
     channels, height, width = images.image_shape
     scale = min(1.0, TILE / max(height, width))
     height, width = max(round(height * scale), 1), max(round(width * scale), 1)

@@ -1,4 +1,4 @@
-"""Fetch one file from the first mirror that serves the right bytes."""
+"""Download a file from the first mirror whose content has the right checksum."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from torchcaps.data.files import CHUNK, uncompressed_md5
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
-"""Seconds without a byte before a mirror is given up."""
+"""Seconds without data before a connection is given up."""
 ATTEMPTS = 3
-"""Connections to one mirror; each goes on where the last was cut."""
+"""Connections per mirror; each continues where the previous one was cut."""
 
 
 def download(
@@ -26,27 +26,29 @@ def download(
     progress: bool = True,
     digest: Callable[[Path], str] = uncompressed_md5,
 ) -> None:
-    """Download `path` from the first mirror that serves it whole.
+    """Download a file to `path` from the first mirror whose content has the right checksum.
 
-    The bytes gather in `path` + ".part", resumed with an HTTP Range request where a connection was cut, in this call or
-    in an earlier one. Only when the checksum holds are they flushed to disk and renamed, so `path` is never half
-    written. A wrong checksum deletes the part. One process at a time may fetch the same file.
+    Data is written to `path` + ".part". If a connection was cut, in this call or an earlier one, an HTTP Range request
+    continues from there. The part is renamed to `path` only once its checksum is right, so `path` is always complete. A
+    part with a wrong checksum is deleted. Do not download the same file in several processes at once.
 
     Arguments:
-        urls: mirrors of the same file, http or https, tried in order.
-        path: where the file shall lie; its folder is made when absent.
-        md5: of the uncompressed content, in hexadecimal, whether the mirrors serve it gzipped or raw.
+        urls: mirrors of the file, http or https, tried in order.
+        path: file to write; its folder is created if missing.
+        md5: expected checksum, in hexadecimal. By default it is the MD5 of the uncompressed content, whether a mirror
+            serves the file gzipped or raw.
         progress: draw a progress bar on standard error.
-        digest: file → what must be `md5`, where it is not that of the uncompressed content.
+        digest: function that computes the checksum of the downloaded file, to compare with `md5`.
     Raises:
-        BadInput: every mirror failed (the message gives each one's reason), or `path` cannot be written.
+        BadInput: a URL is neither http nor https, every mirror failed (the message gives the reason for each), or
+            `path` cannot be written.
     Example:
         >>> urls = ["https://example.org/labels.gz", "https://example.com/labels.gz"]
         >>> download(urls, Path("labels.gz"), "a25bea736e30d166cdddb491f175f624")  # doctest: +SKIP
     """
     for url in urls:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise BadInput(f"{url}: not a web address; give one that begins with https:// or http://")
+            raise BadInput(f"urls contains {url!r}; give web addresses that start with https:// or http://")
     part = path.with_name(path.name + ".part")
     reasons = []
     try:
@@ -58,15 +60,15 @@ def download(
                 return
             reasons.append(f"{url}: {reason}")
     except OSError as error:
-        raise BadInput(f"{path}: cannot be written ({error}); give a data folder you may write to") from error
+        raise BadInput(f"{path}: cannot be written ({error}); choose a data folder that you can write to") from error
     raise BadInput(
-        f"{path.name}: no mirror served it ({'; '.join(reasons)}); connect to the network and try again, or place the"
-        f" file yourself at {path}"
+        f"{path.name}: the download failed ({'; '.join(reasons)}); connect to the network and try again, or copy the"
+        f" file to {path} yourself"
     )
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:
-    """Fill `part` from one mirror; the reason why not, or None where the checksum holds."""
+    """Fill `part` from one mirror; returns None if the checksum is right, else the reason of the failure."""
     reason = "no attempt"
     for _ in range(ATTEMPTS):
         begun = part.stat().st_size if part.exists() else 0
@@ -86,12 +88,12 @@ def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable
         part.unlink()
         reason = fault
         if not resumed:
-            return reason  # the mirror's own bytes are wrong; a part begun elsewhere deserves a fresh start here
+            return reason  # all bytes came from this mirror in one go, so another attempt would give the same
     return reason
 
 
 def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
-    """Append to (or restart) `part` until the mirror has sent all; whether the earlier bytes were kept."""
+    """Download to `part` until the mirror has sent everything; returns whether the bytes already there were kept."""
     request = Request(url, headers={"User-Agent": "torchcaps", **({"Range": f"bytes={begun}-"} if begun else {})})
     try:
         response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
@@ -99,11 +101,11 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
         if error.code != 416 or not begun:
             raise
         error.close()
-        return True  # nothing lies beyond what we have: let the checksum judge it
+        return True  # `part` may be complete already: its checksum decides
     with response:
         resumed = response.status == 206
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {begun}-"):
-            raise HTTPException(f"sent {response.headers.get('Content-Range')} when asked for the bytes from {begun}")
+            raise HTTPException(f"sent {response.headers.get('Content-Range')} instead of the bytes from {begun}")
         received = begun if resumed else 0
         total = None if response.length is None else received + response.length
         with part.open("ab" if resumed else "wb") as file, _bar(part.stem, total, progress) as bar:
@@ -122,8 +124,8 @@ def _fault(part: Path, md5: str, digest: Callable[[Path], str]) -> str | None:
     try:
         found = digest(part)
     except BadInput:
-        return "the file it serves is a damaged gzip"
-    return None if found == md5 else f"wrong checksum, md5 {found} where {md5} is right"
+        return "damaged gzip file"
+    return None if found == md5 else f"wrong checksum: md5 {found}, not {md5}"
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Files that may be gzipped, read no further than they promise; and files that are written whole or not at all."""
+"""Reading files that may be gzipped, and writing files completely or not at all."""
 
 import gzip
 import hashlib
@@ -17,14 +17,14 @@ CHUNK = 1 << 20
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
-    """The uncompressed bytes of a file, read no further than one chunk beyond what its header promises.
+    """Read the uncompressed content of a file, at most one chunk beyond the length declared by its header.
 
     Arguments:
         path: the file, raw or gzipped.
-        header_bytes: number of bytes of the header.
-        promised: those bytes → the length of the whole file.
+        header_bytes: bytes of the header.
+        promised: function that returns the length of the uncompressed file, given its header.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `promised` refuses the header.
+        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `promised` rejects the header.
     """
     try:
         with _uncompressed(path) as stream:
@@ -38,10 +38,17 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) 
 
 
 def uncompressed_md5(path: Path) -> str:
-    """MD5 of what a file holds once uncompressed, in hexadecimal: the same for `x` and for any gzip of `x`.
+    """Compute the MD5 of the uncompressed content of a file, in hexadecimal.
 
+    A file and its gzipped copy have the same checksum.
+
+    Arguments:
+        path: the file, raw or gzipped.
     Raises:
         BadInput: the file cannot be read, or its gzip stream is cut or corrupt.
+    Example:
+        >>> uncompressed_md5(Path("train-labels-idx1-ubyte.gz"))  # doctest: +SKIP
+        'a25bea736e30d166cdddb491f175f624'
     """
     digest = hashlib.md5(usedforsecurity=False)
     try:
@@ -54,7 +61,7 @@ def uncompressed_md5(path: Path) -> str:
 
 
 def md5_of(path: Path) -> str:
-    """MD5 of a file as stored, in hexadecimal.
+    """Compute the MD5 of a file as stored, in hexadecimal.
 
     Raises:
         BadInput: the file cannot be read.
@@ -67,18 +74,18 @@ def md5_of(path: Path) -> str:
 
 
 def present(path: Path) -> Path | None:
-    """The file itself, or else the one with `.gz` behind its name, or None where neither exists."""
+    """Return `path` if it exists, else `path` with `.gz` appended if that exists, else None."""
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
 
 
 @contextmanager
 def atomically(path: Path) -> Iterator[BinaryIO]:
-    """A stream to write a file with: the file is whole or as it was, however the writing ends.
+    """Open a stream that replaces the file at `path` completely or not at all.
 
-    Written beside it, flushed to disk, then renamed over it.
+    The data is written to a temporary file in the same folder, flushed to disk, and renamed to `path`.
 
     Raises:
-        BadInput: the file cannot be written, such as on a full disk.
+        BadInput: the file cannot be written, for example because the disk is full.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -90,8 +97,8 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         part.unlink(missing_ok=True)
         raise BadInput(
-            f"{path} could not be written ({error.strerror or error}): free some space or name another folder, then "
-            "try again (a training with --resume); what the file held before is untouched"
+            f"{path} could not be written ({error.strerror or error}): free disk space or choose another folder, then "
+            "try again (a training: with --resume); the previous file is unchanged"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)
@@ -99,7 +106,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file completely or not at all."""
     with atomically(path) as stream:
         stream.write((json.dumps(content, indent=2) + "\n").encode())
 
@@ -111,5 +118,5 @@ def _uncompressed(path: Path) -> BufferedIOBase:
 
 
 def _unreadable(path: Path, error: Exception) -> BadInput:
-    cure = "allow it to be read" if isinstance(error, PermissionError) else "delete it and get it again"
+    cure = "allow it to be read" if isinstance(error, PermissionError) else "delete it and download it again"
     return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); {cure}")

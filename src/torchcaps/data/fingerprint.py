@@ -1,4 +1,4 @@
-"""What a training has learned from: checksums of its images, to tell on the next day whether they are the same."""
+"""Checksums of the images of a run, to detect later whether they have changed."""
 
 import hashlib
 from typing import Any
@@ -10,8 +10,12 @@ from torchcaps.data.images import Images, Splits
 
 
 def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
-    """A 64-bit checksum of the size and the pixels of each image.
+    """Compute a 64-bit checksum of the size and the pixels of each image.
 
+    Arguments:
+        images: N images.
+    Returns:
+        The checksums, ``[N]``.
     Example:
         >>> import torch
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
@@ -26,10 +30,17 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
 
 
 def fingerprint(splits: Splits) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
-    """What a run's data are: per split the number of images and a checksum of their pixels, labels and order.
+    """Summarise the splits of a run: number of images, and a checksum of their pixels, labels and order.
 
+    Arguments:
+        splits: training, validation and test images.
     Returns:
-        The summary, as recipe.json holds it, and each split's `image_digests`.
+        The summary that is saved in recipe.json, and the `image_digests` of each split.
+    Example:
+        >>> import torch
+        >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
+        >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]
+        2
     """
     parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
     digests = {name: image_digests(images) for name, images in parts.items()}
@@ -42,7 +53,14 @@ def fingerprint(splits: Splits) -> tuple[dict[str, Any], dict[str, UInt64[np.nda
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """How the data of a run have changed, in words; None where they have not."""
+    """Describe how the data of a run have changed; None if they have not.
+
+    Arguments:
+        before, now: summaries returned by `fingerprint`.
+    Example:
+        >>> difference({"class_names": ["cat", "dog"]}, {"class_names": ["cat", "eel"]})
+        'its classes were cat, dog and are now cat, eel'
+    """
     if before["class_names"] != now["class_names"]:
         return f"its classes were {', '.join(before['class_names'])} and are now {', '.join(now['class_names'])}"
     for name in ("train", "validation", "test"):

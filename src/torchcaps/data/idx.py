@@ -1,4 +1,4 @@
-"""The IDX format of MNIST, uint8 only, raw or gzipped. Format: LeCun, Cortes, Burges, "The MNIST database"."""
+"""The IDX file format of MNIST, for uint8 only. Format: LeCun, Cortes, Burges, "The MNIST database"."""
 
 import math
 import struct
@@ -13,20 +13,21 @@ from torchcaps.errors import BadInput
 DIMENSIONS = {0x00000801: 1, 0x00000803: 3}
 """Magic number → number of dimensions: labels `[N]`, images `[N, H, W]`."""
 LARGEST = 2**31
-"""Bytes. A header that promises more is taken for a damaged one."""
+"""Largest array in bytes; a header that declares a larger one is treated as damaged."""
 
 
 def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]:
-    """Turn the bytes of an IDX file into an array: `[N]` for labels, `[N, H, W]` for images.
+    """Decode an IDX file as a uint8 array: `[N]` for labels, `[N, H, W]` for images.
 
     Layout: a magic number (0x00000801 or 0x00000803), one size per dimension, then one byte per element, row-major;
     all numbers are 32 bits, big-endian.
 
     Arguments:
         content: the whole uncompressed file.
-        name: what to call it in an error.
+        name: name of the file in error messages.
     Raises:
-        BadInput: wrong magic, a size of 0 or beyond all reason, or more or fewer bytes than the header promises.
+        BadInput: the magic number is wrong, the declared array is empty or larger than 2 GiB, or `content` is longer or
+            shorter than the header declares.
     Example:
         >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels")
         array([7, 9], dtype=uint8)
@@ -36,15 +37,18 @@ def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]
     promised = start + math.prod(sizes)
     if len(content) != promised:
         much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name}: the header promises {promised:,} bytes, the file holds {much}; get the file again")
+        raise BadInput(f"{name}: the header declares {promised:,} bytes, but the file has {much}; download it again")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """Read an IDX file, raw or gzipped (told by its first bytes, not by its name).
+    """Read an IDX file, raw or gzipped, as a uint8 array: `[N]` for labels, `[N, H, W]` for images.
 
+    Arguments:
+        path: the file. Its first bytes show whether it is gzipped; its name does not matter.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `parse_idx` refuses it.
+        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or its content is not an IDX array of
+            uint8.
     Example:
         >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
         (60000, 28, 28)
@@ -53,7 +57,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
 
 def idx_content(path: Path) -> bytearray:
-    """The uncompressed bytes of an IDX file, read no further than one chunk beyond what the header promises."""
+    """Read the uncompressed content of an IDX file, at most one chunk beyond the length declared by its header."""
 
     def promised(header: bytes) -> int:
         sizes = _sizes(header, str(path))
@@ -66,13 +70,13 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
     magic = int.from_bytes(content[:4], "big")
     if len(content) < 4 or magic not in DIMENSIONS:
         raise BadInput(
-            f"{name}: not an IDX file of bytes (it begins with 0x{content[:4].hex()}, not with 0x00000801 or"
-            " 0x00000803); get the file again"
+            f"{name}: not an IDX file of uint8 (it starts with 0x{content[:4].hex()}, not with the magic number"
+            " 0x00000801 or 0x00000803); download it again"
         )
     dimensions = DIMENSIONS[magic]
     if len(content) < 4 + 4 * dimensions:
-        raise BadInput(f"{name}: cut off within its header; get the file again")
+        raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
-        raise BadInput(f"{name}: its header promises an array of {' x '.join(map(str, sizes))}; get the file again")
+        raise BadInput(f"{name}: its header declares an array of {' x '.join(map(str, sizes))}; download it again")
     return sizes

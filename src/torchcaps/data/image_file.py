@@ -1,4 +1,4 @@
-"""One image file as pixels."""
+"""Reading one image file."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ FORMATS = {
     ".tiff": "TIFF",
     ".webp": "WEBP",
 }
-"""Ending of a file that is read, in any case → its format in Pillow."""
+"""Supported file extensions, in lower case, and their format in Pillow."""
 LONGEST_SIDE = 10_000
-"""Pixels to which an image is resized at most."""
+"""Largest side, in pixels, that an image can be resized to."""
 
 
 class Facts(NamedTuple):
-    """What a person may want to know of an image file.
+    """Properties of an image file that can cause a warning.
 
     Arguments:
-        height, width: upright, before resizing.
-        largest: the largest value of 16-bit grey, before scaling; None for other pixels.
-        several: the file holds more frames or pages than the one that is read.
+        height, width: size in pixels of the upright image, before resizing.
+        largest: largest pixel value of a 16-bit greyscale image, before scaling; None for other images.
+        several: True if the file contains more than one frame or page.
     """
 
     height: int
@@ -49,18 +49,20 @@ class Facts(NamedTuple):
 def read_image(
     path: Path, channels: int | None = None, image_size: int | Sequence[int] | None = None
 ) -> UInt8[Tensor, "C H W"]:
-    """Read one bmp, gif, jpeg, png, tiff or webp file as `[C, H, W]`, 0 to 255.
+    """Read one bmp, gif, jpeg, png, tiff or webp file as uint8 `[C, H, W]`, 0 to 255.
 
-    The camera's orientation is honoured, 16-bit grey is scaled to 8 bits, what is transparent is laid on black, and
-    only the first frame or page is read. Resizing is bilinear, antialiased, to exactly the size asked for.
+    The image is rotated upright by its EXIF orientation, 16-bit greyscale is scaled to 8 bits, and transparent pixels
+    are blended with black. Only the first frame or page is read. Resizing is bilinear and antialiased, and does not
+    keep the aspect ratio.
 
     Arguments:
         path: the file.
-        channels: 1 grey, 3 red-green-blue; None for what the file holds.
-        image_size: side, or height and width, in pixels, at most 10,000; None for what the file holds.
+        channels: 1 for greyscale, 3 for RGB; None for 1 if the file is greyscale, else 3.
+        image_size: side of a square, or (height, width), in pixels from 1 to 10,000; None to keep the size of the file.
     Raises:
-        BadInput: channels or image_size make no sense, or the file is absent, of another format, damaged or so large
-            that it looks like an attack.
+        BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; the file does not exist, has another
+            format, is damaged, or has more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not
+            installed.
     Example:
         >>> read_image(Path("digit.png"), channels=1, image_size=28).shape  # doctest: +SKIP
         torch.Size([1, 28, 28])
@@ -71,9 +73,9 @@ def read_image(
 def read_with_facts(
     path: Path, channels: int | None, size: tuple[int, int] | None
 ) -> tuple[UInt8[Tensor, "C H W"], Facts]:
-    """What `read_image` reads, and the facts of the file."""
+    """Read an image as `read_image` does; returns its pixels and the facts of the file."""
     if find_spec("PIL") is None:
-        raise BadInput(f"{path}: Pillow, which reads images, is not installed; install torchcaps[train]")
+        raise BadInput(f"{path}: reading images needs Pillow; install torchcaps[train]")
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if channels not in (None, 1, 3):
@@ -84,23 +86,23 @@ def read_with_facts(
         raise BadInput(f"{path}: no such file; give the path of an image")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's remarks about metadata
+            warnings.simplefilter("ignore")  # such as warnings about metadata
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # Not by its path: Pillow 13 maps uncompressed TIFFs into memory and garbles those that a camera turned.
+            # A stream, not the path: Pillow 13 memory-maps uncompressed TIFFs and garbles those with an EXIF rotation.
             with path.open("rb") as stream, Image.open(stream, formats=tuple(FORMATS.values())) as file:
                 file.load()
                 picture = ImageOps.exif_transpose(file)
-                # A camera's JPEG may carry a preview or a depth map, which is not another frame.
+                # MPO: a JPEG from a camera with a preview or a depth map, which is not another frame.
                 several = file.format != "MPO" and getattr(file, "is_animated", False)
             deep = picture.mode.startswith("I")
             largest = int(np.asarray(picture).max()) if deep else None
             picture = _eight_bits(picture, channels)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadInput(f"{path}: too many pixels ({error}); make it smaller") from error
+        raise BadInput(f"{path}: too many pixels ({error}); reduce the image") from error
     except UnidentifiedImageError as error:
         known = ", ".join(sorted(set(FORMATS.values())))
-        raise BadInput(f"{path}: cannot be read as an image (it is none of {known}); replace or remove it") from error
-    except Exception as error:  # a damaged file can raise almost anything from within Pillow
+        raise BadInput(f"{path}: cannot be read as an image (not one of {known}); replace or remove it") from error
+    except Exception as error:  # Pillow can raise almost any exception on a damaged file
         raise BadInput(f"{path}: cannot be read as an image ({error}); replace or remove it") from error
     width, height = picture.size
     if size is not None:
@@ -111,10 +113,10 @@ def read_with_facts(
 
 
 def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """The size that an option image_size asks for.
+    """Convert the option `image_size` to `(height, width)`, or to None if it is None.
 
     Raises:
-        BadInput: it is neither one whole number from 1 to 10,000, nor two, nor None.
+        BadInput: `image_size` is not None, one whole number from 1 to 10,000, or a list or tuple of two.
     """
     if image_size is None:
         return None
@@ -133,11 +135,13 @@ def _eight_bits(picture: "Picture", channels: int | None) -> "Picture":
     from PIL import Image
 
     if picture.mode == "F":
-        raise ValueError("its pixels are floating-point numbers of unknown scale: save it with 8 or 16 bits")
-    if picture.mode.startswith("I"):  # 16-bit grey: 65535 / 257 = 255
+        raise ValueError("its pixels are floating-point numbers of unknown range: save it with 8 or 16 bits")
+    if picture.mode.startswith("I"):  # 16-bit greyscale: 65535 / 257 = 255
         values = np.asarray(picture)
         if values.min() < 0 or values.max() > 65_535:
-            raise ValueError(f"its pixels are {values.min()} to {values.max()}, not the 0 to 65535 of 16 bits")
+            raise ValueError(
+                f"its pixel values {values.min()} to {values.max()} are outside the 16-bit range 0 to 65535"
+            )
         picture = Image.fromarray((values.astype(np.float64) / 257).round().astype(np.uint8))
     grey = channels == 1 or (channels is None and picture.mode in ("1", "L", "LA", "La"))
     if picture.has_transparency_data:

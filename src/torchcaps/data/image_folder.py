@@ -1,4 +1,4 @@
-"""Your own images: a folder per class, in one tree or in train/ and test/."""
+"""Your own images: one folder per class, in a single tree or in train/ and test/."""
 
 import math
 import os
@@ -17,16 +17,16 @@ from torchcaps.data.images import Images, Splits, cut_indices
 from torchcaps.errors import BadInput, DataWarning
 
 VALIDATION = ("val", "valid", "validation")
-"""Names of the folder of validation images beside train/ and test/."""
+"""Accepted names of the folder of validation images next to train/ and test/."""
 CLUTTER = ("thumbs.db", "desktop.ini")
-"""Files that systems leave in folders, in lower case; they are skipped without a word, as hidden files are."""
+"""Files that operating systems create, in lower case; skipped without a warning, like hidden files."""
 MANY = 2_000
-"""Files from which on a progress bar is drawn."""
+"""A progress bar is drawn for more files than this."""
 DISTORTION = 1.05
-"""Change of an image's aspect ratio from which on a person is told."""
+"""A warning counts the images whose aspect ratio is changed by more than this factor."""
 
 Tree = dict[str, list[Path]]
-"""Class → its files, both sorted by name."""
+"""Image files by class; classes and files are sorted by name."""
 
 
 def load_image_folder(
@@ -38,31 +38,38 @@ def load_image_folder(
     test_fraction: float = 0.2,
     progress: bool = True,
 ) -> tuple[Images, Images]:
-    """Read a folder of images as `(train, test)`; the names of the class folders are the class names, sorted.
+    """Read a folder with one subfolder of images per class as `(train, test)`.
 
-    Either `root/train/<class>/*` and `root/test/<class>/*`, or `root/<class>/*`, of which `test_fraction` of each class
-    is held out, fixed by the seed. Images of `root/val/` (or `valid/`, `validation/`) are read by `load_splits` alone.
-    Read are files that end in bmp, gif, jpeg, jpg, png, tif, tiff or webp, in the order of their names, as `read_image`
-    does. Names that begin with a dot are passed over; a `DataWarning` names whatever else is.
+    Two layouts are accepted. With `root/train/<class>/*` and `root/test/<class>/*`, the folders are the splits. With
+    `root/<class>/*`, `test_fraction` of each class is held out as the test split. The names of the class folders are
+    the class names, sorted. Images in `root/val/` (or `valid/`, `validation/`) are not read here, only by
+    `load_splits`.
+
+    Files that end in bmp, gif, jpeg, jpg, png, tif, tiff or webp are read in the order of their names. Images are
+    rotated upright by their EXIF orientation, transparent pixels are blended with black, and only the first frame or
+    page is read. Files and folders whose names start with a dot are skipped; a `DataWarning` lists everything else that
+    is skipped.
 
     Arguments:
         root: the folder.
-        image_size: side, or height and width, in pixels, to which every image is resized; None where all agree.
-        channels: 1 grey, 3 red-green-blue; None for 1 where all files are grey, else 3.
-        seed: of the split of one tree, 0 or greater.
-        test_fraction: of the split of one tree, above 0 and below 1.
-        progress: draw a progress bar on standard error for more than 2,000 files.
+        image_size: side of a square, or (height, width), in pixels from 1 to 10,000, to which every image is resized;
+            None if all images have the same size.
+        channels: 1 for greyscale, 3 for RGB; None for 1 if all files are greyscale, else 3.
+        seed: seed of the choice of test images in a single tree, 0 or greater.
+        test_fraction: fraction of each class to hold out in a single tree, above 0 and below 1.
+        progress: draw a progress bar on standard error if there are more than 2,000 files.
     Raises:
-        BadInput: the layout is neither of the two, a class is empty or in only one of train/ and test/, sizes differ
-            and no image_size is given, or a file cannot be read.
+        BadInput: the folder has neither layout; there are fewer than two classes; a class has no images, or only one in
+            a single tree; a class is in only one of train/ and test/; sizes differ and `image_size` is None; a file
+            cannot be read; an argument is out of its range; or the images do not fit into memory.
     Warns:
-        DataWarning: files or folders are not read, only the first of several frames is, images come out distorted or
-            nearly black, or two class names look the same.
+        DataWarning: files or folders are skipped; a file has several frames; resizing changes the aspect ratio by more
+            than 5 %; 16-bit images are nearly black; or two class names look the same.
     Example:
         >>> train, test = load_image_folder(Path("photos"), image_size=32)  # doctest: +SKIP
     """
-    splits, found = read_folder(root, image_size, channels, seed, test_fraction, progress)
-    for remark in found:
+    splits, remarks = read_folder(root, image_size, channels, seed, test_fraction, progress)
+    for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=2)
     return splits.train, splits.test
 
@@ -76,17 +83,18 @@ def read_folder(
     progress: bool = True,
     validation: tuple[float, int] | None = None,
 ) -> tuple[Splits, list[str]]:
-    """The images of `load_image_folder`, and what a person should know of them.
+    """Read the splits that `load_image_folder` describes; returns them and the texts of the warnings to give.
 
     Arguments:
-        validation: fraction and seed of the cut of validation images from the training images where there is no folder
-            of them; None for no validation images.
+        root, image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
+        validation: fraction and seed to hold out validation images from the training images, if there is no folder of
+            validation images; None for an empty validation split.
     """
     size = height_and_width(image_size)
     if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
         raise BadInput(f"test_fraction is {test_fraction!r}; give a number above 0 and below 1")
     if not root.is_dir():
-        raise BadInput(f"{root}: no such folder; give one that holds a folder of images per class")
+        raise BadInput(f"{root}: no such folder; give a folder with one subfolder of images per class")
     folders, ignored = _layout(root)
     if validation is None:
         folders.pop("validation", None)
@@ -103,7 +111,9 @@ def read_folder(
     if "test" not in rows:
         for name, members in trees["train"].items():
             if len(members) == 1:
-                raise BadInput(f"{members[0]}: the only image of class {name}, which no split can share; add another")
+                raise BadInput(
+                    f"{members[0]}: the only image of class {name}, but train and test need one each; add one"
+                )
         rows["train"], rows["test"] = cut_indices(labels, test_fraction, seed)
     if "validation" not in rows:
         train, rows["validation"] = rows["train"], torch.arange(0)
@@ -113,12 +123,12 @@ def read_folder(
     splits = [rows[split] for split in ("train", "validation", "test")]
     pixels, facts = _read_all(files, splits, channels, size, progress)
     images = [Images(part, labels[chosen], class_names) for part, chosen in zip(pixels, splits, strict=True)]
-    found = [*_found_in_folders(root, skipped, ignored, class_names), *_found_in_files(root, files, facts, size)]
-    return Splits(*images), found
+    remarks = [*_remarks_on_folders(root, skipped, ignored, class_names), *_remarks_on_files(root, files, facts, size)]
+    return Splits(*images), remarks
 
 
 def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
-    """Split → its folder, train alone where it is one tree; and folders beside them that hold images."""
+    """The folder of each split (only "train" for a single tree), and other folders of images next to them."""
     halves = [half for half in ("train", "test") if (root / half).is_dir() and _folders(root / half)]
     if not halves:
         return {"train": root}, []
@@ -128,9 +138,11 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
         cure = f"add a folder per class to {other}/"
         if other == "test" and held_out:
             cure += f", or rename {held_out[0].name}/ to test/: validation images are then cut from train/"
-        raise BadInput(f"{root}: {halves[0]}/ holds classes but {other}/ does not; {cure}")
+        raise BadInput(f"{root}: {halves[0]}/ contains class folders but {other}/ does not; {cure}")
     if len(held_out) > 1:
-        raise BadInput(f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both hold images; keep one")
+        raise BadInput(
+            f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one"
+        )
     known = ("train", "test", *VALIDATION)
     ignored = [folder for folder in _folders(root) if folder.name not in known and _holds_images(folder)]
     folders = {"train": root / "train", "test": root / "test"}
@@ -152,10 +164,10 @@ def _tree(root: Path, skipped: list[Path]) -> Tree:
                 skipped.append(path)
     if len(tree) < 2:
         found = f"only one class folder, {next(iter(tree))}" if tree else "no class folders"
-        raise BadInput(f"{root}: {found}; give a folder that holds a folder of images for each of two or more classes")
+        raise BadInput(f"{root}: {found}; give a folder with one subfolder of images for each of at least 2 classes")
     for name, members in tree.items():
         if not members:
-            raise BadInput(f"{root / name}: holds no {', '.join(FORMATS)} file; add images or remove the folder")
+            raise BadInput(f"{root / name}: contains no {', '.join(FORMATS)} file; add images or remove the folder")
     return tree
 
 
@@ -165,7 +177,7 @@ def _same_classes(folders: Mapping[str, Path], trees: Mapping[str, Tree]) -> Non
             there, absent = folders["train"], folders[split]
             if name in tree:
                 there, absent = absent, there
-            raise BadInput(f"{there / name}: this class is not in {absent}; add {absent / name} or remove this one")
+            raise BadInput(f"{there / name}: this class is not in {absent}; add {absent / name} or remove this folder")
 
 
 def _folders(root: Path) -> list[Path]:
@@ -191,7 +203,7 @@ def _read_all(
     size: tuple[int, int] | None,
     progress: bool,
 ) -> tuple[list[Tensor], list[Facts]]:
-    """Pixels of each split, decoded file by file into their place, and the facts of each file."""
+    """Read each file directly into the tensor of its split; returns the pixels per split and the facts per file."""
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
     pixels: list[Tensor] = []
     facts: list[Facts] = []
@@ -204,8 +216,8 @@ def _read_all(
         first_height, first_width = pixels[0].shape[2:]
         if (height, width) != (first_height, first_width):
             raise BadInput(
-                f"{files[0]} is {first_width} x {first_height} pixels but {file} is {width} x {height}; give all one"
-                " size with --set data.image_size=N"
+                f"{files[0]} is {first_width} x {first_height} pixels but {file} is {width} x {height}; resize all of"
+                " them with --set data.image_size=N (in Python, image_size=N)"
             )
         if count > pixels[0].shape[1]:
             pixels = [part.expand(-1, count, -1, -1).contiguous() for part in pixels]
@@ -219,8 +231,8 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
         return torch.empty(count, channels, height, width, dtype=torch.uint8)
     except RuntimeError as error:
         raise BadInput(
-            f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more"
-            " memory than there is; make them smaller with --set data.image_size=N"
+            f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"
+            " the free memory; reduce them with --set data.image_size=N (in Python, image_size=N)"
         ) from error
 
 
@@ -233,28 +245,28 @@ def _tracked(files: list[Path], shown: bool) -> Iterable[Path]:
     return track(files, "reading images", console=Console(stderr=True))
 
 
-def _found_in_folders(
+def _remarks_on_folders(
     root: Path, skipped: Sequence[Path], ignored: Sequence[Path], class_names: Sequence[str]
 ) -> Iterator[str]:
-    """What a person should know of the folders: what is not read, and names that look the same."""
+    """Warning texts about skipped files and folders, and about class names that look the same."""
     folders, loose = [path for path in skipped if path.is_dir()], [path for path in skipped if _is_image(path)]
     others = len(skipped) - len(folders) - len(loose)
-    said = []
+    parts = []
     if others:
         endings = Counter(path.suffix.lower() or "no ending" for path in set(skipped).difference(folders, loose))
         listed = ", ".join(f"{_shown(ending)} {count:,}" for ending, count in endings.most_common(6))
         more = f" and {len(endings) - 6:,} other endings" if len(endings) > 6 else ""
         kind = "file that is not an image" if others == 1 else "files that are not images"
-        said.append(f"skipped {others:,} {kind} of a known format ({listed}{more})")
+        parts.append(f"skipped {others:,} {kind} of a known format ({listed}{more})")
     if folders:
-        said.append(f"skipped folders of images within a class ({_listed(folders)})")
+        parts.append(f"skipped folders of images within a class ({_listed(folders)})")
     if loose:
-        said.append(f"skipped images in no class folder ({_listed(loose)})")
-    if said:
-        yield f"{root}: {'; '.join(said)}; formats read: {', '.join(FORMATS)}"
+        parts.append(f"skipped images outside the class folders ({_listed(loose)})")
+    if parts:
+        yield f"{root}: {'; '.join(parts)}; formats read: {', '.join(FORMATS)}"
     if ignored:
         yield (
-            f"{root}: skipped folders of images beside train/ and test/ ({_listed(ignored)}); only "
+            f"{root}: skipped folders of images next to train/ and test/ ({_listed(ignored)}); only "
             f"{', '.join(f'{name}/' for name in ('train', *VALIDATION, 'test'))} are read"
         )
     alike: dict[str, str] = {}
@@ -262,24 +274,24 @@ def _found_in_folders(
         other = alike.setdefault(unicodedata.normalize("NFC", name).strip(), name)
         if other != name:
             yield (
-                f"{root}: the class names {other!a} and {name!a} differ in Unicode normalisation or in spaces"
-                " around them alone; move the images into one folder if they are one class"
+                f"{root}: the class names {other!a} and {name!a} differ only in Unicode normalisation or in surrounding"
+                " spaces; move the images into one folder if they are one class"
             )
 
 
-def _found_in_files(
+def _remarks_on_files(
     root: Path, files: Sequence[Path], facts: Sequence[Facts], size: tuple[int, int] | None
 ) -> Iterator[str]:
-    """What a person should know of the files that were read."""
+    """Warning texts about files with several frames, nearly black images, and changed aspect ratios."""
     several = [file for file, image in zip(files, facts, strict=True) if image.several]
     if several:
-        holds = "1 file holds" if len(several) == 1 else f"{len(several):,} files hold"
-        yield f"{root}: {holds} several frames; only the first is read (first: {_shown(several[0])})"
+        have = "1 file has" if len(several) == 1 else f"{len(several):,} files have"
+        yield f"{root}: {have} several frames, such as {_shown(several[0])}; only the first frame is read"
     largest = max((image.largest for image in facts if image.largest is not None), default=None)
     if largest is not None and largest < 4096:
         yield (
-            f"{root}: the largest value of the 16-bit images is {largest:,} of 65,535, as in data of"
-            f" {largest.bit_length()} bits, and they come out nearly black; scale them to the full 16 bits"
+            f"{root}: the largest value of the 16-bit images is {largest:,} of 65,535, as in {largest.bit_length()}-bit"
+            " data, so they are nearly black; scale them to the full 16 bits"
             f" (multiply by {65_535 // max(largest, 1):,})"
         )
     if size is not None:
@@ -291,7 +303,7 @@ def _found_in_files(
             yield (
                 f"{root}: resizing to height {size[0]} and width {size[1]} changes the aspect ratio of {distorted:,} of"
                 f" {len(files):,} images by more than 5 % (width / height is {seen});"
-                " crop them, or give data.image_size=[height,width] of their shape"
+                " crop them, or set data.image_size=[height,width] to their aspect ratio"
             )
 
 
@@ -301,5 +313,5 @@ def _listed(paths: Sequence[Path]) -> str:
 
 
 def _shown(path: Path | str) -> str:
-    """A path that can be printed anywhere: bytes that are not UTF-8 are escaped."""
+    """The path as printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

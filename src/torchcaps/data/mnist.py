@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images, 28 x 28 grey, ten classes.
+"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images, 28 x 28 greyscale, ten classes.
 
 MNIST: LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86, 1998.
 Fashion-MNIST: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine learning
@@ -20,7 +20,13 @@ from torchcaps.errors import BadInput
 
 @dataclass(frozen=True)
 class IdxFiles:
-    """Where a dataset in MNIST's four files is found, and how each file is told to be right."""
+    """Source of a dataset that is stored in four files like MNIST.
+
+    Arguments:
+        mirrors: URLs of folders that serve each file with `.gz` appended.
+        md5: checksum of the uncompressed content of each file.
+        class_names: names of the classes, in the order of the labels.
+    """
 
     mirrors: tuple[str, ...]
     md5: dict[str, str]
@@ -57,16 +63,18 @@ FILES = {
         ),
     ),
 }  # fmt: skip
-"""Dataset → mirrors (each serves file + ".gz"), files with the md5 of their uncompressed content, class names."""
+"""Sources by the name of the dataset."""
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
-    """MNIST as `(train, test)`, 60,000 and 10,000 digits, from `data_dir/mnist/`.
+    """Load MNIST as `(train, test)`: 60,000 and 10,000 digits, uint8 `[N, 1, 28, 28]`, ten classes.
 
-    The four IDX files, raw or with `.gz`, are downloaded there when absent, and their checksums verified at every load.
+    Missing files are downloaded, and the checksums are verified on every load.
 
+    Arguments:
+        data_dir: data folder; the four IDX files, raw or gzipped, are in `data_dir/mnist/`.
     Raises:
-        BadInput: a file is damaged or is another, or cannot be downloaded.
+        BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded.
     Example:
         >>> train, test = load_mnist(Path("data"))  # doctest: +SKIP
     """
@@ -74,10 +82,14 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
 
 
 def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
-    """Fashion-MNIST as `(train, test)`, 60,000 and 10,000 pictures, from `data_dir/fashion-mnist/`.
+    """Load Fashion-MNIST as `(train, test)`: 60,000 and 10,000 pictures, uint8 `[N, 1, 28, 28]`, ten classes.
 
-    Files, checks and errors are those of `load_mnist`.
+    Missing files are downloaded, and the checksums are verified on every load.
 
+    Arguments:
+        data_dir: data folder; the four IDX files, raw or gzipped, are in `data_dir/fashion-mnist/`.
+    Raises:
+        BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded.
     Example:
         >>> train, test = load_fashion_mnist(Path("data"))  # doctest: +SKIP
     """
@@ -85,22 +97,38 @@ def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
 
 
 def fetch_mnist(name: str, data_dir: Path, progress: bool = True) -> None:
-    """Download what is absent of `name` ("mnist" or "fashion-mnist") to `data_dir/name/`; leave what is there.
+    """Download the missing files of MNIST or Fashion-MNIST to `data_dir/name/`.
 
+    Arguments:
+        name: "mnist" or "fashion-mnist".
+        data_dir: data folder.
+        progress: draw a progress bar on standard error.
     Raises:
-        BadInput: a file cannot be downloaded (see `download`).
+        BadInput: a file cannot be downloaded or written.
+    Example:
+        >>> fetch_mnist("mnist", Path("data"))  # doctest: +SKIP
     """
     for file in FILES[name].md5:
         _fetched(name, file, data_dir, progress)
 
 
 def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
-    """Check the four files of `name` without loading or downloading: `(file, "ok" or the problem)` for each."""
+    """Check the four files of MNIST or Fashion-MNIST without downloading them.
+
+    Arguments:
+        name: "mnist" or "fashion-mnist".
+        data_dir: data folder.
+    Returns:
+        `(file, "ok" or the problem)` for each file.
+    Example:
+        >>> verify_mnist("mnist", Path("empty"))[0]
+        ('train-images-idx3-ubyte', 'missing from empty/mnist')
+    """
     found = []
     for file, md5 in FILES[name].md5.items():
         path = present(data_dir / name / file)
         try:
-            problem = _difference(path, uncompressed_md5(path), md5) if path else f"absent from {data_dir / name}"
+            problem = _difference(path, uncompressed_md5(path), md5) if path else f"missing from {data_dir / name}"
         except BadInput as error:
             problem = str(error)
         found.append((file, problem or "ok"))
@@ -108,10 +136,15 @@ def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
 
 
 def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> Images:
-    """One split from a file of images and a file of labels in the IDX format, with no checksum known.
+    """Load one split from a file of images and a file of labels in the IDX format, without verifying a checksum.
 
+    Arguments:
+        images: IDX file of images `[N, H, W]`, raw or gzipped.
+        labels: IDX file of labels `[N]`, raw or gzipped.
+        class_names: names of the classes, in the order of the labels.
     Raises:
-        BadInput: a file is damaged, the two hold different numbers, or a label has no name.
+        BadInput: a file cannot be read or is damaged; the files are in the wrong order; the numbers of images and
+            labels differ; or a label is not an index of `class_names`.
     Example:
         >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
     """
@@ -136,10 +169,12 @@ def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
 def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
     (images_path, pixels), (labels_path, classes) = images, labels
     if pixels.ndim != 3 or classes.ndim != 1:
-        raise BadInput(f"{images_path} must hold images and {labels_path} labels; they do not: check their order")
+        raise BadInput(
+            f"{images_path} must contain images and {labels_path} labels, but they do not; check their order"
+        )
     if len(pixels) != len(classes):
         raise BadInput(
-            f"{images_path} holds {len(pixels)} images but {labels_path} {len(classes)} labels; get both files again"
+            f"{images_path} has {len(pixels)} images but {labels_path} has {len(classes)} labels; download both again"
         )
     try:
         return Images(torch.from_numpy(pixels)[:, None], torch.from_numpy(classes).long(), class_names)
@@ -158,4 +193,4 @@ def _fetched(name: str, file: str, data_dir: Path, progress: bool) -> Path:
 def _difference(path: Path, found: str, right: str) -> str | None:
     if found == right:
         return None
-    return f"{path}: its content has md5 {found}, not {right}; delete it, and it will be downloaded again"
+    return f"{path}: the md5 of its content is {found}, not {right}; delete it to download it again"

@@ -1,8 +1,8 @@
-"""smallNORB and the files it comes in, which the toys of `toys.py` and NORB's own jittered-cluttered set share.
+"""smallNORB and its file format, which is also used by the toys of `toys.py` and by jittered-cluttered NORB.
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
-The format is the "binary matrix" of that data's page: a magic number for the type, the number of dimensions, one size
-per dimension (never fewer than three are stored), then the elements, row-major; all numbers little-endian.
+The format is called "binary matrix" on the page of smallNORB: a magic number for the type, the number of dimensions,
+one size per dimension (at least three sizes are stored), then the elements, row-major. All numbers are little-endian.
 """
 
 import math
@@ -23,16 +23,16 @@ from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
 TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
-"""Magic number → type of the elements: images and categories and attributes."""
+"""Element types by magic number: uint8 for images, int32 for categories and attributes."""
 OTHER_TYPES = {0x1E3D4C51: "float32", 0x1E3D4C52: "packed", 0x1E3D4C53: "float64", 0x1E3D4C56: "int16"}
 LARGEST = 2**34
-"""Bytes. A header that promises more is taken for a damaged one."""
+"""Largest array in bytes; a header that declares a larger one is treated as damaged."""
 MOST_DIMENSIONS = 8
 ATTRIBUTES = ("instance", "elevation", "azimuth", "lighting")
-"""Columns of an info file: toy within its category, elevation 30° + 5° · n, azimuth 10° · n, lighting."""
+"""First columns of an info file: toy within its category, elevation 30° + 5° · n, azimuth 10° · n, lighting."""
 CATEGORIES = ("animal", "human", "airplane", "truck", "car")
 PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2x{0}x{0}-testing"}
-"""Split → the middle of its files' names: categories, instances, elevations, azimuths, lightings, cameras, size."""
+"""Middle of the file names per split: categories, instances, elevations, azimuths, lightings, cameras, size."""
 KINDS = ("dat", "cat", "info")
 
 MIRRORS = ("https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",)
@@ -44,17 +44,17 @@ MD5 = {
     "smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat": "fd5120d3f770ad57ebe620eb61a0b633",
     "smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat": "7c5b871cc69dcadec1bf6a18141f5edc",
 }
-"""File of smallNORB → MD5 of its uncompressed content; the mirrors serve each with `.gz`."""
+"""MD5 of the uncompressed content of each file of smallNORB; the mirrors serve each file with `.gz` appended."""
 
 
 @dataclass(frozen=True, eq=False)
 class NorbFiles:
-    """One split as its three files hold it.
+    """Content of the three files of a split.
 
     Arguments:
         images: ``[N, cameras, H, W]``, uint8.
-        categories: ``[N]``.
-        info: ``[N, columns]``; the first four columns are `ATTRIBUTES`.
+        categories: labels, ``[N]``.
+        info: attributes, ``[N, columns]``; the first four columns are `ATTRIBUTES`.
     """
 
     images: UInt8[np.ndarray, "N cameras H W"]
@@ -63,13 +63,14 @@ class NorbFiles:
 
 
 def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "..."]:
-    """Turn the bytes of a binary-matrix file into an array of uint8 or int32.
+    """Decode a binary-matrix file, the format of smallNORB, as an array of uint8 or int32.
 
     Arguments:
         content: the whole uncompressed file.
-        name: what to call it in an error.
+        name: name of the file in error messages.
     Raises:
-        BadInput: wrong magic, another type of element, sizes beyond all reason, or more or fewer bytes than promised.
+        BadInput: the magic number is not that of uint8 or int32; the number of dimensions is not 1 to 8; the declared
+            array is empty or larger than 16 GiB; or `content` is longer or shorter than the header declares.
     Example:
         >>> parse_norb(norb_bytes(np.array([[1, 2], [3, 4]], dtype=np.int32)), "info")
         array([[1, 2],
@@ -79,15 +80,18 @@ def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "...
     promised = start + math.prod(sizes) * kind.itemsize
     if len(content) != promised:
         much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name}: the header promises {promised:,} bytes, the file holds {much}; get the file again")
+        raise BadInput(f"{name}: the header declares {promised:,} bytes, but the file has {much}; download it again")
     return np.frombuffer(content, dtype=kind, offset=start).reshape(sizes).astype(kind.newbyteorder("="), copy=True)
 
 
 def read_norb(path: Path) -> Shaped[np.ndarray, "..."]:
-    """Read a binary-matrix file, raw or gzipped.
+    """Read a binary-matrix file, the format of smallNORB, as an array of uint8 or int32.
 
+    Arguments:
+        path: the file, raw or gzipped.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `parse_norb` refuses it.
+        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or its content is not a binary matrix of
+            uint8 or int32.
     Example:
         >>> read_norb(Path("smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz")).shape  # doctest: +SKIP
         (24300, 2, 96, 96)
@@ -101,86 +105,91 @@ def read_norb(path: Path) -> Shaped[np.ndarray, "..."]:
 
 
 def norb_bytes(array: Shaped[np.ndarray, "..."]) -> bytes:
-    """The binary-matrix file that holds an array of uint8 or int32: what `parse_norb` reads.
+    """Encode an array of uint8 or int32 as a binary-matrix file, the format that `parse_norb` decodes.
 
     Raises:
-        BadInput: another type of element, or more dimensions than the format is read with.
+        BadInput: the array is not uint8 or int32, or does not have 1 to 8 dimensions.
     """
     magic = next((magic for magic, kind in TYPES.items() if kind == array.dtype.newbyteorder("<")), None)
     if magic is None or not 1 <= array.ndim <= MOST_DIMENSIONS:
-        raise BadInput(f"an array of {array.dtype} and {array.ndim} dimensions: give uint8 or int32 and 1 to 8")
+        raise BadInput(f"array is {array.dtype} with {array.ndim} dimensions; give uint8 or int32 with 1 to 8")
     sizes = [*array.shape, *[1] * (3 - array.ndim)]
     return struct.pack(f"<2I{len(sizes)}I", magic, array.ndim, *sizes) + array.astype(TYPES[magic]).tobytes()
 
 
 def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFiles:
-    """The three files of one split, `PREFIX-5x…-training-dat.mat` and so on, raw or with `.gz`.
+    """Read the three files of one split, such as `PREFIX-5x…-training-dat.mat`, raw or with `.gz` appended.
 
     Raises:
-        BadInput: a file is absent or damaged, or the three disagree.
+        BadInput: a file is missing or damaged, has another type or shape, or the number of rows differs between files.
     """
     paths = []
     for kind in KINDS:
         path = folder / norb_file(prefix, split, size, kind)
         found = present(path)
         if found is None:
-            raise BadInput(f"{path}: absent, and so is the same with .gz; give the folder that holds it")
+            raise BadInput(f"{path}: missing, with and without .gz; give the folder that contains it")
         paths.append(found)
     images, categories, info = (read_norb(path) for path in paths)
     if images.ndim != 4 or images.dtype != np.uint8:
-        raise BadInput(f"{paths[0]}: holds {_kind(images)}, not uint8 images [N, cameras, H, W]")
+        raise BadInput(f"{paths[0]}: contains {_kind(images)}, not uint8 images [N, cameras, H, W]; download it again")
     if categories.ndim != 1 or categories.dtype != np.int32:
-        raise BadInput(f"{paths[1]}: holds {_kind(categories)}, not int32 categories [N]")
+        raise BadInput(f"{paths[1]}: contains {_kind(categories)}, not int32 categories [N]; download it again")
     if info.ndim != 2 or info.dtype != np.int32 or info.shape[1] < len(ATTRIBUTES):
-        raise BadInput(f"{paths[2]}: holds {_kind(info)}, not int32 [N, 4 or more]: {', '.join(ATTRIBUTES)}")
+        raise BadInput(
+            f"{paths[2]}: contains {_kind(info)}, not int32 [N, 4 or more] with the columns {', '.join(ATTRIBUTES)}; "
+            "download it again"
+        )
     for path, array in ((paths[1], categories), (paths[2], info)):
         if len(array) != len(images):
-            raise BadInput(f"{paths[0]} holds {len(images)} images but {path} {len(array)} rows; get both files again")
+            raise BadInput(f"{paths[0]} has {len(images)} images but {path} has {len(array)} rows; download both again")
     return NorbFiles(images, categories, info)
 
 
 def norb_file(prefix: str, split: str, size: int, kind: str) -> str:
-    """The published name of a file: prefix, instances, size, split and kind (dat, cat or info)."""
+    """Name of a file as published, with the prefix, split, size and kind (dat, cat or info)."""
     return f"{prefix}-{PARTS[split].format(size)}-{kind}.mat"
 
 
 def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Sequence[str] = CATEGORIES) -> Images:
-    """A split as images of `size` pixels, one channel per camera, that keep their attributes.
+    """Convert a split to `Images` with one channel per camera, and with its attributes.
 
     Arguments:
         files: the split.
-        size: pixels a side, a divisor of the files'; each pixel is the mean of the square it covers. None: as they are.
-        stereo: both cameras as two channels; else the first camera alone.
-        class_names: of the categories, in their order.
+        size: height and width in pixels, a divisor of the stored size; pixels are averaged over squares. None keeps the
+            stored size.
+        stereo: True for both cameras as two channels, False for the first camera only.
+        class_names: names of the categories, in the order of the labels.
     Raises:
-        BadInput: the size does not divide that of the files, or a category has no name.
+        BadInput: `size` does not divide the stored size, or a category is not an index of `class_names`.
     """
     pixels = torch.from_numpy(files.images if stereo else files.images[:, :1])
     side = pixels.shape[2]
     if size is not None and size != side:
         if size < 1 or side % size or pixels.shape[3] != side:
-            raise BadInput(f"size is {size}: give one that divides the images' {side} pixels, or leave it out")
+            raise BadInput(f"size is {size}; give a number that divides the images' {side} pixels, or omit it")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
     return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), tuple(class_names), attributes)
 
 
 def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tuple[Images, Images]:
-    """smallNORB as `(train, test)`, from `data_dir/smallnorb`: 24,300 stereo pairs each, of toys not seen in the other.
+    """Load smallNORB as `(train, test)`: 24,300 stereo pairs each, uint8 `[N, 2, size, size]`, five classes.
 
-    The six files, raw or with `.gz`, are downloaded there when absent, and their checksums verified at every load.
+    The two splits show different toys. Each image has the attributes instance, elevation, azimuth and lighting. Missing
+    files are downloaded, and the checksums are verified on every load.
 
     Arguments:
-        data_dir: the folder above.
-        size: pixels a side; 96 as published, or a divisor of it, 48 as in Hinton, Sabour & Frosst 2018.
-        stereo: both cameras as two channels; else the first camera alone.
+        data_dir: data folder; the six files, raw or gzipped, are in `data_dir/smallnorb/`.
+        size: height and width in pixels, a divisor of the published 96; 48 as in Hinton, Sabour & Frosst 2018.
+        stereo: True for both cameras as two channels, False for the first camera only.
     Raises:
-        BadInput: a file is damaged or is another, or cannot be downloaded, or the size does not divide 96.
+        BadInput: `size` does not divide 96, or a file has a wrong checksum, cannot be read, or cannot be downloaded.
     Example:
         >>> train, test = load_smallnorb(Path("data"))  # doctest: +SKIP
     """
     if not 1 <= size <= 96 or 96 % size:
-        raise BadInput(f"size is {size}: give one that divides 96")
+        raise BadInput(f"size is {size}; give a number that divides 96")
     fetch_smallnorb(data_dir)
     for file, problem in verify_smallnorb(data_dir):
         if problem != "ok":
@@ -191,10 +200,13 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
 
 
 def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
-    """Download what is absent of smallNORB to `data_dir/smallnorb/`; leave what is there.
+    """Download the missing files of smallNORB to `data_dir/smallnorb/`.
 
+    Arguments:
+        data_dir: data folder.
+        progress: draw a progress bar on standard error.
     Raises:
-        BadInput: a file cannot be downloaded (see `download`).
+        BadInput: a file cannot be downloaded or written.
     """
     for file, md5 in MD5.items():
         if present(data_dir / "smallnorb" / file) is None:
@@ -203,14 +215,14 @@ def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
 
 
 def verify_smallnorb(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the six files of smallNORB without loading or downloading: `(file, "ok" or the problem)` for each."""
+    """Check the six files of smallNORB without downloading them; returns `(file, "ok" or the problem)` for each."""
     found = []
     for file, md5 in MD5.items():
         path = present(data_dir / "smallnorb" / file)
         try:
-            problem = f"absent from {data_dir / 'smallnorb'}" if path is None else None
+            problem = f"missing from {data_dir / 'smallnorb'}" if path is None else None
             if path is not None and (seen := uncompressed_md5(path)) != md5:
-                problem = f"its content has md5 {seen}, not {md5}; delete it, and it will be downloaded again"
+                problem = f"the md5 of its content is {seen}, not {md5}; delete it to download it again"
         except BadInput as error:
             problem = str(error)
         found.append((file, problem or "ok"))
@@ -222,20 +234,22 @@ def _shrunk(pixels: UInt8[Tensor, "N C H W"], factor: int) -> UInt8[Tensor, "N C
 
 
 def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Type, sizes and length of the header."""
+    """Type of the elements, sizes of the array, and length of the header in bytes."""
     magic = int.from_bytes(content[:4], "little")
     if len(content) < 4 or magic not in TYPES:
-        other = f"elements of {OTHER_TYPES[magic]}" if magic in OTHER_TYPES else f"it begins with 0x{magic:08X}"
-        raise BadInput(f"{name}: not a binary matrix of bytes or int32 ({other}); get the file again")
+        other = f"elements of {OTHER_TYPES[magic]}" if magic in OTHER_TYPES else f"it starts with 0x{magic:08X}"
+        raise BadInput(f"{name}: not a binary matrix of uint8 or int32 ({other}); download it again")
     dimensions = int.from_bytes(content[4:8], "little")
     start = 8 + 4 * max(3, dimensions)
     if len(content) < 8 or not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise BadInput(f"{name}: its header promises {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}; get it again")
+        raise BadInput(
+            f"{name}: its header declares {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}; download it again"
+        )
     if len(content) < start:
-        raise BadInput(f"{name}: cut off within its header; get the file again")
+        raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f"<{dimensions}I", content, 8)
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
-        raise BadInput(f"{name}: its header promises an array of {' x '.join(map(str, sizes))}; get the file again")
+        raise BadInput(f"{name}: its header declares an array of {' x '.join(map(str, sizes))}; download it again")
     return TYPES[magic], sizes, start
 
 

@@ -1,4 +1,4 @@
-"""How stored images become a network's input: shifted, standardised, cropped, brightened; whole batches at once."""
+"""Preparation of stored images as the input of a network: random augmentation, standardisation and crops."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -18,14 +18,18 @@ Standardise = Literal["none", "first", "last"]
 
 
 class Variation(NamedTuple):
-    """What chance decides for each image of an epoch; row i depends on seed, epoch and i alone.
+    """Random numbers for the augmentation of N images in one epoch, as drawn by `Preparation.variation`.
 
     Arguments:
-        offsets: ``[N, 2]``, pixels down and to the right; None without shifts.
-        uniform: ``[N, 4]`` in [0, 1): place of the crop down and across, brightness, contrast; None without any.
-        warp: ``[N, 4]``: rotation and squeeze in [-1, 1], where of an image the erased square is, down and across, in
-            [0, 1); None without any.
-        mirrored: ``[N]``, which images are mirrored; None without flips.
+        offsets: shifts down and to the right, in pixels, ``[N, 2]``; None if images are not shifted.
+        uniform: ``[N, 4]`` in [0, 1): vertical and horizontal position of the crop, brightness, contrast; None if none
+            of them is used.
+        warp: ``[N, 4]``: rotation and squeeze in [-1, 1], vertical and horizontal position of the erased square in
+            [0, 1); None if none of them is used.
+        mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
+    Example:
+        >>> Preparation(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
+        torch.Size([5, 2])
     """
 
     offsets: Int64[Tensor, "N 2"] | None
@@ -34,32 +38,41 @@ class Variation(NamedTuple):
     mirrored: Bool[Tensor, " N"] | None = None
 
     def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
-        """The rows of these images."""
+        """Return the rows at `indices`."""
         return Variation(*(None if part is None else part[indices] for part in self))
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """From uint8 pixels to a network's input.
+    """Converts batches of uint8 images to the input of a network, with random augmentation in training.
+
+    Pixels are scaled to [0, 1]. With the default arguments, nothing else is done. Rotation, squeeze and erase are the
+    augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
-        shift: in training, up to this many pixels each way, with zero padding (Sabour, Frosst & Hinton 2017).
-        standardise: each image, all its channels together, to mean 0 and variance 1: ``first``, before crop, brightness
-            and contrast, as the text of Hinton, Sabour & Frosst 2018; ``last``, after them, as the authors' code; or
-            ``none``, pixels in [0, 1].
-        crop: pixels a side of what is cut out, anywhere in training, else from the centre; 0 takes the whole image.
-        flip: in training, half of the images are mirrored, left to right; the two channels of a stereo pair then change
-            places, as the two cameras do in a mirror.
-        brightness: in training, a number up to this is added or subtracted, at most 10.
-        contrast: at most 1; in training, distances from an image's mean are multiplied by 1 - contrast to 1 + contrast.
-        rotation: largest angle in degrees; in training, half of the images are rotated, by angles from a normal
-            distribution whose standard deviation is a third of the largest. This and the next two are the augmentation
-            of Mazzia, Salvetti & Chiaberge 2021.
-        squeeze: largest share, at most 0.9, by which an image becomes narrower in training; distributed likewise.
-        erase: in training, side in pixels of a square that is set to 0, at least as far from the border.
-        test_crops: in tests, the mean score of test_crops² evenly spread crops; 1 takes the centre alone.
+        shift: training only; largest shift in each direction, in pixels, with zero padding (Sabour, Frosst & Hinton
+            2017).
+        standardise: when to scale each image, over all its channels, to mean 0 and variance 1. "first": before crop,
+            brightness and contrast, as in the text of Hinton, Sabour & Frosst 2018; "last": after all other steps, as
+            in the code of these authors; "none": never.
+        crop: height and width of the crop, in pixels; at a random position in training, else in the centre. 0 keeps the
+            whole image.
+        flip: training only; mirror half of the images left to right. The channels of a stereo pair are then swapped, as
+            the two cameras are in a mirror.
+        brightness: training only; a random number from -brightness to brightness is added to all pixels; 0 to 10.
+        contrast: training only; differences from the mean of an image are multiplied by a random factor from
+            1 - contrast to 1 + contrast; 0 to 1.
+        rotation: training only; largest angle in degrees, 0 to 180. Half of the images are rotated. Angles are normally
+            distributed, with a standard deviation of a third of the largest angle, and clipped to it.
+        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Fractions are
+            absolute values of a normal distribution, with a standard deviation of a third of the largest fraction, and
+            clipped to it.
+        erase: training only; height and width in pixels of a square that is set to 0, at a random position whose
+            distance from the border is at least `erase`. 0 erases nothing.
+        test_crops: evaluation only; scores are averaged over test_crops² evenly spaced crops, 1 to 32. 1 uses only the
+            centre crop.
     Raises:
-        BadInput: a value is out of its range.
+        BadInput: a value has another type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
     Example:
         >>> Preparation(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
         torch.Size([2, 1, 4, 4])
@@ -85,18 +98,21 @@ class Preparation:
             if not least <= getattr(self, key) <= most:
                 raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:,g}")
         if self.test_crops > 1 and not self.crop:
-            raise BadInput(f"test_crops is {self.test_crops}, but nothing is cropped: set crop too, or test_crops=1")
+            raise BadInput(f"test_crops is {self.test_crops}, but crop is 0: set crop too, or test_crops=1")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Preparation":
-        """Those of the settings that are a preparation's."""
+        """Create a preparation from those settings that are arguments of `Preparation`; ignore the others."""
         return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
 
     def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Channels, height and width of the network's input.
+        """Shape `(C, H, W)` of the network's input.
 
+        Arguments:
+            stored: shape `(C, H, W)` of the stored images.
         Raises:
-            BadInput: the crop is larger than the stored image, or a square that is erased than a third of the input.
+            BadInput: `crop` is larger than the smaller side of the stored images, or `erase` is larger than a third of
+                the smaller side of the input.
         """
         channels, height, width = stored
         if self.crop > min(height, width):
@@ -108,7 +124,10 @@ class Preparation:
         return (channels, self.crop, self.crop) if self.crop else stored
 
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
-        """What chance decides for `count` images in this epoch."""
+        """Draw the random numbers for the augmentation of `count` images in one epoch.
+
+        Row i depends only on `seed`, `epoch` and i.
+        """
         varied = self.crop or self.brightness or self.contrast
         uniform = np.random.default_rng([seed, epoch, 2]).random((count, 4), dtype=np.float32) if varied else None
         return Variation(
@@ -127,7 +146,7 @@ class Preparation:
         return torch.from_numpy(np.concatenate([amounts, uniform[:, :2]], axis=1)).float()
 
     def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
-        """The input for training, as chance has it."""
+        """Convert a batch for training, with the augmentation given by the rows of `variation`."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
         if variation.mirrored is not None:
@@ -145,7 +164,7 @@ class Preparation:
         return _channels_last(self._standardised(images, "last"))
 
     def _warped(self, images: Tensor, warp: Tensor) -> Tensor:
-        """Rotated and squeezed about the centre, with a square erased."""
+        """Rotate and squeeze each image about its centre, and erase a square."""
         _, _, height, width = images.shape
         turn, squeeze, down, across = warp.unbind(1)
         if self.rotation or self.squeeze:
@@ -164,15 +183,15 @@ class Preparation:
         return images
 
     def plain(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
-        """The input without chance: the centre crop."""
+        """Convert a batch without augmentation, with the centre crop."""
         return self._at(_scaled(pixels), 0.5, 0.5)
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
-        """The same of images in [0, 1], differentiable."""
+        """Convert images in [0, 1] without augmentation, with the centre crop; differentiable."""
         return self._at(images, 0.5, 0.5)
 
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
-        """The inputs of a test, `test_crops`² views of each image."""
+        """Convert a batch for evaluation: V = `test_crops`² crops of each image, or V = 1 if `crop` is 0."""
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
         places = torch.linspace(0, 1, self.test_crops).tolist()
@@ -191,7 +210,7 @@ class Preparation:
         return (images - mean) / deviation.clamp_min(1 / 255)
 
     def _cut(self, images: Tensor, down: Tensor, across: Tensor) -> Tensor:
-        """Crops whose upper left corners lie so far down and across, from 0 to 1, as they can."""
+        """Crop each image; `down` and `across` give its position, from 0 (top, left) to 1 (bottom, right)."""
         if not self.crop:
             return images
         _, channels, height, width = images.shape

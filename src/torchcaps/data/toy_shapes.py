@@ -1,4 +1,4 @@
-"""The fifty toys as solids: five categories, each toy with sizes and angles of its own."""
+"""Shapes of the fifty rendered toys: each is built of solids with random sizes and angles, in five categories."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,13 +11,21 @@ import numpy as np
 from torchcaps.data.norb import CATEGORIES
 
 Draw = Callable[[float | int, float | int], float]
-"""Low and high → a number between them."""
+"""Function that draws a number between low and high."""
 Vector = tuple[float | int, float | int, float | int]
 
 
 @dataclass(frozen=True)
 class Solid:
-    """An ellipsoid, a box, or a cylinder along z whose top is `taper` as wide as its bottom."""
+    """A part of a toy.
+
+    Arguments:
+        kind: shape; a cylinder has its axis along z.
+        centre: position `(x, y, z)`.
+        half_sizes: half of the size along x, y and z, before the rotation.
+        angles: rotation in degrees, about x, then y, then z.
+        taper: width of the top of a cylinder, relative to its bottom.
+    """
 
     kind: Literal["ellipsoid", "box", "cylinder"]
     centre: Vector
@@ -26,7 +34,7 @@ class Solid:
     taper: float = 1.0
 
     def rotation(self) -> np.ndarray:
-        """Turned about x, then y, then z, by `angles` in degrees."""
+        """Rotation matrix `[3, 3]` of `angles`."""
         turned = np.eye(3)
         for axis, angle in enumerate(np.radians(self.angles)):
             turn = np.eye(3)
@@ -252,12 +260,14 @@ TOYS = dict(zip(CATEGORIES, (_animal, _human, _airplane, _truck, _car), strict=T
 
 
 def toy(category: str, instance: int, seed: int = 0) -> list[Solid]:
-    """The solids of one toy, of radius 1 about the origin; a function of its arguments alone.
+    """Build the solids of one toy, scaled to radius 1 about the origin.
+
+    The same arguments always give the same toy.
 
     Arguments:
         category: one of `CATEGORIES`.
-        instance: which toy of it.
-        seed: 0 or greater; another seed gives fifty other toys.
+        instance: index of the toy in its category.
+        seed: seed of the shapes, 0 or greater.
     Example:
         >>> len(toy("car", 0)) > 4
         True

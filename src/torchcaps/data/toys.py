@@ -1,7 +1,7 @@
 """Rendered toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
 
-They stand in for smallNORB where its files cannot be had, and their viewpoints are known exactly. Each toy is a handful
-of solids (see `toy_shapes.py`); rays are cast against them.
+They replace smallNORB if its files are not available, and their viewpoints are known exactly. Each toy consists of
+solids (see `toy_shapes.py`) and is rendered by ray casting.
 """
 
 import hashlib
@@ -26,30 +26,32 @@ INSTANCES = {"train": (4, 6, 7, 8, 9), "test": (0, 1, 2, 3, 5)}
 ELEVATIONS, AZIMUTHS, LIGHTINGS = range(9), range(0, 36, 2), range(6)
 SIZES = (48, 96)
 SUMS = "toys-{0}x{0}-md5.json"
-"""The list of checksums that completes a rendering, by its size."""
+"""Name of the file of checksums for images of a size; it is written last, when the rendering is complete."""
 DISTANCE, HALF_WIDTH, BASELINE = 6.0, 1.3, 0.35
-"""From the camera to the toy's centre, half of what it sees there, between the cameras; a toy has the radius 1."""
+"""Distance of the camera from the centre of the toy, half the width of the view there, and distance between the
+cameras. A toy has radius 1."""
 NOISE = 2.0
-"""Standard deviation of the noise, in grey levels."""
+"""Standard deviation of the noise, in grey levels of 255."""
 VIEWS_AT_ONCE = 18
 
 
 def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool = True) -> Path:
-    """Render the six files of the toys to `data_dir/toys/` (`toys-seedN/` for another seed): always the same bytes.
+    """Render toys with the structure and file format of smallNORB: 24,300 stereo pairs each for training and test.
 
-    Each file is whole or absent, and last comes a list of their checksums, without which they do not count. The
-    categories take turns, row by row; within a category the rows go through instances, elevations, azimuths and
-    lightings.
+    Five categories with ten toys each are seen from 9 elevations and 18 azimuths under 6 lightings. The same `size` and
+    `seed` always give the same bytes. The rows of a file cycle through the five categories; within a category, they are
+    ordered by instance, elevation, azimuth and lighting. A file of checksums is written last: without it,
+    the rendering is incomplete and is repeated by `load_toys`.
 
     Arguments:
-        data_dir: the folder above; made when absent.
-        size: pixels a side, 48 or 96.
-        seed: 0 or greater; another seed gives fifty other toys.
+        data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
+        size: height and width of the images in pixels, 48 or 96.
+        seed: seed of shapes and noise, 0 or greater; another seed gives fifty other toys.
         progress: draw a progress bar on standard error.
     Returns:
         The folder of the files.
     Raises:
-        BadInput: size or seed is out of its range, or the folder cannot be written to.
+        BadInput: `size` is not 48 or 96, `seed` is negative, or the files cannot be written.
     Example:
         >>> render_toys(Path("data"))  # doctest: +SKIP
         PosixPath('data/toys')
@@ -83,18 +85,18 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
                     stream.write(content)
         write_json(folder / SUMS.format(size), sums)
     except OSError as error:
-        raise BadInput(f"{folder}: cannot be written ({error}); give a data folder you may write to") from error
+        raise BadInput(f"{folder}: cannot be written ({error}); choose a data folder that you can write to") from error
     return folder
 
 
 def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -> np.ndarray:
-    """All views of one toy, uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
+    """Render all views of one toy, uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
 
     Arguments:
-        category: 0 to 4, in the order of `CATEGORIES`.
-        instance: which toy of it, 0 to 9.
-        size: pixels a side.
-        seed: of the toys and of the noise.
+        category: index in `CATEGORIES`, 0 to 4.
+        instance: index of the toy in its category, 0 to 9.
+        size: height and width of the images in pixels.
+        seed: seed of shapes and noise.
     """
     solids = toy(CATEGORIES[category], instance, seed)
     views = [(elevation, azimuth, camera) for elevation in ELEVATIONS for azimuth in AZIMUTHS for camera in (0, 1)]
@@ -110,23 +112,26 @@ def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -
 
 
 def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_seed: int = 0) -> tuple[Images, Images]:
-    """The toys as `(train, test)`, 24,300 stereo pairs each; rendered as by `render_toys` when absent.
+    """Load the rendered toys as `(train, test)`: 24,300 stereo pairs each, uint8 `[N, 2, size, size]`, five classes.
 
-    Attributes are those of smallNORB: instance, elevation, azimuth, lighting; see `camera_rotation`.
+    The two splits show different toys. Each image has the attributes of smallNORB: instance, elevation, azimuth and
+    lighting. `camera_rotation` converts them to the exact viewpoint. Missing toys are rendered first, and the checksums
+    are verified on every load.
 
     Arguments:
-        data_dir: the folder above.
-        size: pixels a side, 96, or a divisor of 48.
-        stereo: both cameras as two channels; else the first camera alone.
-        render_seed: which toys: the seed that `render_toys` draws them from.
+        data_dir: data folder; the files are in its subfolder `toys`, or `toys-seedN` for a render_seed N above 0.
+        size: height and width in pixels, 96 or a divisor of 48.
+        stereo: True for both cameras as two channels, False for the first camera only.
+        render_seed: seed of the toys' shapes and of the noise, 0 or greater.
     Raises:
-        BadInput: a file is damaged, cannot be written, or the size divides neither.
+        BadInput: `size` is neither 96 nor a divisor of 48, `render_seed` is negative, or a file has a wrong checksum,
+            cannot be read, or cannot be written.
     Example:
         >>> train, test = load_toys(Path("data"))  # doctest: +SKIP
     """
     rendered = 96 if size == 96 else 48
     if not 1 <= size <= rendered or rendered % size:
-        raise BadInput(f"size is {size}: give 96, or one that divides 48")
+        raise BadInput(f"size is {size}; give 96 or a number that divides 48")
     folder = _folder(data_dir, render_seed)
     if not (folder / SUMS.format(rendered)).exists():
         render_toys(data_dir, size=rendered, seed=render_seed)
@@ -138,17 +143,17 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
 
 
 def verify_toys(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the files of all toys rendered to a data folder: `(file, "ok" or the problem)` for each."""
+    """Check the files of all toys in a data folder; returns `(file, "ok" or the problem)` for each."""
     found = []
     for folder in sorted(data_dir.glob("toys*")):
         for size in SIZES:
             if (folder / SUMS.format(size)).exists():
                 found += [(f"{folder.name}/{file}", problem) for file, problem in _verified(folder, size)]
-    return found or [("toys", f"none are rendered to {data_dir}; `torchcaps data render toys` does it")]
+    return found or [("toys", f"no rendered toys in {data_dir}; run `torchcaps data render toys`")]
 
 
 def _verified(folder: Path, size: int) -> list[tuple[str, str]]:
-    again = f"remove {folder / SUMS.format(size)}, and all will be rendered again"
+    again = f"remove {folder / SUMS.format(size)} to render the toys again"
     try:
         sums = json.loads((folder / SUMS.format(size)).read_text())
         pairs = [(str(file), str(md5)) for file, md5 in sums.items()]
@@ -156,9 +161,9 @@ def _verified(folder: Path, size: int) -> list[tuple[str, str]]:
         return [(SUMS.format(size), f"damaged ({error}); {again}")]
     found = []
     for file, md5 in pairs:
-        problem = None if (folder / file).is_file() else f"absent; {again}"
+        problem = None if (folder / file).is_file() else f"missing; {again}"
         if problem is None and (seen := uncompressed_md5(folder / file)) != md5:
-            problem = f"its content has md5 {seen}, not {md5}; {again}"
+            problem = f"the md5 of its content is {seen}, not {md5}; {again}"
         found.append((file, problem or "ok"))
     return found
 
@@ -168,12 +173,14 @@ def _folder(data_dir: Path, seed: int) -> Path:
 
 
 def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.ndarray, "3 3"]:
-    """The true rotation of a camera: its rows are right, up and towards the camera, in the toy's coordinates.
+    """Compute the exact rotation matrix `[3, 3]` of a camera of the rendered toys.
+
+    The rows are unit vectors in the coordinates of the toy: right, up, and from the toy towards the camera.
 
     Arguments:
-        elevation: 0 to 8, for 30° to 70°.
-        azimuth: 0, 2, …, 34, in tens of degrees.
-        camera: 0 or 1.
+        elevation: attribute of an image, 0 to 8 for 30° to 70°.
+        azimuth: attribute of an image, 0, 2, …, 34 for 0° to 340°.
+        camera: channel of a stereo pair, 0 or 1.
     Example:
         >>> camera_rotation(0, 0).shape
         (3, 3)
@@ -185,12 +192,14 @@ def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.n
 def cast(
     solids: Sequence[Solid], cameras: Sequence[tuple[np.ndarray, ...]], width: int
 ) -> tuple[Float[Tensor, "views 3 rays"], Bool[Tensor, "views rays"]]:
-    """The surface that each ray of each camera meets first: its normal, and whether there is one.
+    """Find the first surface that each ray of each camera hits.
 
     Arguments:
-        solids: of one toy.
-        cameras: (place, right, up, towards) of each, unit vectors.
-        width: rays a side.
+        solids: solids of one toy.
+        cameras: per camera its position and the unit vectors right, up and towards the camera.
+        width: rays per row and per column.
+    Returns:
+        The unit normal of the surface for each ray, and whether the ray hits a surface.
     """
     place, right, up, towards = (
         torch.tensor(np.stack(part), dtype=torch.float32) for part in zip(*cameras, strict=True)
@@ -215,7 +224,7 @@ def cast(
 
 
 def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """``matrix · vector`` for each row, summed in a fixed order, so that every machine rounds alike."""
+    """``matrix · vector`` for each row, summed in a fixed order, so that all machines round in the same way."""
     terms = vectors[:, None, :] * matrix[None]
     return terms[..., 0] + terms[..., 1] + terms[..., 2]
 
@@ -269,11 +278,11 @@ def _meet_cylinder(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Te
 
 
 MEETINGS = {"ellipsoid": _meet_ellipsoid, "box": _meet_box, "cylinder": _meet_cylinder}
-"""Kind of solid → (start and direction of rays in the frame where it is of unit size) → distance and normal there."""
+"""Intersection functions by kind of solid: ray start, ray direction and taper → distance and normal, at unit size."""
 
 
 def _shade(normals: Float[Tensor, "views 3 rays"], hit: Bool[Tensor, "views rays"]) -> Float[Tensor, "views L rays"]:
-    """Grey in [0, 1] under each lighting: matte surfaces, a little light from the sky, a plain ground."""
+    """Grey in [0, 1] under each lighting: matte surfaces, some ambient light, a uniform background."""
     shades = []
     for lighting in LIGHTINGS:
         lights = _lights(lighting)
@@ -299,7 +308,7 @@ def _camera(elevation: int, azimuth: int, camera: int) -> tuple[np.ndarray, ...]
 
 
 def _lights(lighting: int) -> list[tuple[np.ndarray, float | int]]:
-    """Directions to the lights and their strengths."""
+    """Direction to each light, and its strength."""
     places = [(60, 40), (35, 160), (50, 280), (75, 0)]
     strengths = [
         (0.9, 0, 0, 0.1),

@@ -1,4 +1,4 @@
-"""One file per table or figure of a paper, and the table of them by name."""
+"""Experiments that reproduce tables and figures of papers, one module per experiment, and their registry."""
 
 import json
 from collections.abc import Callable
@@ -34,13 +34,13 @@ __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experime
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of a paper.
+    """An experiment that reproduces a table or figure of a paper.
 
     Arguments:
-        run: the study → what it found.
-        title: one line.
-        paper: where it is from.
-        standard: its standard result is kept in the repository.
+        run: function that takes the study and returns the outcome.
+        title: one-line description.
+        paper: source of the experiment.
+        standard: whether `results/` of the repository holds the result of the standard budget.
     """
 
     run: Callable[[Study], Outcome]
@@ -51,22 +51,22 @@ class Experiment:
 
 EXPERIMENTS: dict[str, Experiment] = {
     "two-digits": Experiment(
-        two_digits.run, "Trained on one digit, tested on two and more side by side", "Su 2018", standard=True
+        two_digits.run, "Trained on single digits, tested on two or more side by side", "Su 2018", standard=True
     ),
     "two-digits-recent": Experiment(
         partial(two_digits.run, recipe_of=two_digits.recent_recipe),
-        "Trained on one digit that is moved, rotated and squeezed, tested on two and more side by side",
+        "Trained on single digits that are shifted, rotated and squeezed, tested on two or more side by side",
         "Su 2018",
     ),
     "capsnet-table1": Experiment(
         capsnet_table1.run,
-        "CapsNet on MNIST: iterations and decoder, beside the baseline CNN",
+        "CapsNet on MNIST: routing iterations and decoder, compared with the baseline CNN",
         "Sabour, Frosst & Hinton 2017, table 1",
         standard=True,
     ),
     "multimnist": Experiment(
         multimnist.run,
-        "Two digits on top of each other, named and drawn apart",
+        "Two overlapping digits, recognised and reconstructed separately",
         "Sabour, Frosst & Hinton 2017, section 6",
         standard=True,
     ),
@@ -77,18 +77,18 @@ EXPERIMENTS: dict[str, Experiment] = {
             recipe_of=Study.recent_of_digits,
             sizes=multimnist.RECENT_SIZES,
         ),
-        "Two digits on top of each other, by CapsNet with a stem",
+        "Two overlapping digits, recognised by CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 6",
     ),
     "affnist": Experiment(
         affnist.run,
-        "Trained on moved digits, tested under affine maps",
+        "Trained on translated digits, tested on affine-transformed digits",
         "Sabour, Frosst & Hinton 2017, section 5.1",
         standard=True,
     ),
     "affnist-recent": Experiment(
         partial(affnist.run, recipe_of=Study.recent_of_digits),
-        "Trained on moved digits, tested under affine maps: CapsNet with a stem",
+        "Trained on translated digits, tested on affine-transformed digits: CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 5.1",
     ),
     "dimensions": Experiment(
@@ -96,17 +96,17 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "em-table1": Experiment(
         em_table1.run,
-        "Matrix capsules: iterations, pose, loss, coordinates, activation",
+        "Matrix capsules: routing iterations, pose, loss, coordinates and activation",
         "Hinton, Sabour & Frosst 2018, table 1",
         standard=True,
     ),
     "pitfalls": Experiment(
-        pitfalls.run, "What each correction of EM routing is worth", "Gritzman 2019, figure 5", standard=True
+        pitfalls.run, "Contribution of each correction to EM routing", "Gritzman 2019, figure 5", standard=True
     ),
     "recipe-ablation": Experiment(
         recipe_ablation.run,
-        "What each part of the recipe matrix-capsnet-toys is worth, on toys that are never trained on",
-        "our own",
+        "Contribution of each part of the recipe matrix-capsnet-toys, on toys never used in training",
+        "Our own experiment",
     ),
     "novel-viewpoints": Experiment(
         novel_viewpoints.run,
@@ -132,7 +132,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "vote-agreement": Experiment(
         vote_agreement.run,
-        "How far votes lie from each class capsule, pass by pass",
+        "Distance of the votes from each class capsule, per routing iteration",
         "Hinton, Sabour & Frosst 2018, figure 2",
     ),
     "em-mnist": Experiment(em_mnist.mnist, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5"),
@@ -140,15 +140,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5"
     ),
     "time-to-accuracy": Experiment(
-        time_to_accuracy.run, "Minutes of training until a validation accuracy of 99.5 % on MNIST", "our own"
+        time_to_accuracy.run, "Training time to a validation accuracy of 99.5 % on MNIST", "Our own experiment"
     ),
     "health": Experiment(
         health.run,
-        "Dead capsules, entropy of couplings, gradients; uniform couplings beside",
-        "our own, after its critics",
+        "Dead capsules, entropy of couplings and gradients, compared with uniform couplings",
+        "Our own experiment, after published criticism of routing",
     ),
 }
-"""Name → experiment."""
+"""Experiments by name."""
 
 
 def run_experiment(
@@ -161,22 +161,24 @@ def run_experiment(
     out: Path = Path("runs/experiments"),
     results: Path = Path("results"),
 ) -> tuple[Outcome, Path]:
-    """Run an experiment, or go on with it, and write its result and its picture.
+    """Run or resume an experiment, and write its result and its figure.
 
     Arguments:
         name: a key of `EXPERIMENTS`.
-        budget: quick, standard or paper.
-        data: another dataset, where the experiment can take it.
-        seeds: trainings of each network.
+        budget: ``quick``, ``standard`` or ``paper``.
+        data: name of a dataset to use instead of the experiment's own; None for its own.
+        seeds: number of seeds to train each network with.
         data_dir: folder of the datasets.
-        out: its trainings lie in ``out/NAME-BUDGET``, or with other data in ``out/NAME-BUDGET-DATA``.
-        results: gets ``NAME-BUDGET.json`` and ``NAME-BUDGET.png``; other data and several seeds are named too.
+        out: folder for the training runs, which are saved in ``out/NAME-BUDGET``, or in ``out/NAME-BUDGET-DATA``
+            if `data` is given.
+        results: folder for ``NAME-BUDGET.json`` and ``NAME-BUDGET.png``. The file names also contain `data`, if
+            given, and the number of seeds, if it is larger than 1.
 
     Returns:
-        What it found, and the path of the picture.
+        The outcome, and the path of the figure.
 
     Raises:
-        BadInput: an unknown experiment or budget, or what the experiment refuses.
+        BadInput: `name` or `budget` is unknown, or the experiment does not support `data` or `seeds`.
     """
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")

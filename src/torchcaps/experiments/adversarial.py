@@ -1,4 +1,4 @@
-"""White-box and black-box attacks on matrix capsules and on the CNN: Hinton, Sabour & Frosst 2018, section 5.2."""
+"""Hinton, Sabour & Frosst 2018, section 5.2: white-box and black-box attacks on matrix capsules and the CNN."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,9 +18,9 @@ from torchcaps.recipe import Recipe
 
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
-"""That of the paper's text."""
+"""ε of targeted attacks in the paper's text."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
-"""What an attack maximises. With a margin below 1 the spread loss has no gradient where the network is sure."""
+"""Losses that attacks maximise. With a margin below 1, the spread loss has no gradient for confident predictions."""
 ATTACKS: dict[str, Callable[..., Tensor]] = {"FGSM": fgsm, "BIM": bim}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 UNTARGETED = {
@@ -33,12 +33,12 @@ TARGETED = {("FGSM", "CNN"): "59", ("FGSM", "capsules"): "19", ("BIM", "CNN"): "
 
 
 def classifier(model: nn.Module, preparation: Preparation) -> Classifier:
-    """A model as a function of images in [0, 1]."""
+    """Return a model with its preparation as a function of images in [0, 1]."""
     return lambda images: model(preparation.plain_of(images)).scores
 
 
 def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """Accuracy on attacked images, in per cent."""
+    """Return the accuracy on attacked images, in per cent."""
     right = []
     for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
         with torch.no_grad():
@@ -47,7 +47,10 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
 
 
 def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) -> dict[str, Any]:
-    """Everything about one network; `other` makes the black-box attacks, with a cross-entropy."""
+    """Attack a network and measure its gradients.
+
+    Black-box attacks are computed on the network `other`, with its cross-entropy.
+    """
     found: dict[str, Any] = {"untargeted": {}, "black box": {}, "targeted": {}, "targeted, as the paper": {}}
     for name, attack in ATTACKS.items():
         found["untargeted"][name] = [
@@ -69,7 +72,7 @@ def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) 
 
 
 def success(target: Classifier, loss: Loss, images: Images, attack: Callable[..., Tensor], epsilon: float) -> float:
-    """Share of images taken for the target, mean over all classes but their own, in per cent."""
+    """Return the share of images classified as the target, averaged over all wrong classes, in per cent."""
     classes, hits = len(images.class_names), []
     for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
         for step in range(1, classes):
@@ -82,7 +85,7 @@ def success(target: Classifier, loss: Loss, images: Images, attack: Callable[...
 
 PAPER_SIZES = ((2_000, 5, 200), (21_870, 10, 500), (21_870, 20, None))
 RECENT_SIZES = ((2_000, 5, 200), (21_870, 4, 200), (21_870, 4, None))
-"""Images in training, epochs and images attacked, a triple a budget; None attacks all test images."""
+"""Training images, epochs and attacked test images (None: all) per budget (quick, standard, paper)."""
 
 
 def run(
@@ -90,7 +93,7 @@ def run(
     recipe_of: Callable[..., Recipe] = Study.of_toys,
     sizes: Sequence[tuple[int, int, int | None]] = PAPER_SIZES,
 ) -> Outcome:
-    """Capsules, the CNN, and capsules with uniform couplings under attack; attacks of a second CNN on all three."""
+    """Attack capsules, capsules with uniform couplings and the CNN; black-box attacks come from a second CNN."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     images, epochs, count = study.choose(*sizes)
     for seed in range(study.seeds):
@@ -123,19 +126,22 @@ def run(
             )
             for index, epsilon in list(enumerate(EPSILONS))[1:]:
                 values = [one["black box"][attack][index] for one in results]
-                rows.append(Row(f"{name}, {attack} made on another CNN, ε = {epsilon}: accuracy", values))
-        rows.append(Row(f"{name}, gradients of pixels that are exactly 0", [one["zero gradients"] for one in results]))
-        rows.append(Row(f"{name}, length of an image's gradient", [one["gradient length"] for one in results], unit=""))
+                rows.append(Row(f"{name}, {attack} transferred from another CNN, ε = {epsilon}: accuracy", values))
+        rows.append(Row(f"{name}, pixels with a gradient of exactly 0", [one["zero gradients"] for one in results]))
+        rows.append(Row(f"{name}, mean gradient norm per image", [one["gradient length"] for one in results], unit=""))
     notes = [
-        f"{images:,} training images, {epochs} epochs; {len(attacked):,} test images attacked. Attacks maximise "
-        "the cross-entropy of CNNs and the spread loss of capsules, with a margin of 1: with the 0.9 of training it "
-        "has no gradient where the network is sure."
+        f"Trained on {images:,} images for {epochs} epochs. Attacks on {len(attacked):,} test images maximise "
+        "the cross-entropy of the CNN and the spread loss of the capsules. The margin of that loss is 1, because with "
+        "the training margin of 0.9 it has no gradient for confident predictions."
     ]
     return Outcome(rows, draw(found), [*notes, *study.notes_on_toys()])
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Accuracy and targeted success over ε, then accuracy under attacks of another CNN; a line a network and attack."""
+    """Draw accuracy, targeted success and accuracy under transferred attacks over ε.
+
+    Each panel has one line per network and attack.
+    """
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)
     titles = {"untargeted": "accuracy, untargeted", "targeted": "success, targeted", "black box": "accuracy, black box"}

@@ -1,4 +1,4 @@
-"""Trained on moved digits, tested on turned, sheared and stretched ones: Sabour, Frosst & Hinton 2017, section 5.1."""
+"""Sabour, Frosst & Hinton 2017, section 5.1: trained on translated digits, tested on affine-transformed digits."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ PAPER = {"CNN": ("99.22", "66"), "capsules": ("99.23", "79")}
 
 
 def moved(images: Images, seed: int | None) -> Images:
-    """Digits in 40×40: moved at random to anywhere they fit, or in the middle without a seed."""
+    """Pad digits to 40×40 and shift them at random within the frame, or centre them if `seed` is None."""
     pixels = functional.pad(images.pixels, [MARGIN] * 4)
     if seed is not None:
         pixels = shift(pixels, shift_offsets(seed, 0, len(pixels), MARGIN))
@@ -31,10 +31,10 @@ def moved(images: Images, seed: int | None) -> Images:
 
 
 def affine(images: Images, seed: int) -> Images:
-    """Digits in 40×40 under random affine maps, drawn from the published ranges of affNIST.
+    """Transform digits by random affine maps, drawn from the published ranges of affNIST, into 40×40 images.
 
-    Rotation of up to 20° either way, shear of up to 0.2, each axis stretched by 0.8 to 1.2, then moved by up to 6
-    pixels each way; what leaves the frame is moved back in. Bilinear.
+    Rotation by up to ±20°, shear by up to ±0.2, scaling of each axis by 0.8 to 1.2, then a shift of up to ±6 pixels
+    along each axis, limited so that the digit stays inside the frame. Interpolation is bilinear.
     """
     random = np.random.default_rng(seed)
     count = len(images)
@@ -57,22 +57,26 @@ def affine(images: Images, seed: int) -> Images:
 
 
 def read_affnist(path: Path) -> Images:
-    """Digits of one of affNIST's own files (Tieleman 2013; MATLAB's format, 40×40): ``test.mat``, ``1.mat`` ….
+    """Read the 40×40 digits of an original affNIST file (Tieleman 2013), such as ``test.mat`` or ``1.mat``.
 
     Raises:
-        BadInput: it is no such file, or is damaged.
+        BadInput: the file is not an affNIST file in MATLAB's format, or is damaged.
     """
     pixels, labels = read_struct(path, "affNISTdata", ["image", "label_int"])
     if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.size != pixels.shape[1]:
-        raise BadInput(f"{path}: its images are {pixels.dtype} {pixels.shape}, not uint8 ({SIZE**2}, N): get it again")
+        raise BadInput(f"{path}: images are {pixels.dtype} {pixels.shape}, not uint8 ({SIZE**2}, N): download it again")
     if not np.isin(labels, range(10)).all():
-        raise BadInput(f"{path}: a label is none of the digits 0 to 9: get it again")
+        raise BadInput(f"{path}: a label is not a digit from 0 to 9: download it again")
     rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
     return Images(rows, torch.from_numpy(labels.flatten().astype(np.int64)), tuple("0123456789"))
 
 
 def affnist_test(data_dir: Path) -> Images | None:
-    """affNIST's own test digits, where ``affnist/test.mat`` or ``affnist/test_batches/*.mat`` lie there."""
+    """Read the original affNIST test split from ``affnist/test.mat`` or ``affnist/test_batches/*.mat``, or return None.
+
+    Arguments:
+        data_dir: folder of the datasets.
+    """
     folder = data_dir / "affnist"
     paths = [folder / "test.mat"] if (folder / "test.mat").exists() else sorted(folder.glob("test_batches/*.mat"))
     if not paths:
@@ -83,7 +87,7 @@ def affnist_test(data_dir: Path) -> Images | None:
 
 
 def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tensor:
-    """Offsets along an axis, cut so that no ink leaves the frame."""
+    """Limit offsets along an axis so that all nonzero pixels stay inside the frame."""
     ink = (pixels > 0).any(dim=1).any(dim=2 - axis)
     places = torch.arange(ink.shape[1])
     first = torch.where(ink, places, ink.shape[1]).amin(dim=1)
@@ -93,7 +97,7 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
 
 
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Outcome:
-    """Both networks at the epochs where they are equally good on moved digits, as the paper compares them."""
+    """Compare the networks at the epochs with matched accuracy on translated digits, as in the paper."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     train = study.at_most(train, source)
@@ -127,17 +131,17 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
     for name, chosen in found.items():
         paper = PAPER.get(name, (None, None))
         rows += [
-            Row(f"{name}, moved validation digits, where all are equally good", [pair[0] for pair in chosen], paper[0]),
+            Row(f"{name}, translated validation digits, at matched accuracy", [pair[0] for pair in chosen], paper[0]),
             Row(f"{name}, affine digits", [pair[1] for pair in chosen], paper[1]),
         ]
     notes = [
-        f"{train:,} training digits of {source}, {epochs} epochs. The epochs to compare are chosen on moved validation "
-        "digits. "
+        f"Trained on {train:,} {source} digits for {epochs} epochs. Translated validation digits choose the epochs to "
+        "compare. "
         + (
-            "Affine digits are affNIST's own test digits."
+            "The affine digits are the original affNIST test split."
             if real
-            else "Affine digits are ours, of the test split, from the published ranges of affNIST: its own files, "
-            "test.mat of its transformed digits, are taken where they lie in the data folder's affnist/."
+            else "The affine digits are test digits that this library transforms with affNIST's published ranges. The "
+            "original affNIST test split is used instead if affnist/ in the data folder contains test.mat."
         )
     ]
     assert examples is not None
@@ -146,7 +150,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
 
 
 def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:
-    """Affine digits, and accuracy on them over that on moved digits, a point an epoch."""
+    """Draw affine digits, and the accuracy on them over the accuracy on translated digits, one point per epoch."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     sheet = some(examples, 40).pixels[:, 0].unflatten(0, (5, 8)).permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
@@ -156,7 +160,7 @@ def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure
     for (name, pairs), colour, mark in zip(curves.items(), ("#D55E00", "#0072B2", "#999999"), "so^", strict=True):
         translated, changed = zip(*pairs, strict=True)
         right.plot(translated, changed, color=colour, marker=mark, linewidth=0.8, label=name)
-    right.set_xlabel("accuracy on moved digits %")
+    right.set_xlabel("accuracy on translated digits %")
     right.set_ylabel("accuracy on affine digits %")
     right.legend(fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""Attacks on any classifier that is a function of images in [0, 1]; what they read of its gradients."""
+"""Gradient attacks on any classifier that is a function of images in [0, 1], and statistics of its gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn import functional
 
 Classifier = Callable[[Tensor], Tensor]
-"""Images ``[B, C, H, W]`` in [0, 1] → scores ``[B, classes]``."""
+"""Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Scores and classes ``[B]`` → the mean loss of the batch."""
+"""Function of scores ``[B, classes]`` and class indices ``[B]`` that returns the mean loss of the batch."""
 
 
 def input_gradient(
     classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
-    """The gradient of every image's own loss with respect to its pixels."""
+    """Return the gradient of each image's own loss with respect to its pixels."""
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         total = len(images) * loss(classifier(images), labels)
@@ -37,15 +37,16 @@ def fgsm(
 
     ::
 
-        x' = clip(x + ε sign ∇ₓ loss(x, label), 0, 1)      towards a target: minus
+        x' = clip(x + ε sign ∇ₓ loss(x, label), 0, 1)      untargeted
+        x' = clip(x - ε sign ∇ₓ loss(x, label), 0, 1)      targeted
 
     Arguments:
-        classifier: images in [0, 1] → scores; any PyTorch function.
-        images: to attack.
-        labels: their classes, or those they are to be taken for.
+        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
+        images: images to attack, in [0, 1].
+        labels: class indices: the true classes, or the target classes if `targeted`.
         epsilon: ε, in [0, 1].
-        targeted: the labels are targets.
-        loss: of scores and labels.
+        targeted: whether `labels` are target classes.
+        loss: function of scores and labels that returns the mean loss of the batch.
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
@@ -68,11 +69,17 @@ def bim(
 ) -> Float[Tensor, "B C H W"]:
     """Basic iterative method: Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2.
 
-    `fgsm` in `steps` steps of ε / steps, each clipped to within ε of the image and to [0, 1].
+    Applies `fgsm` `steps` times with a step size of ε / steps, and clips each result to within ε of the image and to
+    [0, 1].
 
     Arguments:
-        classifier, images, labels, epsilon, targeted, loss: see `fgsm`.
-        steps: at least 1.
+        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
+        images: images to attack, in [0, 1].
+        labels: class indices: the true classes, or the target classes if `targeted`.
+        epsilon: ε, in [0, 1].
+        steps: number of steps, at least 1.
+        targeted: whether `labels` are target classes.
+        loss: function of scores and labels that returns the mean loss of the batch.
 
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
@@ -87,11 +94,11 @@ def bim(
 
 
 class GradientHealth(NamedTuple):
-    """What an attack has to go by.
+    """Statistics of the input gradients, which are all that an attack uses.
 
     Arguments:
-        zero: share of the pixels whose gradient is exactly 0, in per cent.
-        norm: mean length of an image's gradient.
+        zero: share of the pixels with a gradient of exactly 0, in per cent.
+        norm: mean Euclidean norm of an image's gradient.
     """
 
     zero: float
@@ -104,7 +111,13 @@ def gradient_health(
     labels: Int64[Tensor, "B"],
     loss: Loss = functional.cross_entropy,
 ) -> GradientHealth:
-    """Share of exactly zero gradients of the pixels, and their mean length: a classifier may only seem robust.
+    """Measure whether a classifier only seems robust because its input gradients vanish.
+
+    Arguments:
+        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
+        images: images in [0, 1].
+        labels: class indices ``[B]``.
+        loss: function of scores and labels that returns the mean loss of the batch.
 
     Example:
         >>> gradient_health(lambda x: 0 * x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0])).zero

@@ -1,4 +1,4 @@
-"""What the dimensions of a class capsule mean: Sabour, Frosst & Hinton 2017, figure 4."""
+"""Sabour, Frosst & Hinton 2017, figure 4: what the dimensions of a class capsule represent."""
 
 from dataclasses import replace
 
@@ -15,7 +15,10 @@ STEPS = torch.linspace(-0.25, 0.25, 11)
 
 
 def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B dimension step C H W"]:
-    """Drawings of each image's most active capsule, each of its dimensions moved by -0.25 … 0.25 in steps of 0.05."""
+    """Reconstruct images from their longest class capsule, with one dimension at a time changed.
+
+    The change ranges from -0.25 to 0.25 in steps of 0.05.
+    """
     assert model.decoder is not None
     with torch.inference_mode():
         prediction = model(images)
@@ -31,7 +34,7 @@ def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 
 
 
 def run(study: Study) -> Outcome:
-    """The first test image of each class that is classed rightly; every dimension of its capsule moved."""
+    """Sweep each capsule dimension for the first correctly classified test image of each class."""
     study.one_seed()
     name, images, epochs = study.choose(
         ("capsnet-mnist-5k", 3_600, 4), ("capsnet-mnist", 54_000, 5), ("capsnet-mnist", 54_000, 10)
@@ -47,22 +50,22 @@ def run(study: Study) -> Outcome:
     of_class = {name: right & (test.labels == label) for label, name in enumerate(test.class_names)}
     chosen = {name: int(those.nonzero()[0]) for name, those in of_class.items() if those.any()}
     if not chosen:
-        raise BadInput(f"{study.folder}: the network classified no test image correctly; nothing to draw")
+        raise BadInput(f"{study.folder}: the network classifies no test image correctly: train with a larger --budget")
     drawings = swept(model, preparation.plain(test.pixels[[*chosen.values()]]))
     change = (drawings[:, :, -1] - drawings[:, :, 0]).abs().mean(dim=(0, 2, 3, 4))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]], "99.75")]
     rows += [
-        Row(f"dimension {number + 1}: mean change of a pixel from -0.25 to 0.25", [100 * value])
+        Row(f"dimension {number + 1}: mean pixel difference between -0.25 and 0.25", [100 * value])
         for number, value in enumerate(change.tolist())
     ]
-    notes = [f"{len(splits.train):,} training images of {recipe.data}, {epochs} epochs."]
+    notes = [f"Trained on {len(splits.train):,} {recipe.data} images for {epochs} epochs."]
     if "convolution_channels" in recipe.model_options:
-        notes.append("CapsNet of half the paper's width.")
+        notes.append("CapsNet has half the paper's width.")
     return Outcome(rows, draw(drawings, [*chosen]), [*notes, *study.notes_on_data(recipe.data)])
 
 
 def draw(drawings: Tensor, names: list[str]) -> Figure:
-    """A panel a class: a row a dimension, a column a step."""
+    """Draw one panel per class, with one row per dimension and one column per step."""
     columns = min(5, len(names))
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(4 * columns, 5.8 * lines), layout="constrained")
@@ -78,5 +81,5 @@ def draw(drawings: Tensor, names: list[str]) -> Figure:
         axis.set_yticks([(number + 0.5) * height for number in range(numbers)], range(1, numbers + 1), fontsize=7)
         axis.set_xticks([(step + 0.5) * width for step in (0, steps // 2, steps - 1)], ["-0.25", "0", "0.25"])
     figure.supylabel("dimension")
-    figure.supxlabel("what is added to it")
+    figure.supxlabel("change of the dimension")
     return figure

@@ -1,4 +1,4 @@
-"""Matrix capsules on MNIST and CIFAR-10: Hinton, Sabour & Frosst 2018, section 5."""
+"""Hinton, Sabour & Frosst 2018, section 5: matrix capsules on MNIST and CIFAR-10."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,19 +11,22 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, scores_of
 
 
 def mnist(study: Study) -> Outcome:
-    """The small net on MNIST, and the same with uniform couplings."""
+    """Train the small network on MNIST, with two routing iterations and with uniform couplings."""
     images, epochs = study.choose((4_000, 4), (54_000, 8), (54_000, 30))
     return compared(study, "mnist", images, epochs, "99.56", 64)
 
 
 def cifar10(study: Study) -> Outcome:
-    """The small net with the paper's 256 channels before it on CIFAR-10, and the same with uniform couplings."""
+    """Train the small network on CIFAR-10, with the paper's 256 channels in its first convolution.
+
+    It is trained with two routing iterations and with uniform couplings.
+    """
     images, epochs = study.choose((2_000, 4), (45_000, 8), (45_000, 60))
     return compared(study, "cifar-10", images, epochs, "88.1", 256)
 
 
 def compared(study: Study, data: str, images: int, epochs: int, paper: str, channels: int) -> Outcome:
-    """Two passes of routing beside none."""
+    """Compare two routing iterations with uniform couplings."""
     images = study.at_most(images, study.data or data)
     rows, wrong = [], None
     for name, iterations in (("T = 2", 2), ("uniform couplings", 1)):
@@ -40,12 +43,12 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
                 wrong = (splits.test, scores)
         rows.append(Row(f"{name}: accuracy", found, paper if iterations == 2 else None))
     assert wrong is not None
-    notes = [f"{images:,} training images, {epochs} epochs; the net is {channels}/8/16/16."]
+    notes = [f"Trained on {images:,} images for {epochs} epochs. The widths of the network are {channels}/8/16/16."]
     return Outcome(rows, draw(*wrong), [*notes, *study.notes_on_data(study.data or data, data)])
 
 
 def draw(images: Images, scores: torch.Tensor) -> Figure:
-    """The first images that are taken for others."""
+    """Draw the first misclassified test images."""
     wrong = (scores.argmax(dim=1) != images.labels).nonzero().flatten()[:24]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     axes = figure.subplots(3, 8).flatten()
@@ -55,8 +58,8 @@ def draw(images: Images, scores: torch.Tensor) -> Figure:
         pixels = images.pixels[index]
         axis.imshow((pixels if len(pixels) == 3 else pixels[:1]).permute(1, 2, 0).numpy(), cmap="gray")
         axis.set_title(
-            f"{images.class_names[images.labels[index]]}, taken for {images.class_names[scores[index].argmax()]}",
+            f"{images.class_names[images.labels[index]]}, predicted {images.class_names[scores[index].argmax()]}",
             fontsize=7,
         )
-    figure.suptitle("the first test images that are taken for others")
+    figure.suptitle("first misclassified test images")
     return figure

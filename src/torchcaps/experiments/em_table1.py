@@ -1,4 +1,4 @@
-"""Iterations, pose, loss, coordinates and activation of matrix capsules: Hinton, Sabour & Frosst 2018, table 1."""
+"""Hinton, Sabour & Frosst 2018, table 1: iterations, pose, loss, coordinates and activation of matrix capsules."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ LOSSES = {"T = 3, margin loss": "margin", "T = 3, cross-entropy": "activation_cr
 
 
 def recipe_of(study: Study, name: str, seed: int, images: int, epochs: int) -> Recipe:
-    """The recipe of one row."""
+    """Return the recipe of a row of the table."""
     if name == "CNN":
         return study.recipe(study.toys("cnn-baseline"), seed, images=images, epochs=epochs)
     recipe = study.recipe(study.toys("matrix-capsnet"), seed, images=images, epochs=epochs, **MODELS[name])
@@ -45,7 +45,7 @@ def recipe_of(study: Study, name: str, seed: int, images: int, epochs: int) -> R
 
 
 def run(study: Study) -> Outcome:
-    """Every row of the table, each trained from the start."""
+    """Train a network per row of the table."""
     images, epochs = study.choose((1_500, 2), (6_000, 8), (21_870, 20))
     found: dict[str, list[float]] = {name: [] for name in PAPER}
     for seed in range(study.seeds):
@@ -54,12 +54,14 @@ def run(study: Study) -> Outcome:
             splits = study.splits(recipe, images, study.choose(2_000, 10_000, None))
             values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
-    notes = [f"{images:,} training images, {epochs} epochs; small net (64/8/16/16), the paper's is 32/32/32/32."]
+    notes = [
+        f"Trained on {images:,} images for {epochs} epochs. The network has widths 64/8/16/16, the paper's 32/32/32/32."
+    ]
     return Outcome(rows, draw(rows), [*notes, *study.notes_on_toys()])
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Bars of ours, marks of the paper's."""
+    """Draw our accuracies as bars and the paper's as markers."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axis = figure.subplots()
     names = [row.what.removesuffix(": accuracy") for row in rows]

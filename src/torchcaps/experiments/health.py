@@ -1,6 +1,6 @@
-"""Does routing live, and does it help? Dead capsules, entropy of couplings, gradients; and the same with none of it.
+"""Health of routing: dead capsules, entropy of couplings and gradients, with routing and with uniform couplings.
 
-Our own, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu & Tresp.
+Our own experiment, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu & Tresp.
 """
 
 from dataclasses import replace
@@ -16,14 +16,15 @@ from torchcaps.losses import LOSSES
 from torchcaps.recipe import Recipe
 
 DEAD = 0.01
-"""A capsule that is nowhere more active than this is dead."""
+"""A capsule is dead if its activation is at most this value for every image."""
 
 
 def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Layer of capsules → share of dead parents, relative entropy of couplings, length of its transforms' gradient.
+    """Measure each capsule layer: share of dead parents, normalised entropy of couplings, gradient norm of transforms.
 
-    Dead is a parent type at a site whose activation is at most 0.01 for every image. The entropy is that of a child's
-    couplings over that of uniform ones, mean over children weighted by their activations: 1 is uniform, 0 a choice.
+    A parent type at a site is dead if its activation is at most 0.01 for every image. The entropy of a child's
+    couplings is divided by that of uniform couplings, and averaged over children, weighted by their activations. It is
+    1 for uniform couplings, and 0 if each child couples to one parent only.
     """
     found: dict[str, dict[str, float]] = {}
     most: dict[str, Tensor] = {}
@@ -32,10 +33,10 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
     for pixels, labels in batches:
         model.zero_grad()
         inputs = preparation.plain(pixels)
-        there = routed(model, inputs)
+        routings = routed(model, inputs)
         loss = LOSSES[recipe.loss](model(inputs, labels).scores, labels, **recipe.loss_options)
         loss.backward()
-        for name, layer in there.items():
+        for name, layer in routings.items():
             gradient = cast(Tensor, model.get_parameter(f"{name}.transform").grad)
             length = gradient.norm().item() / len(batches)
             with torch.no_grad():
@@ -61,7 +62,7 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
 
 
 def run(study: Study) -> Outcome:
-    """CapsNet on digits and matrix capsules on toys, routed and with uniform couplings."""
+    """Measure CapsNet on digits and matrix capsules on toys, with routing and with uniform couplings."""
     images, epochs = study.choose((2_000, 4), (21_870, 8), (21_870, 20))
     digits = study.choose("capsnet-mnist-5k", "capsnet-mnist-5k", "capsnet-mnist")
     toys = study.toys("matrix-capsnet")
@@ -101,27 +102,25 @@ def run(study: Study) -> Outcome:
             rows += [
                 Row(f"{label}: dead capsules", [one[layer]["dead"] for one in healths]),
                 Row(
-                    f"{label}: entropy of couplings over that of uniform ones",
+                    f"{label}: normalised entropy of couplings (1: uniform)",
                     [one[layer]["entropy"] for one in healths],
                     unit="",
                 ),
-                Row(
-                    f"{label}: length of the transforms' gradient", [one[layer]["gradient"] for one in healths], unit=""
-                ),
+                Row(f"{label}: gradient norm of the transforms", [one[layer]["gradient"] for one in healths], unit=""),
             ]
         found[name] = healths
-    return Outcome(rows, draw(found), ["Measured on 200 validation images."])
+    return Outcome(rows, draw(found), ["Dead capsules, entropies and gradients are measured on 200 validation images."])
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
-    """A panel a measure, a bar a layer."""
+    """Draw one panel per measure, with one bar per layer."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     colours = ("#0072B2", "#999999", "#009E73", "#E69F00")
     for axis, measure, title in zip(
         axes,
         ("dead", "entropy", "gradient"),
-        ("dead capsules %", "entropy of couplings, 1 = uniform", "length of the transforms' gradient"),
+        ("dead capsules %", "normalised entropy of couplings (1: uniform)", "gradient norm of the transforms"),
         strict=True,
     ):
         place, names = 0, []

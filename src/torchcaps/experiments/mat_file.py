@@ -1,4 +1,4 @@
-"""A struct of arrays in a MATLAB file, read without trusting the file: SciPy crashes on some damaged ones."""
+"""Reader for a struct of arrays in a MATLAB file that also rejects damaged files, some of which crash SciPy."""
 
 import math
 import struct
@@ -15,27 +15,29 @@ HEADER_BYTES = 128
 MATRIX, COMPRESSED = 14, 15
 STRUCT = 2
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
-"""Type of an element → how its numbers are stored."""
+"""NumPy dtype of the stored numbers, by element type."""
 CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
-"""Class of a matrix → what its numbers are; MATLAB stores doubles that are whole in fewer bytes."""
+"""NumPy dtype of the values, by matrix class. MATLAB stores doubles with integer values in fewer bytes."""
 
 
 def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray]:
-    """Numeric fields of a struct of one element, in MATLAB's format 5 (`save -v6` or `-v7`).
+    """Read numeric fields of a 1×1 struct from a file in MATLAB's format 5 (`save -v6` or `-v7`).
 
     Arguments:
         path: the file.
-        name: of the struct.
-        fields: their names, in the order in which they are wanted.
+        name: name of the struct.
+        fields: names of the fields; the result has their order.
+
     Raises:
-        BadInput: the file is of another format or damaged, or holds no such struct or field.
+        BadInput: the file has another format or is damaged, or does not contain the struct or one of the fields.
+
     Example:
         >>> images, labels = read_struct(Path("test.mat"), "affNISTdata", ["image", "label_int"])  # doctest: +SKIP
     """
     try:
         content = memoryview(path.read_bytes())
         if content[HEADER_BYTES - 4 : HEADER_BYTES] != b"\x00\x01IM":
-            raise ValueError("not in MATLAB's format 5, little-endian")
+            raise ValueError("the format is not MATLAB 5, little-endian")
         for kind, body in _elements(content[HEADER_BYTES:]):
             matrix = _inflated(body) if kind == COMPRESSED else body
             parts = _elements(matrix)
@@ -43,7 +45,7 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
             if bytes(own_name) != name.encode():
                 continue
             if flags[0] != STRUCT:
-                raise ValueError(f"{name} is no struct")
+                raise ValueError(f"{name} is not a struct")
             length = int.from_bytes(next(parts)[1], "little")
             names = bytes(next(parts)[1])
             known = [names[at : at + length].split(b"\0")[0].decode() for at in range(0, len(names), length)]
@@ -51,38 +53,38 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
             if absent := set(fields) - bodies.keys():
                 raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
             return [_numbers(bodies[field]) for field in fields]
-        raise ValueError(f"it holds no {name}")
+        raise ValueError(f"it contains no {name}")
     except StopIteration as error:
-        raise BadInput(f"{path}: cannot be read (an element is absent); get it again") from error
+        raise BadInput(f"{path}: cannot be read (an element is missing): download it again") from error
     except (OSError, ValueError, LookupError, MemoryError, zlib.error) as error:
-        raise BadInput(f"{path}: cannot be read ({error or type(error).__name__}); get it again") from error
+        raise BadInput(f"{path}: cannot be read ({error or type(error).__name__}): download it again") from error
 
 
 def _elements(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Type and content, one element after the other."""
+    """Yield the type and content of each element."""
     at = 0
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<II", data, at)
         start = at + 8
-        if kind >> 16:  # of four bytes at most: length and type share a word, the content is the next
+        if kind >> 16:  # at most four bytes: the first word holds length and type, the second the content
             kind, length, start = kind & 0xFFFF, kind >> 16, at + 4
         end = start + length
         if end > len(data) or (start == at + 4 and length > 4):
-            raise ValueError("it ends within an element")
+            raise ValueError("the file ends within an element")
         yield kind, data[start:end]
         at = end if kind == COMPRESSED else at + -(-(end - at) // 8) * 8
 
 
 def _inflated(body: memoryview) -> memoryview:
-    """The matrix in a compressed element, and no byte beyond what it promises."""
+    """Decompress the matrix in a compressed element, up to its declared length."""
     inflater = zlib.decompressobj()
     head = inflater.decompress(body, 8)
     kind, length = struct.unpack("<II", head.ljust(8, b"\0"))
     if kind != MATRIX or len(head) < 8:
-        raise ValueError("a compressed element holds no matrix")
+        raise ValueError("a compressed element contains no matrix")
     content = inflater.decompress(inflater.unconsumed_tail, length) if length else b""
     if len(content) < length:
-        raise ValueError("it ends within a compressed element")
+        raise ValueError("the file ends within a compressed element")
     return memoryview(content)
 
 
@@ -91,9 +93,9 @@ def _numbers(body: memoryview) -> np.ndarray:
     flags, shape, _ = (part for _, part in islice(parts, 3))
     kind, content = next(parts)
     if flags[0] not in CLASSES or kind not in STORED:
-        raise ValueError("a field that should hold numbers does not")
+        raise ValueError("a field is not numeric")
     values = np.frombuffer(content, STORED[kind])
     sides = np.frombuffer(shape, "<i4").tolist()
     if min(sides, default=-1) < 0 or math.prod(sides) != len(values):
-        raise ValueError(f"{len(values):,} numbers where the shape is {sides}")
+        raise ValueError(f"a field has {len(values):,} numbers, but its shape is {sides}")
     return values.astype(CLASSES[flags[0]], copy=False).reshape(sides, order="F")

@@ -1,4 +1,4 @@
-"""Two digits on top of each other, named and drawn apart: Sabour, Frosst & Hinton 2017, section 6."""
+"""Sabour, Frosst & Hinton 2017, section 6: two overlapping digits, recognised and reconstructed separately."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,16 +25,16 @@ PAPER = {"CNN": "91.9", "capsules": "94.8", "uniform couplings": "92.5"}
 
 
 def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"]) -> Images:
-    """Pairs of digits of different classes, each moved by up to `pixels`, added and clipped, in 36×36.
+    """Overlay pairs of digits of different classes: each is shifted at random, then both are added and clipped.
 
     Arguments:
         images: 28×28 digits.
-        count: pairs.
-        seed: of the choice and the shifts.
-        pixels: the paper says 4, the authors' code takes 6.
+        count: number of pairs.
+        seed: seed of the random choice and of the shifts.
+        pixels: largest shift along each axis, in pixels; 4 in the paper, 6 in the authors' code.
 
     Returns:
-        Channels: both, the first alone, the second alone; labels ``[count, 2]``.
+        36×36 images with three channels (the pair, the first digit, the second digit), and labels ``[count, 2]``.
     """
     random = np.random.default_rng([seed, pixels])
     first = random.integers(len(images), size=count)
@@ -56,7 +56,7 @@ def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"
 
 
 class PairClassifier(StripClassifier):
-    """Two classes present, each drawn from its own capsule against its own digit."""
+    """Trains on pairs of digits, and reconstructs each digit from its own class capsule."""
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         both, digits = images[:, :1], images[:, 1:]
@@ -68,20 +68,21 @@ class PairClassifier(StripClassifier):
         loss = margin_loss(prediction.scores, present)
         if decoder is not None:
             second = decoder(prediction.capsules.pose, labels[:, 1])
-            drawn = reconstruction_loss(prediction.reconstruction, digits[:, :1])
-            loss = loss + self.recipe.reconstruction_weight * (drawn + reconstruction_loss(second, digits[:, 1:]))
+            error = reconstruction_loss(prediction.reconstruction, digits[:, :1])
+            error = error + reconstruction_loss(second, digits[:, 1:])
+            loss = loss + self.recipe.reconstruction_weight * error
         return loss, prediction.scores
 
     def scores(self, images: Tensor) -> Tensor:
         return self.model(images[:, :1]).scores
 
     def save_picture(self, images: Images, path: Path) -> None:
-        """None: the experiment draws its own."""
+        """Save no picture: the experiment draws its own figure."""
 
 
 PAPER_SIZES = ((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
 RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
-"""Pairs in training, pairs in tests and epochs, a triple a budget."""
+"""Training pairs, test pairs and epochs per budget (quick, standard, paper)."""
 
 
 def run(
@@ -90,7 +91,7 @@ def run(
     recipe_of: Callable[..., Recipe] = Study.of_digits,
     sizes: Sequence[tuple[int, int, int]] = PAPER_SIZES,
 ) -> Outcome:
-    """Capsules, the same with uniform couplings, and the CNN; both ways to make the pairs are tested."""
+    """Train networks on pairs with the paper's shifts, and test them on the shifts of the paper and of its code."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     count, tested, epochs = study.choose(*sizes)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
@@ -114,7 +115,7 @@ def run(
                 shown = (cast(CapsNet, model), tests["paper"])
     rows = [
         Row(
-            f"{name}, shifts of up to {pixels} ({way}): both digits named",
+            f"{name}, shifts of up to {pixels} pixels ({way}): both digits recognised",
             [one[way] for one in results],
             PAPER[name] if way == "paper" else None,
         )
@@ -122,8 +123,9 @@ def run(
         for way, pixels in SHIFTS.items()
     ]
     notes = [
-        f"{count:,} pairs of {source}, {epochs} epochs; the paper trains on 60 million pairs. All train on shifts "
-        f"of up to {SHIFTS['paper']} pixels; the official code's shifts are tested alone."
+        f"Trained on {count:,} pairs of {source} digits for {epochs} epochs; the paper trains on 60 million pairs. All "
+        f"networks train on shifts of up to {SHIFTS['paper']} pixels. The larger shifts of the official code are used "
+        "only in the test."
     ]
     assert shown is not None
     notes += study.notes_on_width() if recipe_of is Study.of_digits else [RECENT_OF_DIGITS]
@@ -131,12 +133,15 @@ def run(
 
 
 def pair_accuracy(model: torch.nn.Module, images: Images) -> float:
-    """Share of pairs whose two digits are the two highest classes, in per cent."""
+    """Return the share of pairs whose two digits have the two highest scores, in per cent."""
     return percent(named_alike(scores_of(model, images.pixels[:, :1]), images.labels))
 
 
 def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
-    """Pairs, and the drawings of the two most active capsules: the first digit's orange, the second's blue."""
+    """Draw pairs, their digits, and the reconstructions from the two longest class capsules.
+
+    The first digit is orange, the second blue.
+    """
     assert model.decoder is not None
     figure = Figure(figsize=(count, 3.6), layout="constrained")
     axes = figure.subplots(3, count)
@@ -146,7 +151,7 @@ def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
         best = prediction.scores.topk(2, dim=1).indices
         crossed = (best[:, 0] == images.labels[:count, 1]) | (best[:, 1] == images.labels[:count, 0])
         best = torch.where(crossed[:, None], best.flip(1), best)
-        drawn = [model.decoder(prediction.capsules.pose, best[:, place])[:, 0] for place in range(2)]
+        reconstructions = [model.decoder(prediction.capsules.pose, best[:, place])[:, 0] for place in range(2)]
     colours = torch.tensor([[1.0, 0.45, 0.0], [0.0, 0.55, 1.0]])
     truth = images.pixels[:count].float() / 255
     for column in range(count):
@@ -155,10 +160,10 @@ def draw(model: CapsNet, images: Images, count: int = 12) -> Figure:
         axes[0, column].imshow(inputs[column, 0].numpy(), cmap="gray")
         axes[0, column].set_title(" ".join(pair), fontsize=9)
         axes[1, column].imshow(torch.einsum("dhw,dc->hwc", truth[column, 1:], colours).clamp(0, 1).numpy())
-        both = torch.stack([drawn[0][column], drawn[1][column]])
+        both = torch.stack([one[column] for one in reconstructions])
         axes[2, column].imshow(torch.einsum("dhw,dc->hwc", both, colours).clamp(0, 1).numpy())
         axes[2, column].set_xlabel(" ".join(read), fontsize=9)
-    for axis, label in zip(axes[:, 0], ("pair", "digits", "drawn"), strict=True):
+    for axis, label in zip(axes[:, 0], ("pair", "digits", "reconstruction"), strict=True):
         axis.set_ylabel(label)
     for axis in axes.flat:
         axis.set_xticks([])

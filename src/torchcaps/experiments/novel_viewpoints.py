@@ -1,4 +1,4 @@
-"""Trained on some viewpoints, tested on others: Hinton, Sabour & Frosst 2018, table 2."""
+"""Hinton, Sabour & Frosst 2018, table 2: trained on familiar viewpoints, tested on novel ones."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
     "elevation": ("elevation", (0, 1, 2)),
 }
-"""Split → the attribute, in smallNORB's units, and its values in training."""
+"""Attribute of each split, and its values in training, in smallNORB's units."""
 PAPER = {
     ("azimuth", "CNN"): ("96.3", "80.0"),
     ("azimuth", "capsules"): ("96.3", "86.5"),
@@ -25,14 +25,14 @@ NETWORKS = ("CNN", "capsules", "uniform couplings")
 
 
 def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
-    """The images from familiar viewpoints, and from novel ones."""
+    """Split images into those from familiar viewpoints and those from novel viewpoints."""
     attribute, values = FAMILIAR[split]
     others = sorted(set(images.attributes[attribute].tolist()) - set(values))
     return images.where(**{attribute: values}), images.where(**{attribute: others})
 
 
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outcome:
-    """The CNN, and capsules stopped at the epoch whose error on familiar viewpoints is nearest to the CNN's."""
+    """Compare capsules with the CNN, at the epoch whose familiar-viewpoint accuracy is closest to the CNN's."""
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
     curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
@@ -84,14 +84,15 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outco
                 Row(f"{split}, {name}: novel viewpoints", [pair[1] for pair in pairs], paper[1]),
             ]
     notes = [
-        "The CNN's epoch is chosen on validation images of familiar viewpoints; that of capsules is the one whose "
-        "accuracy on familiar test viewpoints is nearest to the CNN's, as in the paper. Novel ones choose nothing."
+        "Validation images of familiar viewpoints choose the epoch of the CNN. The epoch of the capsules is the one "
+        "whose accuracy on familiar viewpoints of the test split is closest to the CNN's, as in the paper. Novel "
+        "viewpoints choose nothing."
     ]
     return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
 
 
 def draw(curves: dict[tuple[str, str], list[tuple[float, ...]]]) -> Figure:
-    """Accuracy on novel viewpoints over that on familiar ones, a point an epoch."""
+    """Draw the accuracy on novel viewpoints over the accuracy on familiar viewpoints, one point per epoch."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(FAMILIAR), sharey=True)
     for axis, split in zip(axes, FAMILIAR, strict=True):

@@ -1,4 +1,4 @@
-"""What each correction of EM routing is worth: Gritzman 2019 (arXiv 1907.00652), figure 5."""
+"""Gritzman 2019 (arXiv 1907.00652), figure 5: contribution of each correction to EM routing."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
 UNNORMALISED: dict[str, Any] = {"normalise_data": False, "inverse_temperature": 0.01, "initial_beta_a": -1500.0}
-"""The paper's λ, which belongs beside the cost of many data; with it β_a weighs as much as -15 does with λ = 1."""
+"""Options without normalisation by the number of data. They use the paper's inverse temperature λ = 0.01, and a β_a
+that has the same weight, λ β_a = -15, as -15 with λ = 1."""
 OFF: dict[str, dict[str, Any]] = {
     "all corrections": {},
     "no variance floor": {"variance_floor": 0.0},
@@ -23,7 +24,7 @@ OFF: dict[str, dict[str, Any]] = {
 
 
 def run(study: Study) -> Outcome:
-    """Each correction off by itself, and all, for one to three iterations."""
+    """Switch off each correction alone, and all together, for one to three routing iterations."""
     images, epochs = study.choose((1_000, 2), (6_000, 6), (21_870, 20))
     rows, curves, broken = [], {}, []
     for iterations in ITERATIONS:
@@ -43,20 +44,22 @@ def run(study: Study) -> Outcome:
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
-                    broken.append(f"T = {iterations}, {name}, seed {seed} did not end: {str(error).partition(';')[0]}.")
+                    broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {str(error).partition(';')[0]}.")
                 ours = ours or [value for (value,) in study.watched(folder, "test_accuracy_percent")]
             curves[iterations, name] = ours or []
             paper = PAPER[iterations] if name == "all corrections" else None
             rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []
     notes = [
-        f"{images:,} training images, {epochs} epochs. The epoch is chosen on validation images, curves only drawn.",
-        "The floor under variances is 0.01, Gritzman's 0.0001. Data not normalised go with the paper's λ = 0.01.",
+        f"Trained on {images:,} images for {epochs} epochs. The validation split chooses the reported epoch. The test "
+        "accuracies of all epochs in the figure choose nothing.",
+        "The variance floor is 0.01; Gritzman's is 0.0001. The rows without normalised data use the paper's inverse "
+        "temperature λ = 0.01.",
     ]
     return Outcome(rows, draw(curves), [*notes, *broken, *study.notes_on_toys()])
 
 
 def draw(curves: dict[tuple[int, str], list[float]]) -> Figure:
-    """Test accuracy over epochs, one panel a number of iterations."""
+    """Draw the test accuracy over epochs, one panel per number of iterations."""
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.subplots(1, len(ITERATIONS), sharey=True)
     styles = [("#0072B2", "-"), ("#E69F00", "--"), ("#009E73", "-."), ("#CC79A7", ":"), ("#000000", (0, (1, 4)))]

@@ -1,4 +1,4 @@
-"""What each part of the recipe matrix-capsnet-toys is worth, on toys that no network is trained on."""
+"""Ablation of the recipe matrix-capsnet-toys, tested on a rendering of the toys that is not used in training."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from torchcaps.recipes import create_recipe
 from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 OTHER_TOYS = 2
-"""Seed of the rendering that is tested on; the README's results are of rendering 1."""
+"""Seed of the rendering used for testing. The README's results use rendering 1."""
 PAPER_ROUTING = {"routing.variance_floor": "0.01", "routing.initial_beta_a": "-15", "routing.tempering": "1"}
 CHANGES: dict[str, dict[str, str]] = {
     "the recipe": {},
@@ -34,13 +34,13 @@ CHANGES: dict[str, dict[str, str]] = {
 
 
 def run(study: Study) -> Outcome:
-    """The recipe, the recipe with one part changed at a time, and the CNN with the same preparation.
+    """Train the recipe, the recipe with one part changed at a time, and the CNN with the same preparation.
 
     Raises:
-        BadInput: other data are asked for.
+        BadInput: `data` is neither None nor ``toys``.
     """
     if study.data not in (None, "toys"):
-        raise BadInput(f"data is {study.data!r}: this experiment is about the toys; leave --data out")
+        raise BadInput(f"data is {study.data!r}, but this experiment supports the toys only: omit --data")
     images, epochs = study.choose((1_000, 2), (12_000, 4), (24_300, 6))
     recipes = {name: ("matrix-capsnet-toys", changes) for name, changes in CHANGES.items()}
     recipes["CNN, same preparation"] = ("cnn-baseline-toys", {})
@@ -54,16 +54,16 @@ def run(study: Study) -> Outcome:
             splits = study.splits(recipe, images)
             judged = Splits(splits.train, splits.validation, other)
             accuracies.append(study.trained(part(name, seed), recipe, judged)[1]["test_accuracy_percent"])
-        rows.append(Row(f"{name}: accuracy on other toys", accuracies))
+        rows.append(Row(f"{name}: accuracy on another rendering", accuracies))
     notes = [
-        f"{images:,} training images, {epochs} epochs; the test images are of rendering {OTHER_TOYS}, "
-        "`torchcaps data render toys --seed 2`, and choose settings, not weights."
+        f"Trained on {images:,} images for {epochs} epochs. The test images are those of rendering {OTHER_TOYS}, "
+        "`torchcaps data render toys --seed 2`. They were used to choose settings, but not weights."
     ]
     return Outcome(rows, draw(rows), notes)
 
 
 def draw(rows: list[Row]) -> Figure:
-    """A bar a row, and a line at the recipe's own accuracy."""
+    """Draw one bar per row, and a line at the accuracy of the unchanged recipe."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axis = figure.subplots()
     means = [sum(row.ours) / len(row.ours) for row in rows]

@@ -1,4 +1,4 @@
-"""Tables of the README and the documentation, written from results/."""
+"""Writes the tables of the README and the documentation from the files in results/."""
 
 import csv
 import json
@@ -16,30 +16,43 @@ from torchcaps.experiments.study import BUDGETS, Row
 Entry = Mapping[str, Any]
 EAGER, COMPILED = "materialised votes", "materialised votes, compiled"
 NETWORKS = ("capsules", "uniform", "cnn")
+PREFACE = (
+    "`torchcaps experiment report` writes this page from the files in results/.",
+    "",
+    "Percentages are test accuracies unless the row says otherwise. The column *paper* gives the number of the cited "
+    "paper, if it reports one. *Capsules* are the network with routing. *Uniform couplings* are the same network with "
+    "one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
+    "iterations.",
+)
 MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def write_pages(results: Path, pages: Sequence[Path]) -> None:
-    """Fill the tables of pages: ``<!-- table: NAME -->`` … ``<!-- end of table -->``.
+    """Fill the tables of pages, each between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 
-    NAME is a key of ``results/tables.toml``, or a benchmark's .csv file in `results`.
+    NAME is a key of ``results/tables.toml``, or the name of a benchmark's .csv file in `results`.
+
+    Arguments:
+        results: folder of the results and of ``tables.toml``.
+        pages: Markdown files to update.
 
     Raises:
-        BadInput: a page or a result is missing, has no table, or names an unknown one.
+        BadInput: a page, ``tables.toml`` or a result is missing, a page contains no table, or the name of a table or of
+            a result row is unknown.
     """
     path = results / "tables.toml"
     if not path.is_file():
-        raise BadInput(f"{path} is missing: it names the rows of the tables")
+        raise BadInput(f"{path} is missing: give the folder of results/tables.toml with --results")
     entries = tomllib.loads(path.read_text())
     written = {}
     for page in pages:
         if not page.is_file():
-            raise BadInput(f"{page} is missing: name a page with tables")
+            raise BadInput(f"{page} is missing: give an existing page with --page")
         text, count = MARKED.subn(
             lambda found: "\n".join([found[1], *_table(found[2], entries, results), "", found[3]]), page.read_text()
         )
         if not count:
-            raise BadInput(f"{page} has no table: write <!-- table: NAME --> and <!-- end of table --> into it")
+            raise BadInput(f"{page} contains no table: add <!-- table: NAME --> and <!-- end of table --> to it")
         written[page] = text
     for page, text in written.items():
         with atomically(page) as stream:
@@ -60,21 +73,21 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _json(path: Path) -> Any:
     if not path.is_file():
-        raise BadInput(f"{path} is missing: run its experiment or training first")
+        raise BadInput(f"{path} is missing: run the experiment or training that writes it first")
     return json.loads(path.read_text())
 
 
 def _accuracy(entry: Entry, results: Path) -> str:
-    """Mean and standard deviation of the test accuracy over the runs of an entry."""
+    """Return the mean and standard deviation of the test accuracy over the runs of an entry."""
     metrics = [_json(results / run / "metrics.json") for run in entry["runs"]]
     return Row("", [one["test_accuracy_percent"] for one in metrics], unit="").measured()
 
 
 def _row(entry: Entry, what: str, results: Path) -> Row:
-    """A row of an experiment's result."""
+    """Return the row `what` of the experiment result that an entry refers to."""
     found = {row["what"]: Row(**row) for row in _json(results / f"{entry['result']}.json")["rows"]}
     if what not in found:
-        raise BadInput(f"{entry['result']} has no row {what!r}{nearest(what, found)}")
+        raise BadInput(f"{entry['result']}.json contains no row {what!r}{nearest(what, found)}")
     return found[what]._replace(unit="")
 
 
@@ -102,7 +115,7 @@ def _experiments(entries: Sequence[Entry], results: Path) -> list[str]:
             row = _row(entry, entry[network], results) if network in entry else None
             cells.append("–" if row is None else f"{row.measured()} ({row.paper})" if row.paper else row.measured())
         rows.append((entry["what"], *cells, f"`{entry['command']}`"))
-    return _lines(("what", "capsules", "uniform couplings", "CNN", "command"), rows)
+    return _lines(("experiment", "capsules", "uniform couplings", "CNN", "command"), rows)
 
 
 def _highlights(entries: Sequence[Entry], results: Path) -> list[str]:
@@ -139,8 +152,8 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _benchmark(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    said = ("heap", "command", "seed", "torch", "commit", "processor", "threads", "gpu", "repeats", "peak GFLOP/s")
-    shown = [key for key in rows[0] if key not in said]
+    hidden = ("heap", "command", "seed", "torch", "commit", "processor", "threads", "gpu", "repeats", "peak GFLOP/s")
+    shown = [key for key in rows[0] if key not in hidden]
     here = rows[0]
     cores = f"{here['gpu'] or here['processor']}, threads: {here['threads']}, torch {here['torch']}"
     return [
@@ -160,22 +173,23 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
 
 
 def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, str]]) -> int:
-    """Write all rows and pictures of the experiments' results.
+    """Write a page with all rows, notes and figures of the experiments' results.
 
-    Of each experiment and each dataset it ran on, the result of the largest budget, and of these that of most seeds.
+    For each experiment and dataset, the page shows the result of the largest budget and, among several of that budget,
+    the one with the most seeds.
 
     Arguments:
         results: folder of the results.
         report: page to write.
-        titles: experiment → its title and paper, in the order of the page.
+        titles: title and paper of each experiment by its name, in the order of the page.
 
     Returns:
-        How many results there are.
+        Number of results on the page.
 
     Raises:
-        BadInput: there is no result.
+        BadInput: `results` contains no result of an experiment.
     """
-    lines = ["# All experiments", "", "Written by `torchcaps experiment report`.", ""]
+    lines = ["# All experiments", "", *PREFACE, ""]
     best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
         said = json.loads(path.read_text())
@@ -188,7 +202,8 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         title, paper = titles[name]
         lines += [f"## {name}: {title}", "", f"{paper}. `{said['command']}`", ""]
         rows = [Row(**values) for values in said["rows"]]
-        lines += _lines(("what", "paper", "ours"), [(row.what, row.paper or "–", row.measured()) for row in rows])
+        table = [(row.what, row.paper or "–", row.measured()) for row in rows]
+        lines += _lines(("measurement", "paper", "ours"), table)
         lines += ["", *(f"{note}\n" for note in said["notes"])]
         seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
         machine = (
@@ -198,7 +213,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
         lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]
     if not best:
-        raise BadInput(f"{results} holds no result: run `torchcaps experiment NAME` first, or name its folder")
+        raise BadInput(f"{results} contains no result: run `torchcaps experiment NAME` first, or change --results")
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomically(report) as stream:
         stream.write("\n".join(lines).encode())

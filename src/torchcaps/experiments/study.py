@@ -1,4 +1,4 @@
-"""An experiment under way: what was asked for, and its parts, each computed once however often it is interrupted."""
+"""The state of a running experiment: its options, and its saved parts, so that it can resume after an interruption."""
 
 import json
 import math
@@ -30,21 +30,21 @@ Budget = Literal["quick", "standard", "paper"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
 TOYS = ("toys", "smallnorb")
 RECENT_OF_DIGITS = (
-    "CapsNet with a stem of four convolutions and BatchNorm, 128 channels and 16 primary types; the CNN is that of "
-    "Hinton, Sabour & Frosst 2018."
+    "CapsNet has a stem of four convolutions with BatchNorm, 128 channels and 16 primary capsule types. The CNN is the "
+    "baseline of Hinton, Sabour & Frosst 2018."
 )
 NARROW_CAPSNET: dict[str, Any] = {"convolution_channels": 64, "primary_types": 8}
 NARROW_CNN: dict[str, Any] = {"channels": (32, 32, 16)}
 
 
 class Row(NamedTuple):
-    """One line of a result's table.
+    """One row of a result table.
 
     Arguments:
-        what: was measured.
-        ours: one value a seed.
-        paper: what the paper has, as it has it; None where it has nothing.
-        unit: of the values; per cent.
+        what: name of the measured quantity.
+        ours: measured values, one per seed.
+        paper: the paper's value, formatted as in the paper; None if the paper does not report one.
+        unit: unit of the values.
     """
 
     what: str
@@ -53,14 +53,14 @@ class Row(NamedTuple):
     unit: str = "%"
 
     def measured(self) -> str:
-        """The mean, and the standard deviation over seeds where there are several."""
-        spread = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
-        return f"{statistics.fmean(self.ours):.2f}{spread} {self.unit}".strip()
+        """Return the mean with its unit, and the standard deviation if there are several seeds, as text."""
+        deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
+        return f"{statistics.fmean(self.ours):.2f}{deviation} {self.unit}".strip()
 
 
 @dataclass
 class Outcome:
-    """What an experiment found: its table, what has to be said beside it, and its picture."""
+    """The outcome of an experiment: the rows of its table, its figure, and notes on how to read them."""
 
     rows: list[Row]
     figure: Figure
@@ -69,14 +69,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Study:
-    """What was asked of an experiment, and where its finished parts lie.
+    """The options of an experiment, and the folder of its finished parts.
 
     Arguments:
-        budget: quick, standard or paper.
-        data: another dataset than the experiment's own; None for its own.
-        seeds: trainings of each network.
+        budget: ``quick``, ``standard`` or ``paper``.
+        data: name of a dataset to use instead of the experiment's own; None for its own.
+        seeds: number of seeds to train each network with.
         data_dir: folder of the datasets.
-        folder: of this experiment's trainings and evaluations.
+        folder: folder of this experiment's training runs and evaluations.
     """
 
     budget: Budget
@@ -86,11 +86,14 @@ class Study:
     folder: Path
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
-        """The one of three settings that the budget asks for."""
+        """Return the setting for this study's budget."""
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
-        """The recipe's data; at most `train` and `test` images of these splits, drawn with seed 0."""
+        """Load the recipe's splits, with at most `train` training and `test` test images, drawn with seed 0.
+
+        The validation split shrinks by the same share as the training split.
+        """
         options = tuple(sorted(recipe.data_options.items()))
         held_out = recipe.validation_fraction, recipe.validation_attribute
         splits = _loaded(recipe.data, self.data_dir, *held_out, recipe.seed, options)
@@ -102,7 +105,7 @@ class Study:
         )
 
     def at_most(self, images: int, data: str) -> int:
-        """This number of training images, or all that the data have."""
+        """Return `images`, or the size of the dataset's training split if that is smaller."""
         return min(images, len(self.splits(replace(RECIPES["capsnet-mnist"](), data=data)).train))
 
     def trained(
@@ -113,18 +116,18 @@ class Study:
         on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
         module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """A network trained as the recipe says, and its metrics: finished, gone on with, or begun.
+        """Train a network, or resume or load an earlier run, and return the model and its metrics.
 
         Raises:
-            BadInput: the folder holds a training with other settings, or what `fit` refuses.
+            BadInput: the folder holds a run with other settings or other data, or `fit` rejects the recipe.
         """
         folder = self.folder / part
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
         run = existing_run(folder, resume=True)
         if run is not None and run.recipe.plain() != recipe.plain():
-            raise BadInput(f"{folder} was trained with other settings: remove it, or name another folder with --out")
+            raise BadInput(f"{folder} holds a run with other settings: remove it, or choose another folder with --out")
         if run is not None and (changed := difference(run.data, fingerprint(splits)[0])):
-            raise BadInput(f"{folder} was trained on other data ({changed}): remove it, or name another --out")
+            raise BadInput(f"{folder} holds a run on other data ({changed}): remove it, or choose another --out")
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
@@ -142,10 +145,10 @@ class Study:
         routing_options: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> Recipe:
-        """A recipe with another seed, routing and model options, and this number of training images and epochs.
+        """Return the recipe `name` for a number of images and epochs, with a seed and other routing and model options.
 
-        The rate falls as far as it does in the whole recipe, whose training split is taken to be 24,300 images of
-        smallNORB or 60,000 of MNIST less a tenth.
+        `decay_steps` is scaled so that the learning rate decays as far as in the full recipe. The full training split
+        is assumed to have 90 % of 24,300 images for smallNORB and the toys, and 90 % of 60,000 for MNIST.
         """
         recipe = replace(RECIPES[name](), seed=seed)
         whole = 0.9 * (24_300 if recipe.data in TOYS else 60_000)
@@ -160,10 +163,11 @@ class Study:
     def of_digits(
         self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
     ) -> Recipe:
-        """The recipe of the ``CNN``, of ``capsules`` or of ``uniform couplings``, on MNIST's digits.
+        """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) for MNIST digits.
 
-        But at `paper`, CapsNet has a quarter of the paper's width and the CNN an eighth, if the options do not say
-        otherwise. The rate falls by 0.96 a hundred times: short trainings settle only with it near 0.
+        Except with the budget ``paper``, CapsNet has a quarter of the paper's width and the CNN an eighth, unless
+        `model_options` set the width. The learning rate is multiplied by 0.96 a hundred times during training, because
+        short trainings converge only if it ends near 0.
         """
         cnn = network == "CNN"
         routing = {} if cnn else {"iterations": 3 if network == "capsules" else 1}
@@ -180,9 +184,10 @@ class Study:
     def recent_of_digits(
         self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
     ) -> Recipe:
-        """CapsNet with a stem, the same with uniform couplings, or the CNN of matrix capsules; a cosine schedule.
+        """Return a recipe with a cosine schedule for MNIST digits.
 
-        The schedule is as long as the training, whatever the number of `images`.
+        `network` ``capsules`` is CapsNet with a stem, ``uniform couplings`` the same with one routing iteration, and
+        ``CNN`` the baseline CNN of matrix capsules. The schedule covers the whole training for any number of `images`.
         """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
@@ -202,53 +207,58 @@ class Study:
         )
 
     def notes_on_width(self) -> list[str]:
-        """What has to be said where the networks of digits are not the paper's."""
+        """Return a note on the width of the digit networks, unless they have the paper's width."""
         if self.budget == "paper":
             return []
-        return ["CapsNet of a quarter of the paper's width (64 channels, 8 primary types), the CNN of an eighth."]
+        return [
+            "CapsNet has a quarter of the paper's width (64 channels, 8 primary capsule types), and the CNN an eighth."
+        ]
 
     def one_seed(self) -> None:
-        """Refuse several seeds.
+        """Check that the study has one seed.
 
         Raises:
-            BadInput: there are several.
+            BadInput: `seeds` is larger than 1.
         """
         if self.seeds > 1:
-            raise BadInput(f"seeds is {self.seeds}: this experiment takes one; leave --seeds out")
+            raise BadInput(f"seeds is {self.seeds}, but this experiment runs one seed: omit --seeds")
 
     def notes_on_data(self, data: str, papers: str = "mnist") -> list[str]:
-        """What has to be said beside the paper's figures where the data are not the paper's."""
-        return [] if data == papers else [f"The paper's figures are of {papers}, ours of {data}: compare orders."]
+        """Return a note on the data, unless they are the paper's."""
+        if data == papers:
+            return []
+        return [f"The paper's numbers are for {papers}, ours for {data}: compare rankings, not absolute values."]
 
     def toys_or_smallnorb(self) -> str:
-        """The toys, or smallNORB where that is asked for.
+        """Return the name of the dataset: ``toys``, or ``smallnorb`` if the study's `data` is ``smallnorb``.
 
         Raises:
-            BadInput: other data are asked for.
+            BadInput: `data` is neither None, ``toys`` nor ``smallnorb``.
         """
         if self.data not in (None, *TOYS):
-            raise BadInput(f"data is {self.data!r}: this experiment takes one of {', '.join(TOYS)}")
+            raise BadInput(f"data is {self.data!r}, but this experiment supports {' and '.join(TOYS)}: use one of them")
         return self.data or "toys"
 
     def toys(self, name: str) -> str:
-        """The recipe with the paper's settings for the toys, or for smallNORB where that is asked for.
+        """Return the name of the recipe with the paper's settings, for the toys or for smallNORB.
 
         Raises:
-            BadInput: other data are asked for.
+            BadInput: `data` is neither None, ``toys`` nor ``smallnorb``.
         """
         return f"{name}-smallnorb" if self.toys_or_smallnorb() == "smallnorb" else f"{name}-toys-paper"
 
     def of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
-        """The recipe of the ``CNN``, of ``capsules`` or of ``uniform couplings``, on toys with the paper's settings."""
+        """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with the paper's settings."""
         if network == "CNN":
             return self.recipe(self.toys("cnn-baseline"), seed, images=images, epochs=epochs)
         routing = {"iterations": 2 if network == "capsules" else 1}
         return self.recipe(self.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing)
 
     def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
-        """The same with the settings of `matrix_capsnet_toys`: stem, norms, mixup, crops that hold a whole toy.
+        """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with recent settings.
 
-        The cosine schedule is as long as the training, whatever the number of `images`.
+        The settings are those of the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that hold a
+        whole toy. The cosine schedule covers the whole training for any number of `images`.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
@@ -257,18 +267,20 @@ class Study:
         return replace(recipe, routing_options={**recipe.routing_options, "iterations": 1})
 
     def notes_on_toys(self) -> list[str]:
-        """What has to be said beside the paper's figures where the data are not the paper's."""
+        """Return a note on the data, unless they are smallNORB."""
         if self.data == "smallnorb":
             return []
-        return ["The paper's figures are of smallNORB, ours of the rendered toys: compare orders, not numbers."]
+        return [
+            "The paper's numbers are for smallNORB, ours for the rendered toys: compare rankings, not absolute values."
+        ]
 
     def watched(self, part: str, *names: str) -> list[tuple[float, ...]]:
-        """What was watched in a training, a tuple an epoch."""
+        """Return the columns `names` of a run's metrics.csv as one tuple per epoch."""
         rows = read_rows(self.folder / part / "metrics.csv")
         return [tuple(float(row[name]) for name in names) for row in rows]
 
     def once(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
-        """What `compute` returned of a training when it first ended, kept as JSON in the training's folder."""
+        """Return the result of `compute`, which runs once and is then saved as ``what.json`` in the run's folder."""
         path = self.folder / part / f"{what}.json"
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
@@ -277,7 +289,7 @@ class Study:
 
 
 class Routed(NamedTuple):
-    """What a routing rule was given for a batch, and the parents that came out."""
+    """The inputs of a routing rule for one batch, and the parent capsules it returned."""
 
     rule: DynamicRouting | EMRouting
     children: Capsules
@@ -287,10 +299,10 @@ class Routed(NamedTuple):
 
 
 def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
-    """Run a model and look at every layer of capsules: the layer's name → what was routed there."""
+    """Run a model on images, and return the inputs and outputs of each routing rule by the name of its layer."""
     found: dict[str, Routed] = {}
 
-    def look(name: str) -> Callable[..., None]:
+    def record(name: str) -> Callable[..., None]:
         def hook(rule: Any, given: tuple[Capsules, Tensor, RoutingMap], parents: Any) -> None:
             children, transform, routing_map = given
             found[name] = Routed(rule, children, transform, routing_map, parents)
@@ -298,7 +310,7 @@ def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
         return hook
 
     rules = {name: rule for name, rule in model.named_modules() if isinstance(rule, DynamicRouting | EMRouting)}
-    hooks = [rule.register_forward_hook(look(name.removesuffix(".routing"))) for name, rule in rules.items()]
+    hooks = [rule.register_forward_hook(record(name.removesuffix(".routing"))) for name, rule in rules.items()]
     try:
         model(images)
     finally:
@@ -308,7 +320,7 @@ def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
 
 
 def part(name: str, seed: int) -> str:
-    """A folder's name for the training of a row.
+    """Return the folder name of the training run of a table row.
 
     Example:
         >>> part("T = 3, no decoder", 0)
@@ -318,7 +330,7 @@ def part(name: str, seed: int) -> str:
 
 
 def some(images: Images, count: int | None) -> Images:
-    """`count` images, drawn with seed 0, or all."""
+    """Return `count` images, drawn with seed 0, or all if `count` is None or larger than their number."""
     if count is None or count >= len(images):
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -328,7 +340,7 @@ def some(images: Images, count: int | None) -> Images:
 def scores_of(
     model: nn.Module, pixels: Tensor, preparation: Preparation | None = None, batch_size: int = 100
 ) -> Tensor:
-    """The scores of stored pixels, ``[N, classes]``, computed where the model is."""
+    """Return the scores ``[N, classes]`` of uint8 pixels, computed on the model's device."""
     preparation, device = preparation or Preparation(), next(model.parameters()).device
     with torch.inference_mode():
         batches = (preparation.plain(part).to(device) for part in pixels.split(batch_size))
@@ -336,7 +348,7 @@ def scores_of(
 
 
 def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | None = None) -> float:
-    """Accuracy on a split, in per cent."""
+    """Return the accuracy on a split, in per cent."""
     return percent(scores_of(model, images.pixels, preparation).argmax(dim=1) == images.labels)
 
 
@@ -344,11 +356,11 @@ def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | Non
 def _loaded(
     data: str, data_dir: Path, fraction: float, attribute: str, seed: int, options: tuple[tuple[str, Any], ...]
 ) -> Splits:
-    """The last data are kept: the rows of a table mostly learn from the same."""
+    """Load a dataset, and cache the last one, because most rows of a table train on the same data."""
     held_out: dict[str, Any] = {"validation_fraction": fraction, "validation_attribute": attribute}
     return load_splits(data, data_dir, seed=seed, **held_out, **dict(options))
 
 
 def percent(right: Tensor | Sequence[bool]) -> float:
-    """The share of what is true, in per cent."""
+    """Return the share of true values, in per cent."""
     return round(100 * torch.as_tensor(right).double().mean().item(), 4)

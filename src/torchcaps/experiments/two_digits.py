@@ -1,4 +1,4 @@
-"""Trained on single digits, tested on several side by side: Su 2018; and their order, read off the couplings."""
+"""Su 2018: trained on single digits, tested on several side by side; and the digits' order, read from the couplings."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,35 +28,35 @@ ORDERS = ("couplings", "contributions")
 
 
 def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
-    """Images of different classes glued side by side, labelled from left to right ``[count, length]``.
+    """Join images of different classes side by side into strips, with labels ``[count, length]`` from left to right.
 
     Arguments:
-        images: what is glued.
-        length: images a strip, at most one of each class.
-        count: strips.
-        seed: of the choice.
+        images: images to choose from.
+        length: number of images per strip, at most the number of classes.
+        count: number of strips.
+        seed: seed of the random choice.
 
     Raises:
-        BadInput: the images have fewer classes.
+        BadInput: `images` have fewer than `length` classes.
     """
     random = np.random.default_rng([seed, length])
     labels = images.labels.numpy()
     members = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
     if len(members) < length:
-        raise BadInput(f"strips of {length} different classes are asked for, and the images have {len(members)}")
+        raise BadInput(f"strips of {length} different classes: the images have {len(members)} classes, reduce length")
     order = random.permuted(np.tile(list(members), (count, 1)), axis=1)[:, :length]
     chosen = torch.tensor([[random.choice(members[label]) for label in row] for row in order])
     return Images(torch.cat(images.pixels[chosen].unbind(1), dim=3), torch.from_numpy(order), images.class_names)
 
 
 def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n length"]) -> Tensor:
-    """Whether the highest classes, as many as there are labels, are the labels, in any order."""
+    """Return, per sample, whether the ``length`` classes with the highest scores are the labels, in any order."""
     best = scores.topk(labels.shape[1], dim=1).indices
     return (best.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
 
 
 class StripClassifier(TrainingModule):
-    """Learns from single digits, and is judged on strips too: right is who names all their digits."""
+    """Trains on single digits, and is also evaluated on strips, where a prediction must contain all digits."""
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         if labels.ndim == 1:
@@ -74,13 +74,13 @@ class StripClassifier(TrainingModule):
 
 
 class Traced(NamedTuple):
-    """Where class capsules come from.
+    """Class capsules, and how much each position of the feature map contributes to them.
 
     Arguments:
-        lengths: of the class capsules.
-        couplings: c_ij of every position.
-        contributions: ``c_ij û_ij · s_j / |s_j|``, what every position adds to a capsule; ``s_j = Σ_i c_ij û_ij`` is
-            the capsule before it is squashed, and the sum over all positions its length.
+        lengths: lengths of the class capsules.
+        couplings: c_ij per position.
+        contributions: ``c_ij û_ij · s_j / |s_j|`` per position, where ``s_j = Σ_i c_ij û_ij`` is the capsule before
+            squashing. The sum over all positions is ``|s_j|``.
     """
 
     lengths: Float[Tensor, "B J"]
@@ -89,7 +89,7 @@ class Traced(NamedTuple):
 
 
 def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
-    """Run a model and trace its class capsules back to the positions."""
+    """Run a model, and trace its class capsules back to the positions of the feature map."""
     features = model.trunk(images).float()
     pose = features.flatten(2).mT[:, :, None, None, :]
     layer = model.class_capsules
@@ -104,7 +104,8 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
 def read_order(
     model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int
 ) -> dict[str, Int64[Tensor, "n length"]]:
-    """The highest classes from left to right, by the centres of their capsules' couplings, and of contributions."""
+    """Return the `length` highest classes from left to right, ordered by the horizontal centre of their class
+    capsules' couplings and, separately, of their contributions."""
     read: dict[str, list[Tensor]] = {by: [] for by in ORDERS}
     for some in pixels.split(100):
         with torch.inference_mode():
@@ -118,7 +119,10 @@ def read_order(
 
 
 def paper_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
-    """The recipe of one network with the author's settings; the rate falls as far in few epochs as in many."""
+    """Return the recipe of a network with the author's settings.
+
+    `decay_steps` depends on the budget, so that the learning rate decays as far in fewer epochs.
+    """
     recipe = replace(RECIPES[NETWORKS[network]](), seed=seed, data=data)
     if network == "uniform couplings":
         recipe = replace(recipe, routing_options={"iterations": 1})
@@ -127,14 +131,14 @@ def paper_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
 
 
 def recent_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
-    """The same with digits moved, rotated and squeezed in training, and a cosine schedule."""
+    """Return `paper_recipe` with digits shifted, rotated and squeezed in training, and a cosine schedule."""
     recipe = paper_recipe(study, network, seed, data)
     recipe = replace(recipe, shift=2, rotation=30.0, squeeze=0.25, schedule="cosine")
     return replace(recipe, epochs=study.choose(4, 10, 20))
 
 
 def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = paper_recipe) -> Outcome:
-    """Su's CNN, his shared capsules, and the same capsules with uniform couplings, on strips they never saw."""
+    """Test Su's CNN, Su's shared capsules and the same capsules with uniform couplings on strips of digits."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     shown: tuple[PooledCapsNet, Images] | None = None
     data = study.data or "mnist"
@@ -146,11 +150,13 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
             splits = Splits(splits.train, strips(splits.validation, 2, count // 5), splits.test)
             model, metrics = study.trained(part(name, seed), recipe, splits, module_class=StripClassifier)
 
-            def tested(model=model, test=splits.test, count=count) -> dict[str, Any]:
+            def evaluate(model=model, test=splits.test, count=count) -> dict[str, Any]:
                 pairs = strips(test, 2, count)
                 scores = scores_of(model, pairs.pixels)
-                alike, sure = named_alike(scores, pairs.labels), scores.topk(2, dim=1).values[:, 1] > 0.5
-                result: dict[str, Any] = {"a": percent(alike), "b": percent(alike & sure), "order": {}}
+                recognised = named_alike(scores, pairs.labels)
+                above_half = scores.topk(2, dim=1).values[:, 1] > 0.5
+                result: dict[str, Any] = {"a": percent(recognised), "b": percent(recognised & above_half)}
+                result["order"] = {}
                 for length in range(2, LONGEST + 1) if isinstance(model, PooledCapsNet) else ():
                     several = strips(test, length, count)
                     orders = read_order(model, several.pixels, length)
@@ -160,7 +166,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
                     ]
                 return result
 
-            strip = study.once(part(name, seed), "strips", tested)
+            strip = study.once(part(name, seed), "strips", evaluate)
             found[name].append({"single": metrics["test_accuracy_percent"], **strip})
             if name == "capsules" and shown is None:
                 shown = (cast(PooledCapsNet, model), splits.test)
@@ -169,27 +175,29 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
         paper = PAPER.get(name, (None, None))
         rows += [
             Row(f"{name}, one digit", [one["single"] for one in results], "99.3" if name in PAPER else None),
-            Row(f"{name}, two digits (a): the two highest classes", [one["a"] for one in results], paper[0]),
-            Row(f"{name}, two digits (b): both scores above 0.5 too", [one["b"] for one in results], paper[1]),
+            Row(f"{name}, two digits (a): two highest scores correct", [one["a"] for one in results], paper[0]),
+            Row(f"{name}, two digits (b): also both scores above 0.5", [one["b"] for one in results], paper[1]),
         ]
     for name in ("capsules", "uniform couplings"):
         for length in range(2, LONGEST + 1):
-            for index, said in enumerate(("all named", *(f"in their order, by {by}" for by in ORDERS))):
+            for index, what in enumerate(("all recognised", *(f"in the right order, by {by}" for by in ORDERS))):
                 rows.append(
-                    Row(f"{name}, {length} digits: {said}", [one["order"][str(length)][index] for one in found[name]])
+                    Row(f"{name}, {length} digits: {what}", [one["order"][str(length)][index] for one in found[name]])
                 )
     assert shown is not None
-    varied = ", moved, rotated and squeezed," if recipe.rotation else ""
+    varied = " that are shifted, rotated and squeezed" if recipe.rotation else ""
     notes = [
-        f"Trained on single digits{varied} in {recipe.epochs} epochs, of which the one is taken that names most pairs "
-        "of validation digits. The order is that of the centres of couplings, or of contributions: what each position "
-        "adds to a capsule's length. Uniform couplings have no order: theirs by couplings is chance."
+        f"Trained for {recipe.epochs} epochs on single digits{varied}. The evaluated epoch is the one that recognises "
+        "the most validation strips of two digits. (a) counts a strip as correct if the two highest scores belong to "
+        "its digits; (b) also requires both scores to be above 0.5. The order of the digits is read from the "
+        "horizontal centre of each class capsule's couplings, or of its contributions: how much each position adds to "
+        "the capsule's length. Uniform couplings carry no order, so that the order by couplings is at chance level."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 
 
 def draw(model: PooledCapsNet, images: Images) -> Figure:
-    """Strips of two and three digits, the lengths of their class capsules, and where the longest come from."""
+    """Draw strips of two and three digits, the lengths of their class capsules, and the couplings of the longest."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
     for row, length in enumerate((2, 2, 3, 3)):

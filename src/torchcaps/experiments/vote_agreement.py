@@ -1,4 +1,4 @@
-"""How far votes lie from each class capsule, pass by pass: Hinton, Sabour & Frosst 2018, figure 2."""
+"""Hinton, Sabour & Frosst 2018, figure 2: distance of the votes from each class capsule, per routing iteration."""
 
 import torch
 from jaxtyping import Float
@@ -13,21 +13,21 @@ from torchcaps.routing import EMRouting
 def distances(
     model: nn.Module, images: Float[Tensor, "B C H W"]
 ) -> list[tuple[Float[Tensor, "B J votes"], Float[Tensor, "B J votes"]]]:
-    """Of every pass, how far each vote is from the mean of each class capsule, and its coupling."""
+    """Return, per routing iteration, the distance of each vote from each class capsule's mean, and its coupling."""
     with torch.inference_mode():
-        there = routed(model, images)["class_capsules"]
-        assert isinstance(there.rule, EMRouting)
-        votes = there.routing_map.votes(there.children.pose, there.transform)
+        routing = routed(model, images)["class_capsules"]
+        assert isinstance(routing.rule, EMRouting)
+        votes = routing.routing_map.votes(routing.children.pose, routing.transform)
         found = []
-        for one in there.rule.passes(there.children, there.transform, there.routing_map):
-            mean = there.routing_map.at_edges(one.mean.transpose(1, 2))
+        for one in routing.rule.passes(routing.children, routing.transform, routing.routing_map):
+            mean = routing.routing_map.at_edges(one.mean.transpose(1, 2))
             distance = (votes - mean.unsqueeze(3)).flatten(4).norm(dim=4)
             found.append((distance.flatten(2), one.couplings.flatten(2)))
         return found
 
 
 def run(study: Study) -> Outcome:
-    """Histograms, weighted by the couplings, of an image that is classed rightly and of one that is not."""
+    """Measure vote distances, weighted by the couplings, on a correctly and on an incorrectly classified image."""
     study.one_seed()
     images, epochs = study.choose((3_000, 6), (21_870, 10), (21_870, 20))
     recipe = study.recipe(
@@ -37,7 +37,8 @@ def run(study: Study) -> Outcome:
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     preparation, test = recipe.preparation(), splits.test
     right = scores_of(model, test.pixels, preparation).argmax(dim=1) == test.labels
-    chosen = {name: int(which.nonzero()[0]) for name, which in (("right", right), ("wrong", ~right)) if which.any()}
+    masks = {"correct": right, "incorrect": ~right}
+    chosen = {name: int(mask.nonzero()[0]) for name, mask in masks.items() if mask.any()}
     passes = distances(model, preparation.plain(test.pixels[[*chosen.values()]]))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
     for index, (name, image) in enumerate(chosen.items()):
@@ -46,7 +47,7 @@ def run(study: Study) -> Outcome:
             label = int(test.labels[image])
             rows.append(
                 Row(
-                    f"{name} example, pass {number + 1}: mean distance to its class capsule",
+                    f"{name}ly classified image, iteration {number + 1}: mean distance of votes to its class capsule",
                     [weighted[label].item()],
                     unit="",
                 )
@@ -57,7 +58,7 @@ def run(study: Study) -> Outcome:
 def draw(
     passes: list[tuple[Tensor, Tensor]], images: Images, chosen: dict[str, int], preparation: Preparation
 ) -> Figure:
-    """A row a pass, a column a class, for each example."""
+    """Draw, per image, a grid of histograms with one row per routing iteration and one column per class."""
     classes = len(images.class_names)
     figure = Figure(figsize=(2.1 * classes + 1.5, 4.25 * len(chosen)), layout="constrained")
     everything = figure.subplots(len(chosen) * len(passes), classes + 1, squeeze=False)
@@ -80,8 +81,8 @@ def draw(
                 axis.tick_params(labelsize=7)
                 if row == 0:
                     axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
-            axes[row, 1].set_ylabel(f"pass {row + 1}", fontsize=9)
+            axes[row, 1].set_ylabel(f"iteration {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown.numpy(), cmap="gray")
-        axes[0, 0].set_title(f"classed {outcome}ly", fontsize=9)
+        axes[0, 0].set_title(f"{outcome}ly classified", fontsize=9)
     figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
     return figure

@@ -1,4 +1,4 @@
-"""Fused kernels: routing that never writes a vote to memory; and which backend a call runs on."""
+"""Fused kernels, which route without materialised votes, and the choice of the backend of a call."""
 
 import sys
 from importlib import import_module
@@ -33,25 +33,30 @@ __all__ = [
 
 
 def cpu_instruction_sets() -> list[str]:
-    """Instruction sets of the processor that the fused kernels are built for, best first; empty where not built."""
+    """List the instruction sets of this processor that the fused kernels are built for, best first.
+
+    The list is empty if the kernels are not built.
+    """
     return [] if _cpu is None else _cpu.instruction_sets()
 
 
 def peak_gflops() -> float:
-    """10⁹ multiplications and additions a second, float32, in registers alone on torch's number of threads; the best
-    of five tries. 0 where the kernels are not built."""
+    """Measure the peak speed of float32 multiply-adds in registers, in GFLOP/s, with torch's number of threads.
+
+    Returns the best of five measurements, or 0 if the kernels are not built.
+    """
     return 0.0 if _cpu is None else max(_cpu.peak_gflops(torch.get_num_threads()) for _ in range(5))
 
 
 def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
-    """Whether a call runs fused: ``auto`` where nothing stands against it, ``fused`` always or not at all.
+    """Return whether a call runs on the fused kernels.
 
     Arguments:
-        backend: ``auto``, ``reference`` or ``fused``.
-        obstacle: why the fused kernels cannot take the call; None where they can.
+        backend: ``auto`` (fused if possible), ``reference`` (never fused) or ``fused`` (always fused).
+        obstacle: reason why the fused kernels do not support the call; None if they do.
 
     Raises:
-        ValueError: an unknown backend, or ``fused`` against an obstacle.
+        ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
     """
     if backend not in get_args(Backend):
         raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(get_args(Backend))}")
@@ -64,18 +69,18 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
 
 
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
-    """Why the fused kernels cannot take these children, whatever the rule; None where they can.
+    """Return the reason why the fused kernels do not support these children with any rule, or None if they do.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
+        pose: poses of the children, ``[B, S, C, R, Q]``.
         transform: ``[K, C, J, Q, N]``.
-        dtype: that the call is computed in.
+        dtype: dtype of the computation.
     """
     device = pose.device.type
     if device not in ("cpu", "cuda"):
         return f"there are no fused kernels for {device}"
     if device == "cpu" and _cpu is None:
-        return "the fused kernels are not built here"
+        return "this installation was built without the fused kernels"
     if device == "cuda" and not _TRITON:
         return "triton is not installed"
     if dtype not in (CPU_DTYPES if device == "cpu" else GPU_DTYPES):
@@ -87,34 +92,36 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
-        return "the fused kernels know nothing of torch.func and of forward-mode differentiation"
+        return "the fused kernels do not support torch.func or forward-mode differentiation"
     return None
 
 
 def in_onnx_export() -> bool:
-    """Asks torch.onnx alone where somebody has imported it: loading it takes longer than most calls."""
+    """Return whether an ONNX export is running. Never imports torch.onnx, because that takes longer than most calls."""
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
 
 
 def expect_one_device(pose: Tensor, edges: Tensor) -> None:
-    """With edges on the meta device the dispatcher would take the operator's shapes for its results.
+    """Check that pose and edges are on the same device.
+
+    With edges on the meta device, the dispatcher would run the fake kernel and return empty tensors as results.
 
     Raises:
-        ValueError: pose and edges are on different devices.
+        ValueError: `pose` and `edges` are on different devices.
     """
     if pose.device != edges.device:
         raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
 
 
 def cpu_kernel(name: str, dtype: torch.dtype) -> Any:
-    """The kernel of a name for float32 or float64."""
+    """Return the CPU kernel `name` for float32 or float64."""
     return getattr(_cpu, f"{name}_{'float64' if dtype == torch.float64 else 'float32'}")
 
 
 def once(*_: Any) -> None:
-    """The gradient of a gradient.
+    """Reject the gradient of a gradient: registered as the backward of the backward operators.
 
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError('fused routing is differentiated once; use backend="reference" for the gradients of gradients')
+    raise RuntimeError('fused routing can be differentiated once; use backend="reference" for gradients of gradients')

@@ -1,7 +1,7 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of the fused operators: the products of the reference.
+"""FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-The kernels compute every vote again in every pass, which is not counted. The votes themselves are counted once, in the
-even pass with which routing begins.
+The formulas count the products of the reference implementation. The fused kernels recompute the votes in each pass,
+which is not counted. The votes are counted once, in the first pass, whose couplings are even.
 """
 
 import sys
@@ -15,8 +15,8 @@ __all__ = ["let_flops_be_counted"]
 
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
-    """Of one product with every number of every vote, and of making the votes."""
-    from torchcaps.kernels.moments import shapes_of  # which needs torchcaps.kernels, which needs this module
+    """Return the FLOPs of one multiply-add per number of all votes, and of computing the votes."""
+    from torchcaps.kernels.moments import shapes_of  # imported here to avoid a circular import
 
     edges = shapes_of(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
@@ -44,13 +44,13 @@ def _moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, *_, **__,
 ):  # fmt: skip
-    """Gradients of the couplings and of the agreement."""
+    """Count the gradients of the couplings and of the agreement."""
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
     return _given(log_sums) * _given(mean_grad, variance_grad, linear, quadratic) * product
 
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
-    """Gradients of the votes in every pass, of pose and transform, and of the activations in even passes."""
+    """Count the gradients of the votes in each pass, of pose and transform, and of activations in even passes."""
     from torchcaps.kernels.moments import Record
 
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
@@ -65,8 +65,11 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
 
 
 def let_flops_be_counted() -> None:
-    """Tells PyTorch's counter the formulas, where somebody has imported it: it loads Triton, too much for an import of
-    torchcaps. A counter copies the formulas when it is made, so that those at work are told too."""
+    """Register the formulas with PyTorch's FLOP counter, if it is imported, and with all active counters.
+
+    This module does not import the counter, because the counter imports Triton. A counter copies the formulas when it
+    is created, so active counters need them too.
+    """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return

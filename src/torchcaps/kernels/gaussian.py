@@ -1,4 +1,5 @@
-"""Precisions and volumes of Gaussians in one step: written out, it takes as long as a tenth of a pass."""
+"""Precisions and log volumes of Gaussians in one fused step. As separate PyTorch operations, they take a tenth of the
+time of a pass."""
 
 from typing import Any
 
@@ -11,13 +12,18 @@ from torchcaps.kernels.operator import differentiate, operator
 
 
 def written_out(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """``1 / 2σ²`` and ``Σ log σ`` of ``[B, P, J, R, N]``, with ``σ² = variance + floor``."""
+    """Return ``1 / 2σ²`` and ``Σ log σ`` with ``σ² = variance + floor``, computed by separate PyTorch operations.
+
+    Arguments:
+        variance: ``[B, P, J, R, N]``.
+        floor: added to all variances.
+    """
     variance = variance + floor
     return 0.5 / variance, 0.5 * variance.log().sum(dim=(3, 4))
 
 
 def _strides(variance: Tensor) -> tuple[Any, Any]:
-    """Strides of vectors and of scalars: those that the kernels have given the variance."""
+    """Return the strides of vectors and of scalars in the layout that the kernels have given to `variance`."""
     by_sample = has_strides(variance, vector_strides(variance.shape, True))
     return vector_strides(variance.shape, by_sample), scalar_strides(variance.shape, by_sample)
 
@@ -44,7 +50,7 @@ def _like_gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 @operator(_like_gaussian, written_out)
 def gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """As `written_out`."""
+    """Return ``1 / 2σ²`` and ``Σ log σ`` with ``σ² = variance + floor``, as `written_out`."""
     outputs = _like_gaussian(variance, floor)
     _call("gaussian", variance, floor, [], outputs)
     return outputs
@@ -68,7 +74,7 @@ def _on_gpu(
 def gaussian_backward(
     variance: Tensor, floor: float, half_precision_grad: Tensor | None, log_volume_grad: Tensor | None
 ) -> Tensor:
-    """The gradient of the variance, ``half_precision (log_volume_grad - 2 half_precision half_precision_grad)``."""
+    """Return the gradient of `variance`: ``h (log_volume_grad - 2 h half_precision_grad)`` with ``h = 1 / 2σ²``."""
     output = _like_gaussian(variance, floor)[0]
     _call("gaussian_backward", variance, floor, [half_precision_grad, log_volume_grad], (output,))
     return output

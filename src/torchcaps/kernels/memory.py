@@ -1,4 +1,4 @@
-"""Memory layout of the tensors that the kernels read and write."""
+"""Memory layout of the tensors that the fused kernels read and write."""
 
 from collections.abc import Iterable, Sequence
 
@@ -22,25 +22,25 @@ Place = tuple[str, Tensor | None, Sequence[IntLikeType], Sequence[IntLikeType] |
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over children: float32 for anything narrower."""
+    """Return the dtype of sums over children: `dtype`, or float32 if that is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def lanes_of(tensor: Tensor) -> int:
-    """How many of a tensor's numbers the widest vectors of a CPU hold, 64 bytes; 1 on other devices."""
+    """Return how many numbers of a tensor fit into the widest SIMD vector of a CPU, 64 bytes; 1 on other devices."""
     return 64 // tensor.dtype.itemsize if tensor.device.type == "cpu" else 1
 
 
 def padded(count: IntLikeType, lanes: int) -> IntLikeType:
-    """The count, rounded up to whole vectors."""
+    """Round a count up to a multiple of `lanes`."""
     return -(-count // lanes) * lanes
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Strides of ``[B, P, J, R, N]``, a vector for each parent, in the kernels of the CPU.
+    """Return the strides of ``[B, P, J, R, N]``, one vector per parent, for the CPU kernels.
 
-    The dimension that runs along the processor's SIMD lanes is contiguous: ``[B, P, R, N, J]`` in memory, or by sample
-    ``[P, J, R, N, B]``.
+    The dimension along the SIMD lanes is contiguous: the memory order is ``[B, P, R, N, J]``, or ``[P, J, R, N, B]``
+    if `by_sample`.
     """
     batch, sites, types, rows, columns = shape
     if by_sample:
@@ -49,13 +49,16 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
 
 
 def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Strides of ``[B, P, J]`` in the same order of dimensions."""
+    """Return the strides of ``[B, P, J]``, one number per parent, for the CPU kernels.
+
+    The memory order is ``[B, P, J]``, or ``[P, J, B]`` if `by_sample`.
+    """
     batch, sites, types, *_ = shape
     return (1, types * batch, batch) if by_sample else (sites * types, types, 1)
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
-    """Whether a tensor has these strides, None for contiguous; that of a dimension of size 1 does not matter."""
+    """Return whether a tensor has these strides (None: contiguous), ignoring dimensions of size 1."""
     if strides is None:
         return tensor.is_contiguous()
     found = tensor.stride()
@@ -67,7 +70,7 @@ def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
 def empty(
     like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """An empty tensor of a shape and of strides, None for contiguous."""
+    """Create an uninitialised tensor with the given shape and strides (None: contiguous)."""
     dtype, device = dtype or like.dtype, like.device
     if strides is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -75,7 +78,7 @@ def empty(
 
 
 def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
-    """The tensor, or a copy of it with these strides, None for contiguous."""
+    """Return the tensor, or a copy if it does not have these strides (None: contiguous)."""
     return tensor if has_strides(tensor, strides) else _copied(tensor, strides)
 
 
@@ -84,15 +87,17 @@ def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
 
 
 def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
-    """The addresses of tensors, 0 for None; of a copy where a tensor has other strides or is not aligned to 64 bytes.
+    """Return the memory addresses of tensors, and 0 for None.
+
+    A tensor is copied first if it has other strides or is not aligned to 64 bytes.
 
     Arguments:
-        dtype: that every tensor must have.
-        places: name, tensor, the shape that it must have, and its strides.
-        keep: takes the copies, which must live as long as their addresses are used.
+        dtype: required dtype of all tensors.
+        places: name, tensor, required shape and required strides (None: contiguous) of each tensor.
+        keep: list to append the copies to; they must stay alive as long as their addresses are used.
 
     Raises:
-        ValueError: a tensor has another shape or dtype, or is not on the CPU.
+        ValueError: a tensor does not have the required shape or dtype, or is not on the CPU.
     """
     found = []
     for name, tensor, shape, strides in places:

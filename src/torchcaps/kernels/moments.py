@@ -1,8 +1,15 @@
-"""The moments of a layer's votes as operators that keep no votes; `torchcaps.routing.votes` is their specification.
+"""Operators for the moments of a layer's votes without materialised votes. `torchcaps.routing.votes` specifies them.
 
-Three operators make a differentiable pass. `moments` is the pass. Its backward pass differentiates the couplings, and
-hands on a *record*: all that the gradients of the children and transforms need of this pass. `open_votes` gives out the
-tokens through which the records of all passes travel, as gradients, to one sweep over the votes. See docs/gradients.md.
+A *pass* computes the moments once; a routing rule runs one pass per iteration. Three operators make a differentiable
+pass:
+
+- `moments` is the forward pass. It takes tokens from `open_votes`.
+- `moments_backward` differentiates the couplings and the agreement of the pass. The backward of `moments` returns the
+  *record* of the pass, which is all that the gradients of children and transforms need, as the gradient of the tokens.
+- `votes_backward` is the backward of `open_votes`. It receives the records of all passes, and computes the gradients of
+  children and transforms in one sweep over the votes.
+
+docs/gradients.md derives the formulas.
 """
 
 from collections.abc import Sequence
@@ -19,15 +26,17 @@ from torchcaps.kernels.operator import PLAIN, differentiate, operator
 
 
 class Record(NamedTuple):
-    """What the sweep over the votes needs of a pass; what is None is 0, or was not computed.
+    """Tensors of a pass that `votes_backward` needs. None means 0 or not computed, unless stated otherwise.
 
     Arguments:
-        constant, linear, quadratic, centre: of the agreement.
-        log_sums: ``[padded B, 2, G, C]``, of each child's softmax the largest logit, and the logarithm of the sum of
-            the exponentials of all logits minus it. None where the couplings are even.
-        coupling_grads: γ, ``[padded B, G, C]``, Σ_j c_ij · gradient of c_ij. None where the couplings are constants.
-        mean, log_mass: what the pass found. log_mass is ∞ where all children are off.
-        mass_grad, mean_grad, variance_grad: the gradients of what it found.
+        constant, linear, quadratic, centre: tensors of the agreement.
+        log_sums: ``[padded B, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None
+            if the couplings are even, that is, all couplings of a child are equal.
+        coupling_grads: ``[padded B, G, C]``: γ = Σ_j c_ij u_ij, where u_ij is the gradient of the weight
+            w_ij = a_i c_ij. None if the couplings are treated as constants.
+        mean: means of the votes, ``[B, P, J, R, N]``.
+        log_mass: logarithm of the mass, ``[B, P, J]``; ∞ for a parent whose children are all off.
+        mass_grad, mean_grad, variance_grad: gradients of the outputs of the pass.
         offset: Σ variance · variance_grad, ``[B, P, J]``.
     """
 
@@ -48,7 +57,7 @@ class Record(NamedTuple):
 def shapes_of(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
 ) -> "Shapes":
-    """`Shapes`, cached where all sizes are plain numbers."""
+    """Return `Shapes`, cached if no size is symbolic."""
     expect_one_device(pose, edge_lists)
     sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
     plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
@@ -57,10 +66,10 @@ def shapes_of(
 
 
 class Shapes:
-    """The shapes of all that goes through the operators, and strides where they are not those of contiguous tensors.
+    """Shapes of all inputs and outputs of the operators, and strides of those that are not contiguous.
 
-    G softmaxes, one for each child site, or one for each edge where the types at one parent site compete alone. On a
-    GPU ``lanes`` is 1.
+    G is the number of softmaxes per child type and sample: one per child site, or one per edge if only the types at the
+    same parent site compete (`types`). On a GPU, `lanes` is 1.
     """
 
     def __init__(
@@ -95,15 +104,17 @@ _kept = lru_cache(maxsize=256)(Shapes)
 
 
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
-    """Whether the SIMD lanes of the processor hold samples rather than parent types.
+    """Return whether the SIMD lanes of the CPU hold samples rather than parent types.
 
-    They do where each child site has its own transforms, which are then read once for several samples; and where types
-    would leave many lanes empty and the parents of a child fit in the cache. While a graph is traced the batch size
-    does not matter, so that it may vary.
+    Lanes hold samples if each child site has its own transforms, because several samples then share each read of a
+    transform. They also hold samples if parent types would leave many lanes empty, and the parents of a child fit into
+    the cache. While a graph is traced, the choice does not depend on the batch size, so that it may vary.
 
     Arguments:
-        own_transforms: no transform serves two child sites.
-        most_edges: of a child site.
+        pose: ``[B, S, C, R, Q]``.
+        transform: ``[K, C, J, Q, N]``.
+        own_transforms: whether every transform is used by one child site only.
+        most_edges: largest number of edges of a child site.
     """
     if own_transforms or pose.device.type != "cpu":
         return own_transforms
@@ -114,7 +125,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
-    """Runs an operator in Triton, which is imported by the first call."""
+    """Run an operator in Triton. The first call imports Triton."""
     from torchcaps.kernels.gpu import moments as gpu
 
     return getattr(gpu, name)(*arguments)
@@ -130,10 +141,13 @@ def _call(
     outputs: Sequence[Tensor | None],
     variance: Tensor | None = None,
 ) -> None:
-    """Runs a kernel of the CPU, on checked tensors; records may end before their last entries."""
+    """Check the shapes of the tensors and run a CPU kernel; records may omit their last entries."""
     pose, activation, transform = children
     if pose.ndim != 5 or transform.ndim != 5:
-        raise ValueError("pose must be [B, S, C, R, Q] and transform [K, C, J, Q, N]")
+        raise ValueError(
+            "pose must have shape [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
+            f"got {list(pose.shape)} and {list(transform.shape)}"
+        )
     types, _, by_sample = options
     shapes, keep = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), list[Tensor]()
     named = (
@@ -172,9 +186,11 @@ def moments(
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     even: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Mass, mean and variance of every parent's votes; and log_mass and log_sums as in `Record`.
+    """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums as in `Record`.
 
-    The gradients of pose, activation and transform go through the tokens alone.
+    Gradients of pose, activation and transform flow through the tokens only. ``even`` makes all couplings of a child
+    equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to
+    each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options = types, none_of_the_above, by_sample
@@ -213,9 +229,11 @@ def moments_backward(
     mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
     agreement_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """coupling_grads and offset as in `Record`; and the gradients of constant, linear, quadratic and centre, each empty
-    where it is None or where ``agreement_grads`` is False. Without log_sums the couplings are constants, and only the
-    offset is computed."""
+    """Compute coupling_grads and offset as in `Record`, and the gradients of constant, linear, quadratic and centre.
+
+    Each of these four gradients is empty if the tensor is None or ``agreement_grads`` is False. Without log_sums the
+    couplings are constants, and only the offset is computed.
+    """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
     outputs = _like_moments_backward(
@@ -231,7 +249,7 @@ def moments_backward(
         *options,
         agreement_grads,
     )
-    if log_sums is not None and not log_sums.numel():  # a map without edges
+    if log_sums is not None and not log_sums.numel():  # no edges
         for output in outputs[2:]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
@@ -256,13 +274,15 @@ def votes_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
     records: Sequence[Tensor], types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of pose, activation (empty where it is None) and transform, from the records of all passes: what is
-    None in a `Record` is an empty tensor here."""
+    """Compute the gradients of pose, activation (empty if it is None) and transform from the records of all passes.
+
+    ``records`` concatenates the entries of all `Record`s, with an empty tensor for None.
+    """
     children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
     outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
     entries = len(Record._fields)
     if len(records) % entries:
-        raise ValueError(f"records must be {entries} tensors a pass; got {len(records)}")
+        raise ValueError(f"records must have {entries} tensors per pass; got {len(records)}")
     passes = [
         Record(*(part if part.numel() else None for part in records[first : first + entries]))
         for first in range(0, len(records), entries)
@@ -286,7 +306,7 @@ def couplings(
     linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
     by_sample: bool,
 ) -> Tensor:  # fmt: skip
-    """``[B, J, E, C]``, edges in the order of the lists: sorted by child. Not differentiable."""
+    """Compute the couplings ``[B, J, E, C]``, with edges sorted by child site as in the lists. Not differentiable."""
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
     output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *options)
     _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [agreement], [output])
@@ -304,7 +324,7 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The tokens of some passes, as many a pass as a `Record` has entries. They hold no memory."""
+    """Return the tokens of all passes, one per pass and entry of a `Record`. They are expanded from a single number."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 

@@ -1,4 +1,4 @@
-"""How an operator of this library is defined."""
+"""Definition of this library's PyTorch operators."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -16,7 +16,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass has to see the call."""
+    """Return whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass has to see the call."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -28,14 +28,14 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 
 
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Defines the operator ``torchcaps::NAME`` by the function of that name, which runs on the CPU.
+    """Decorate a CPU function to define the operator ``torchcaps::NAME`` with the function's name.
 
-    Cheaper to call than `torch.library.custom_op`, whose checks take longer than the kernels do on one image. Where
-    nothing needs PyTorch's dispatcher, the function is called directly, which is cheaper still.
+    A call has less overhead than with `torch.library.custom_op`, whose checks take longer than the kernels take for one
+    image. If nothing needs PyTorch's dispatcher, the function is called directly, which reduces the overhead further.
 
     Arguments:
-        like: gives empty outputs.
-        on_gpu: the same on a GPU.
+        like: function with the same arguments that returns uninitialised outputs, for fake tensors.
+        on_gpu: implementation for CUDA.
     """
 
     def define(on_cpu: Callable[..., Any]) -> Any:
@@ -56,5 +56,11 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
 
 def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., Any] | None = None) -> None:
-    """Gives an operator its gradient; see `torch.library.register_autograd`."""
+    """Register the gradient of an operator.
+
+    Arguments:
+        name: name of the operator, without the namespace.
+        backward: function of the context and the gradients of the outputs that returns the gradients of the inputs.
+        keep: function of the context, the inputs and the output that saves what `backward` needs.
+    """
     torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)

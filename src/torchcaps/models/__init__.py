@@ -1,4 +1,4 @@
-"""One file per paper's networks, and the table of them by name."""
+"""Networks of the papers, one file per paper, and a table of all networks by name."""
 
 import inspect
 from collections.abc import Mapping
@@ -34,14 +34,14 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
-    """A model of the table by its name.
+    """Create a model by name.
 
     Arguments:
         name: a key of `MODELS`.
-        options: arguments of that model's class.
+        options: keyword arguments of the model's class.
 
     Raises:
-        BadInput: no such model, the model has no such option, or the option no such value.
+        BadInput: ``name`` is not in `MODELS`, the model has no such option, or a value is invalid.
 
     Example:
         >>> create_model("capsnet", image_shape=(1, 28, 28), decoder=False).decoder is None
@@ -54,10 +54,16 @@ def create_model(name: str, **options: Any) -> nn.Module:
 def routing_of(
     model: str, options: Mapping[str, Any], routing_options: Mapping[str, Any] | None = None
 ) -> Routing | None:
-    """The rule of a model with these options, by name, and the rule's own options; None where it has no capsules.
+    """Return the `Routing` of a model created with these options, or None for a model without capsules.
+
+    Arguments:
+        model: a key of `MODELS`.
+        options: keyword arguments of the model's class.
+        routing_options: options of the rule, which replace those of the model.
 
     Raises:
-        BadInput: no such model, rule or option of it, or options for a model that has no rule.
+        BadInput: the model, the rule or an option of the rule is unknown, or the model has no rule but
+            ``routing_options`` are given.
 
     Example:
         >>> routing_of("matrix-capsnet", {"routing": "attention"}, {"iterations": 3})
@@ -80,10 +86,15 @@ def _kind(name: str) -> type[nn.Module]:
 
 
 def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """A model made with its options; whatever it raises is one line that names the model.
+    """Create a model, and turn any error into a one-line message that names the model.
+
+    Arguments:
+        name: name of the model in error messages.
+        kind: class of the model.
+        options: keyword arguments of the class.
 
     Raises:
-        BadInput: an option has no such value, or the machine lacks the memory.
+        BadInput: a value of an option is invalid, or there is not enough memory.
     """
     counts = {
         key: [value] if isinstance(value, int) else value
@@ -94,7 +105,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     for key, values in counts.items():
         least = 0 if key in parameters and parameters[key].default == 0 else 1
         if not values or min(values) < least:
-            raise BadInput(f"model {name}: {key} is {options[key]}; give numbers of at least {least}")
+            raise BadInput(f"model {name}: {key} is {options[key]}; use numbers of at least {least}")
     try:
         return kind(**options)
     except BadInput:
@@ -103,7 +114,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             reason = "there is not enough memory for the weights"
-        raise BadInput(f"model {name} cannot be made with these options: {reason}") from error
+        raise BadInput(f"model {name} cannot be created with these options: {reason}") from error
 
 
 __all__ = [

@@ -17,33 +17,35 @@ from torchcaps.routing import AttentionRouting, Routing, with_defaults
 from torchcaps.routing_map import RoutingMap
 
 ATTENTION = Routing("attention", competition="types")
-"""`AttentionCapsNet`'s own defaults, those of the authors' code."""
+"""Default routing of `AttentionCapsNet`, as in the authors' code."""
 
 
 class AttentionCapsNet(nn.Module, Pretrained):
-    """One convolution, primary capsules with LayerNorm, two convolutional capsule layers, class capsules.
+    """Capsule network with inverted dot-product attention: one convolution and four capsule layers.
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
-    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with a transform for each
-    position. One linear layer, shared by the classes, makes a score of a class capsule's pose; here its logistic
-    function is the activation, and the cross-entropy of the paper is ``loss="activation_logit_cross_entropy"``.
-    561,331 parameters on images of 3×32×32 and ten classes; the paper has 0.56 million. The scores of the two
-    convolutional layers (34 of them) are not trained, because no later layer reads their activations.
+    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with one transform per
+    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. Here the sigmoid of
+    this score is the activation, and the paper's cross-entropy is ``loss="activation_logit_cross_entropy"``. Layers are
+    routed one after the other ("sequential" in the paper).
 
-    Layers are routed one after the other ("sequential" in the paper).
+    The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
+    parameters that score the poses of the two convolutional layers are not trained, because no later layer uses the
+    activations of these layers.
 
     Arguments:
-        image_shape: (channels, height, width); at least 13×13.
+        image_shape: (channels, height, width); at least 13×13 pixels.
         num_classes: number of classes.
-        channels: of the convolution.
-        types: capsule types of every layer but the last.
+        channels: output channels of the convolution.
+        types: number of capsule types in every layer except the last.
         pose_side: rows and columns of a pose.
-        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
-            and options. As in the authors' code, parents of one site compete for a child, not those of all sites.
+        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
+            options). Options of ``"attention"`` that are left out use the authors' ``competition="types"``: a child is
+            shared among the parent types at each site.
 
     Raises:
-        BadInput: the image is too small, or an unknown routing or option of it.
-        ValueError: a rule that does not fit a layer.
+        BadInput: the image is too small, or the routing or one of its options is unknown.
+        ValueError: the rule does not fit a layer.
 
     Example:
         >>> import torch
@@ -79,7 +81,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
         for lower in (self.first_capsules, self.second_capsules):
             if isinstance(lower.routing, AttentionRouting):
-                lower.routing.score.requires_grad_(False)  # their activations are not read
+                lower.routing.score.requires_grad_(False)  # no layer uses their activations
         for layer, children in ((self.first_capsules, 9), (self.second_capsules, 9), (self.class_capsules, sites)):
             parents = layer.transform.shape[2]
             nn.init.normal_(layer.transform, std=math.sqrt(parents / (pose_side * types * children)))
@@ -87,7 +89,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
         capsules = self.primary_capsules(self.features(images))
         pose = capsules.pose.to(self.primary_norm.weight.dtype).flatten(3)
         pose = self.primary_norm(pose).view(capsules.pose.shape)

@@ -1,4 +1,4 @@
-"""CapsNet and the baseline it was measured against: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829)."""
+"""CapsNet and the paper's baseline CNN: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829)."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -16,32 +16,32 @@ from torchcaps.routing import Routing
 
 
 class CapsNet(nn.Module, Pretrained):
-    """Convolution, primary capsules, class capsules by dynamic or any other routing, decoder.
+    """CapsNet: convolution, primary capsules, class capsules and decoder.
 
-    Sabour, Frosst & Hinton 2017, figures 1 and 2: conv 9×9×256 ReLU → PrimaryCaps 9×9 stride 2, 32 types of 8-D →
-    DenseCaps, one 16-D capsule a class; its length is the class's score.
-    6.8M parameters on MNIST, 8.2M with the decoder.
+    Sabour, Frosst & Hinton 2017, figures 1 and 2: convolution 9×9×256 with ReLU → PrimaryCaps 9×9 stride 2, 32 types of
+    8-D → DenseCaps, one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
+    network has 6.8M parameters, and 8.2M with the decoder.
 
     Arguments:
-        image_shape: (channels, height, width); at least 17×17.
+        image_shape: (channels, height, width); at least 17×17 pixels.
         num_classes: number of classes.
-        convolution_channels: channels of the convolution, or of the last of the stem.
-        primary_types: capsule types at each position of the primary capsules.
+        convolution_channels: output channels of the convolution, or of the last convolution of the stem.
+        primary_types: number of primary capsule types per position.
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
-        decoder: also draw the image from the class capsule.
-        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
-            options.
-        im2col: convolve by `Im2colConv2d`; twice as fast on some CPUs in float32, for 3 MB an image of 28×28. Not
-            with a stem.
-        stem: four convolutions in place of the one, 5×5 and three of 3×3, with 1/4, 1/2, 1/2 and all of the channels,
-            BatchNorm and ReLU. The second and the fourth have stride 2; the primary capsules are 3×3 with stride 1. A
-            primary capsule sees 23×23 pixels, not 17×17, through a fifth of the weights.
+        decoder: add a decoder that reconstructs the image from a class capsule.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
+        im2col: compute convolutions as matrix products (`Im2colConv2d`). On some CPUs this is twice as fast in float32,
+            for 3 MB more memory per 28×28 image. It does not combine with ``stem``.
+        stem: replace the convolution with four, each with BatchNorm and ReLU: 5×5, then three of 3×3, with 1/4, 1/2,
+            1/2 and all of ``convolution_channels``. The second and fourth have stride 2. The primary capsules are then
+            3×3 with stride 1, and see 23×23 pixels instead of 17×17, with a fifth of the weights.
 
     Raises:
-        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
-        ValueError: a rule that does not fit the class capsules; with a stem, convolution_channels that four does not
-            divide, or im2col.
+        BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
+        ValueError: the rule does not fit the class capsules; or ``stem`` is set, and ``convolution_channels`` is not a
+            multiple of 4 or ``im2col`` is set too.
 
     Example:
         >>> import torch
@@ -68,8 +68,8 @@ class CapsNet(nn.Module, Pretrained):
         if stem:
             if convolution_channels % 4 or im2col:
                 raise ValueError(
-                    f"convolution_channels is {convolution_channels} and im2col {im2col}: with a stem, use a multiple "
-                    "of 4 and im2col=False"
+                    f"convolution_channels is {convolution_channels} and im2col is {im2col}: with a stem, use a "
+                    "multiple of 4 and im2col=False"
                 )
             self.convolution = _stem(channels, convolution_channels)
             self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 3)
@@ -89,7 +89,10 @@ class CapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores, class capsules and the drawing of the labelled class (of the most active one without labels)."""
+        """Predict scores, class capsules and a reconstruction.
+
+        The decoder reconstructs the image from the class in ``labels``, or without labels from the most active class.
+        """
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
         return prediction_of(capsules, self.decoder, labels)
 
@@ -107,17 +110,18 @@ def _stem(below: int, channels: int) -> nn.Sequential:
 
 
 class BaselineCNN(nn.Module, Pretrained):
-    """The paper's convolutional baseline: three 5×5 convolutions and two hidden linear layers.
+    """Baseline CNN of the CapsNet paper: three 5×5 convolutions and two hidden linear layers.
 
     Sabour, Frosst & Hinton 2017, section 5: 256, 256, 128 channels, 328 and 192 units, dropout, softmax cross-entropy.
-    The paper's 35.4M parameters come out only where the convolutions keep the image's size (padding 2): 35,445,522.
+    The convolutions keep the image size (padding 2): only then does the network have the paper's 35.4M parameters
+    (35,445,522).
 
     Arguments:
         image_shape: (channels, height, width).
         num_classes: number of classes.
-        channels: of the three convolutions.
-        hidden_sizes: widths of the two hidden linear layers.
-        dropout: share of the last hidden layer's units switched off in training, in [0, 1).
+        channels: output channels of the three convolutions.
+        hidden_sizes: units of the two hidden linear layers.
+        dropout: dropout probability after the last hidden layer, in [0, 1).
 
     Example:
         >>> import torch
@@ -146,5 +150,5 @@ class BaselineCNN(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores are logits. Labels are accepted, as by every model, and not used."""
+        """Predict scores, which are logits. The labels are not used."""
         return Prediction(self.layers(images).float())

@@ -16,25 +16,27 @@ from torchcaps.routing import Routing
 
 
 class EfficientCapsNet(nn.Module, Pretrained):
-    """Four convolutions, sixteen primary capsules in all, class capsules by self-attention, decoder.
+    """Efficient-CapsNet: four convolutions, 16 primary capsules, class capsules with self-attention routing, decoder.
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each with ReLU and then
-    BatchNorm → a depthwise convolution as large as the map → 16 capsules of 8-D → one 16-D capsule a class, whose
-    length is the class's score. 161,824 parameters on MNIST, without the decoder.
+    BatchNorm → a depthwise convolution as large as the feature map → 16 capsules of 8-D → one 16-D capsule per class.
+    The length of a class capsule is the score of the class. On MNIST the network has 161,824 parameters without the
+    decoder.
 
     Arguments:
-        image_shape: (channels, height, width); at least 11×11.
+        image_shape: (channels, height, width); at least 11×11 pixels.
         num_classes: number of classes.
-        channels: of the four convolutions; the last is a multiple of primary_pose_size.
+        channels: output channels of the four convolutions; the last is a multiple of ``primary_pose_size``.
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
-        decoder: also draw the image from the class capsule.
-        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
-            options.
+        decoder: add a decoder that reconstructs the image from a class capsule.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
 
     Raises:
-        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
-        ValueError: a rule that does not fit the class capsules, or channels that do not make whole capsules.
+        BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
+        ValueError: the rule does not fit the class capsules, ``channels`` does not have four numbers, or the last one
+            is not a multiple of ``primary_pose_size``.
 
     Example:
         >>> import torch
@@ -56,8 +58,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
         below, height, width = shape = check_image_shape("EfficientCapsNet", image_shape, smallest=11)
         if len(channels) != 4 or channels[3] % primary_pose_size:
             raise ValueError(
-                f"channels are {list(channels)}: give four, the last a multiple of primary_pose_size "
-                f"{primary_pose_size}, such as [32, 64, 64, 128]"
+                f"channels is {list(channels)}: use four numbers, the last one a multiple of primary_pose_size="
+                f"{primary_pose_size}, such as [32, 64, 64, {16 * primary_pose_size}]"
             )
         layers: list[nn.Module] = []
         for above, kernel_size, stride in zip(channels, (5, 3, 3, 3), (1, 1, 1, 2), strict=True):
@@ -78,7 +80,10 @@ class EfficientCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores, class capsules and the drawing of the labelled class (of the most active one without labels)."""
+        """Predict scores, class capsules and a reconstruction.
+
+        The decoder reconstructs the image from the class in ``labels``, or without labels from the most active class.
+        """
         numbers = self.primary_capsules(self.features(images)).float()
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))

@@ -1,4 +1,4 @@
-"""Objects routed from parts routed from convolutions: Heinsen 2019 (arXiv 1911.00792)."""
+"""Capsule network with two layers of generative routing: Heinsen 2019 (arXiv 1911.00792)."""
 
 import math
 from collections.abc import Sequence
@@ -19,27 +19,28 @@ from torchcaps.routing_map import RoutingMap
 
 
 class GenerativeCapsNet(nn.Module, Pretrained):
-    """Six convolutions, parts that see every primary capsule through one transform, class capsules that see the parts.
+    """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
-    Heinsen 2019, section 4.1: the image with its pixels' coordinates as two more channels → six times BatchNorm,
-    convolution 3×3 without padding, SiLU; every second halves the grid → BatchNorm, primary capsules 1×1 → `parts`
-    capsules, each with one transform for all primary capsules → one capsule a class. All poses are 4×4. The score of a
-    class is its activation; the paper's cross-entropy is ``loss="activation_logit_cross_entropy"``. 265,416 parameters
-    on stereo images of five classes; the paper has 272 thousand, 6,144 of them biases of the votes.
+    Heinsen 2019, section 4.1: the image with two more channels for the coordinates of its pixels → six blocks of
+    BatchNorm, convolution 3×3 without padding and SiLU, where every second block has stride 2 → BatchNorm, primary
+    capsules 1×1 → part capsules, each with one transform for all primary capsules → one capsule per class. All poses
+    are 4×4. The score of a class is its activation; the paper's cross-entropy is
+    ``loss="activation_logit_cross_entropy"``. On stereo images with five classes the network has 265,416 parameters;
+    the paper reports 272 thousand, of which 6,144 are biases of the votes.
 
     Arguments:
-        image_shape: (channels, height, width); at least 29×29, or 1×1 with padding.
+        image_shape: (channels, height, width); at least 29×29 pixels, or 1×1 with padding.
         num_classes: number of classes.
-        channels: of every convolution.
-        padding: zeros around every convolution, 0 or 1; the author has none.
-        parts: capsule types of the primary capsules, and of the parts.
+        channels: output channels of every convolution.
+        padding: zero padding of every convolution, 0 or 1; 0 in the author's code.
+        parts: number of primary capsule types, and number of part capsules.
         pose_side: rows and columns of a pose.
-        routing: of both layers: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
-            and options.
+        routing: rule of both layers: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
 
     Raises:
-        BadInput: the image is too small, or an unknown routing or option of it.
-        ValueError: a rule that does not fit a layer.
+        BadInput: the image is too small, or the routing or one of its options is unknown.
+        ValueError: ``padding`` is not 0 or 1, or the rule does not fit a layer.
 
     Example:
         >>> import torch
@@ -89,7 +90,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
         rows, columns = (torch.linspace(-1, 1, side, device=images.device) for side in images.shape[2:])
         places = torch.stack(torch.meshgrid(rows, columns, indexing="ij")).to(images.dtype)
         features = self.features(torch.cat([images, places.expand(images.shape[0], -1, -1, -1)], dim=1))
@@ -99,7 +100,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
 
 
 def _grid(side: int, padding: int) -> int:
-    """Positions along one side behind the convolutions."""
+    """Compute the size of one side of the feature map after all convolutions."""
     for stride in (1, 2) * 3:
         side = (side + 2 * padding - 3) // stride + 1
     return side

@@ -1,4 +1,4 @@
-"""Which images a network takes."""
+"""Check of the image shape that a network is created for."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,15 @@ from torchcaps.errors import BadInput
 
 
 def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """The shape (channels, height, width) as given, unless the network's kernels do not fit into it.
+    """Return the shape (channels, height, width), after checking that the network's kernels fit.
+
+    Arguments:
+        network: name of the network in the error message.
+        image_shape: (channels, height, width).
+        smallest: smallest height and width that the network supports.
 
     Raises:
-        BadInput: not (channels, height, width), or height or width below ``smallest``.
+        BadInput: ``image_shape`` is not (channels, height, width), or height or width is below ``smallest``.
     """
     if len(image_shape) != 3 or image_shape[0] < 1:
         raise BadInput(f"image_shape must be (channels, height, width); got {tuple(image_shape)}")

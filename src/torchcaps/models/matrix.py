@@ -1,4 +1,4 @@
-"""The matrix-capsule network and the baseline it was measured against: Hinton, Sabour & Frosst 2018."""
+"""Matrix capsule network and the paper's baseline CNN: Hinton, Sabour & Frosst 2018."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -18,48 +18,51 @@ from torchcaps.routing import Routing, with_defaults
 
 Size = Literal["small", "base"]
 WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base": (32, 32, 32, 32)}
-"""Size → channels of the convolution, then capsule types of the primary and the two convolutional layers."""
+"""Per size: channels of the convolution, then capsule types of the primary and the two convolutional layers."""
 
 EM = Routing("em", variance_floor=0.01, initial_beta_a=-15.0, inverse_temperature=1.0)
-"""`MatrixCapsNet`'s own defaults. Its initial poses are so small that with a floor of 1e-4 the first couplings are near
-0 or 1, and more so with every iteration; the third then hardly learns. With β_a = 0 the scores of wrong classes do not
-fall below 1/2, or all begin so near 1 that nothing is learned."""
+"""Default routing of `MatrixCapsNet`. Its initial poses are very small: with a variance floor of 1e-4, the first
+couplings are close to 0 or 1, and closer with every iteration, so that a network with three iterations hardly learns.
+With β_a = 0, the scores of wrong classes do not fall below 1/2, or all scores start so close to 1 that the network does
+not learn."""
 
 
 class MatrixCapsNet(nn.Module, Pretrained):
-    """Convolution, primary capsules, two convolutional capsule layers, class capsules; by EM or any other routing.
+    """Matrix capsule network: convolution, primary capsules, two convolutional capsule layers and class capsules.
 
-    Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: conv 5×5×A stride 2 ReLU → B primary capsules at each
-    position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one class capsule a class, whose
-    activation is the class's score. On stereo images of five classes ``small`` has 68,618 parameters and ``base``
-    316,650. Without a stem, no layer is padded: no class capsule sees the last three rows and columns of 32×32 pixels.
+    Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: convolution 5×5×A stride 2 with ReLU → B primary capsules
+    per position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one capsule per class. The
+    activation of a class capsule is the score of the class. On stereo images with five classes, ``small`` has 68,618
+    parameters and ``base`` 316,650. Without a stem, no layer is padded: on 32×32 images, no class capsule sees the
+    last three rows and columns.
 
     Arguments:
-        image_shape: (channels, height, width); at least 17×17.
+        image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
         num_classes: number of classes.
-        size: ``small``, 64/8/16/16, or ``base``, 32/32/32/32.
-        widths: (A, B, C, D) of your own, in place of a size.
-        pose: ``matrix``, 4×4 with 4×4 transforms, or ``vector``, 16 with 16×16 transforms.
-        coordinates: Coordinate Addition at the class capsules.
-        stem: further convolutions 3×3×A behind the first, which keep its grid. With a stem or with `normalise`,
-            BatchNorm follows every convolution.
-        stem_stride: 1 or 2. With 2, the middle one of these convolutions halves the grid and doubles the channels, and
-            the first capsule layer halves nothing: a deeper front, and a quarter of the primary capsules.
-        normalise: BatchNorm without weights of its own on the poses and activation logits of the primary capsules.
-        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
-            and options. Options of ``"em"`` that are left out are those of `EM`.
-        class_temperature_factor: for ``"em"``: λ of the class capsules as a multiple of the others'; the authors' code
-            has 1/4.
-        primary_initial_std, activation_initial_std: standard deviations of the initial weights of the primary poses and
-            activations; None for PyTorch's own. The authors' code has 0.5 and 3.
-        initial_std, class_initial_std: standard deviations of the initial transforms, convolutional and class.
-        around_identity: whether the initial transforms are the identity plus noise, or noise alone; see `ConvCaps`. The
-            authors' code has noise alone, of 0.3 and 0.01.
+        size: widths (A, B, C, D): ``small`` for (64, 8, 16, 16), ``base`` for (32, 32, 32, 32).
+        widths: (A, B, C, D), replacing those of ``size``.
+        pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
+        coordinates: use Coordinate Addition in the class capsules.
+        stem: number of extra 3×3 convolutions after the first one, with the same channels and resolution. With a stem
+            or with ``normalise``, BatchNorm follows every convolution.
+        stem_stride: 1 or 2. With 2, the middle convolution of the stem has stride 2 and doubles the channels, and the
+            first ConvCaps layer has stride 1. This gives a quarter of the primary capsules.
+        normalise: BatchNorm without learned parameters on poses and activation logits of the primary capsules.
+        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
+            options). Options of ``"em"`` that are left out have the defaults of EM routing, except
+            ``variance_floor=0.01`` and ``initial_beta_a=-15``.
+        class_temperature_factor: factor on the inverse temperature λ of the class capsules, only for ``"em"``; 1/4 in
+            the authors' code.
+        primary_initial_std, activation_initial_std: standard deviations of the initial weights of primary poses and
+            activations; None for PyTorch's default. The authors' code uses 0.5 and 3.
+        initial_std, class_initial_std: standard deviations of the initial transforms of ConvCaps and class capsules.
+        around_identity: initialise transforms around the identity instead of zero. The authors' code initialises
+            around zero, with standard deviations 0.3 and 0.01.
 
     Raises:
-        BadInput: the image is too small for the kernels; an unknown size, pose, routing or option of it; or a
-            class_temperature_factor for another rule than ``"em"``.
-        ValueError: a rule that does not fit a layer.
+        BadInput: the image is too small for the kernels, an option has an invalid value, the routing or one of its
+            options is unknown, or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
+        ValueError: the rule does not fit a layer.
 
     Example:
         >>> import torch
@@ -94,22 +97,22 @@ class MatrixCapsNet(nn.Module, Pretrained):
             if value not in allowed:
                 raise BadInput(f"{option} is {value!r}: use one of {', '.join(allowed)}")
         if widths is not None and (len(widths) != 4 or min(widths) < 1):
-            raise BadInput(f"widths are {list(widths)}: give four numbers, such as {list(WIDTHS[size])}")
+            raise BadInput(f"widths is {list(widths)}: use four numbers of at least 1, such as {list(WIDTHS[size])}")
         features, primary, first, second = WIDTHS[size] if widths is None else widths
         pose_size = (4, 4) if pose == "matrix" else (1, 16)
         routing = class_routing = with_defaults(routing, EM)
         if class_temperature_factor != 1:
             if not isinstance(routing, Routing) or routing.name != "em":
                 raise BadInput(
-                    f"class_temperature_factor is {class_temperature_factor}: only routing 'em', by name, has one; "
-                    "leave it at 1"
+                    f"class_temperature_factor is {class_temperature_factor}: leave it at 1, or select routing 'em' by "
+                    "name"
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)
         if stem < 0:
-            raise BadInput(f"stem is {stem}: give the number of convolutions, 0 or more")
+            raise BadInput(f"stem is {stem}: use a number of convolutions, 0 or more")
         if stem_stride not in (1, 2) or stem < stem_stride - 1:
-            raise BadInput(f"stem_stride is {stem_stride}, stem {stem}: use stride 1, or 2 with a stem of 1 or more")
+            raise BadInput(f"stem_stride is {stem_stride} and stem is {stem}: use stem_stride 1, or 2 with stem >= 1")
         convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]
         for index in range(stem):
             below, stride = features, stem_stride if index == stem // 2 else 1
@@ -166,7 +169,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
         capsules = self.primary_capsules(self.convolution(images))
         capsules = self.class_capsules(self.second_capsules(self.first_capsules(capsules)))
         return prediction_of(capsules)
@@ -175,11 +178,12 @@ class MatrixCapsNet(nn.Module, Pretrained):
 def _receptive_field_centres(
     sites: int, pixels: int, kernels: Iterable[tuple[int, int, int]]
 ) -> Float[Tensor, " sites"]:
-    """Along one axis, the centre of each site's receptive field as a share of the image.
+    """Compute the centres of the sites' receptive fields along one axis, in [0, 1].
 
     Arguments:
-        sites, pixels: in the last grid and in the image.
-        kernels: size, stride and padding, layer by layer.
+        sites: number of sites along this axis.
+        pixels: number of image pixels along this axis.
+        kernels: (kernel_size, stride, padding) per layer, from the image upwards.
     """
     first, step = 0.0, 1
     for kernel_size, stride, padding in kernels:
@@ -189,18 +193,18 @@ def _receptive_field_centres(
 
 
 class MatrixBaselineCNN(nn.Module, Pretrained):
-    """The paper's convolutional baseline: two 5×5 convolutions with max-pooling and a hidden linear layer.
+    """Baseline CNN of the matrix capsule paper: two 5×5 convolutions with max-pooling and a hidden linear layer.
 
-    Hinton, Sabour & Frosst 2018, section 5: 32 and 64 channels, each pooled by 2, 1024 units, dropout, softmax
-    cross-entropy. The paper's 4.2M parameters on 32×32 stereo images come out only where the convolutions keep the
-    image's size (padding 2): 4,253,349.
+    Hinton, Sabour & Frosst 2018, section 5: 32 and 64 channels, each with 2×2 max-pooling, 1024 units, dropout, softmax
+    cross-entropy. The convolutions keep the image size (padding 2): only then does the network have the paper's 4.2M
+    parameters on 32×32 stereo images (4,253,349).
 
     Arguments:
-        image_shape: (channels, height, width); at least 4×4.
+        image_shape: (channels, height, width); at least 4×4 pixels.
         num_classes: number of classes.
-        channels: of the two convolutions.
+        channels: output channels of the two convolutions.
         hidden_size: units of the hidden linear layer.
-        dropout: share of its units switched off in training, in [0, 1).
+        dropout: dropout probability after the hidden layer, in [0, 1).
 
     Raises:
         BadInput: the image is too small for the pooling.
@@ -231,5 +235,5 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores are logits. Labels are accepted, as by every model, and not used."""
+        """Predict scores, which are logits. The labels are not used."""
         return Prediction(self.layers(images).float())

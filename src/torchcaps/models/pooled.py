@@ -1,6 +1,7 @@
-"""Su's pair: one small convolutional trunk, read by global pooling or by shared capsules (Su 2018).
+"""A CNN and a capsule network with the same convolutional trunk: Su 2018.
 
-Both give ten independent scores, take images of any size, and differ only in how positions are put together.
+Both give one independent score per class and accept images of any size. They differ only in how they combine positions:
+by global average pooling or by shared capsules.
 """
 
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, with_defaults
 
 SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="unit")
-"""`PooledCapsNet`'s own defaults: latest-pass logits against parents of unit length, the last pass squashed with
-``|s|² / (0.5 + |s|²)``."""
+"""Default routing of `PooledCapsNet`: logits of the latest iteration from parents of unit length, and a last iteration
+squashed with ``|s|² / (0.5 + |s|²)``."""
 
 
 def _trunk(channels: int) -> nn.Sequential:
@@ -30,19 +31,19 @@ def _trunk(channels: int) -> nn.Sequential:
 
 
 def _glorot(module: nn.Module) -> None:
-    """The author's initial weights: Glorot-uniform, zero biases. With smaller ones the capsules learn far slower."""
+    """Initialise as the author: Glorot-uniform weights, zero biases. Smaller weights make capsules learn far slower."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(cast(nn.Parameter, module.bias))
 
 
 class PooledCNN(nn.Module, Pretrained):
-    """Four 3×3 convolutions, global average pooling, 128 ReLU, a sigmoid per class: 276,810 parameters on MNIST.
+    """Baseline CNN of Su 2018: four 3×3 convolutions, global average pooling, 128 ReLU units and a sigmoid per class.
 
-    Su 2018.
+    The network has 276,810 parameters on MNIST.
 
     Arguments:
-        image_shape: (channels, height, width); at least 14×14. Other sizes may be given to `forward`.
+        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.
         num_classes: number of classes.
 
     Raises:
@@ -64,25 +65,27 @@ class PooledCNN(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1]. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1]. The labels are not used."""
         return Prediction(self.head(self.trunk(images).mean(dim=(2, 3))).float())
 
 
 class PooledCapsNet(nn.Module, Pretrained):
-    """The same trunk; each position's 128 channels are one child of shared capsules: 279,488 parameters on MNIST.
+    """Capsule network of Su 2018: four 3×3 convolutions and class capsules with shared transforms.
 
-    Su 2018; `SU` is the routing of the author's code. The score of a class is the activation of its capsule.
+    The 128 channels at each position form one child capsule. The score of a class is the activation of its capsule. The
+    network has 279,488 parameters on MNIST.
 
     Arguments:
-        image_shape: (channels, height, width); at least 14×14. Other sizes may be given to `forward`.
+        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.
         num_classes: number of classes.
         class_pose_size: length of a class capsule's pose.
-        routing: of the class capsules: a rule, which is copied, its name in `ROUTINGS`, or a `Routing`: name and
-            options. Options of ``"dynamic"`` that are left out are those of `SU`.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options). Options of ``"dynamic"`` that are left out have the values of the author's code,
+            ``logits="latest", squash_form="su", inner_squash_form="unit"``.
 
     Raises:
-        BadInput: the image is too small for the kernels, or an unknown routing or option of it.
-        ValueError: a rule that does not fit the class capsules.
+        BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
+        ValueError: the rule does not fit the class capsules.
 
     Example:
         >>> import torch
@@ -107,7 +110,7 @@ class PooledCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
         pose = self.trunk(images).float().flatten(2).mT[:, :, None, None, :]
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
         return prediction_of(capsules)

@@ -1,4 +1,4 @@
-"""How a network is saved and loaded: weights as safetensors, everything else that its answer depends on as JSON."""
+"""Saving and loading of networks: weights as safetensors, and everything else that affects their output as JSON."""
 
 import functools
 import hashlib
@@ -27,16 +27,16 @@ REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class SavedConfig(NamedTuple):
-    """What config.json holds.
+    """Content of config.json.
 
     Arguments:
-        format: 4.
-        model: the network's name in `MODELS`.
-        options: every argument of its constructor but routing.
-        routing: of each layer with a rule: the rule's name in `ROUTINGS` and its options.
-        weights_sha256: checksum of model.safetensors, in hexadecimal.
-        images: how images become the network's input and what its classes are called, as `Classifier` saves them; None
-            where the network was saved without.
+        format: version of the file format, 4.
+        model: name of the network in `MODELS`.
+        options: all constructor arguments except routing.
+        routing: name in `ROUTINGS` and options of the rule, per layer with a rule.
+        weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
+        images: preparation of images and class names, as saved by `Classifier`; None if the network was saved without
+            them.
     """
 
     format: int
@@ -48,10 +48,17 @@ class SavedConfig(NamedTuple):
 
 
 class Pretrained:
-    """Adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
+    """Mixin that adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
 
-    Every argument of the constructor but routing is remembered in ``options``; each must be plain data: numbers, words,
-    lists. The rules are saved as the layers have them.
+    It stores all constructor arguments except routing in ``options``. They must be plain data: numbers, strings and
+    lists. The routing rule of each layer is saved separately.
+
+    Example:
+        >>> from torchcaps import PooledCapsNet
+        >>> with TemporaryDirectory() as folder:
+        ...     PooledCapsNet(num_classes=5).save_pretrained(folder)
+        ...     PooledCapsNet.from_pretrained(folder).options["num_classes"]
+        5
     """
 
     options: dict[str, Any]
@@ -71,14 +78,14 @@ class Pretrained:
         cls.__init__ = remembering  # type: ignore[method-assign, assignment]
 
     def save_pretrained(self, folder: str | Path, *, images: Mapping[str, Any] | None = None) -> None:
-        """Write model.safetensors and config.json.
+        """Save the network as model.safetensors and config.json.
 
         Arguments:
-            folder: made if absent; other files in it are left alone.
-            images: how images are prepared and what the classes are called; `Classifier.save_pretrained` gives it.
+            folder: created if it does not exist; other files in it are not changed.
+            images: preparation of images and class names; `Classifier.save_pretrained` passes it.
 
         Raises:
-            BadInput: a routing rule that is not in `ROUTINGS`, an option that JSON cannot hold, or the folder cannot be
+            BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or the folder cannot be
                 written to.
         """
         assert isinstance(self, nn.Module)
@@ -91,7 +98,7 @@ class Pretrained:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BadInput(f"{folder} cannot be made ({error.strerror}): name another folder") from error
+            raise BadInput(f"{folder} cannot be created ({error.strerror}): use another folder") from error
         with atomically(folder / WEIGHTS) as stream:
             stream.write(content)
         config = SavedConfig(FORMAT, model_name(type(self)), options, routing, checksum, images)
@@ -101,22 +108,28 @@ class Pretrained:
     def from_pretrained(
         cls: type[Network], source: str | Path, *, revision: str | None = None, token: str | None = None, **changes: Any
     ) -> Network:
-        """Load a network as it was saved: all of its weights and options, or an error.
+        """Load a saved network with all of its weights and options.
 
         Arguments:
-            source: a folder made by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub,
+            source: a folder written by `save_pretrained` or `torchcaps train`, or a repository on the Hugging Face Hub
                 as ``"owner/name"``.
-            revision, token: branch, tag or commit, and access token, of the repository.
-            changes: options to use in place of those saved, such as ``im2col=True``. A ``routing`` of the saved rule's
-                name changes, in every layer, the options that it gives; any other takes the place of the saved rules.
+            revision: branch, tag or commit of the repository.
+            token: access token for the repository.
+            changes: options that replace saved options, such as ``im2col=True``. A ``routing`` with the name of the
+                saved rule changes only the options that it sets, in every layer; another routing replaces the saved
+                rules.
 
         Raises:
-            BadInput: no such folder or repository, a file is absent or damaged, or the weights are another network's.
+            BadInput: the folder or repository does not exist, a file is missing or damaged, or the weights belong to
+                another network.
         """
         folder = local_folder(source, revision, token)
         config = read_config(folder)
         if config.model != model_name(cls):
-            raise BadInput(f"{folder} holds a network of the kind {config.model!r}, not {model_name(cls)!r}")
+            raise BadInput(
+                f"{folder} contains the model {config.model!r}, not {model_name(cls)!r}: load it with the class of "
+                f"{config.model!r}"
+            )
         kinds = kinds_of(cls)
         check_options(cls.__name__, changes, kinds)
         kinds.pop("routing", None)
@@ -129,12 +142,12 @@ class Pretrained:
         return model
 
     def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the network to the Hugging Face Hub; returns the address.
+        """Upload the network to the Hugging Face Hub and return the URL.
 
         Arguments:
-            repository: ``"owner/name"``; made if absent.
-            private: of a new repository.
-            token: access token; by default the one of ``hf auth login``.
+            repository: ``"owner/name"``; created if it does not exist.
+            private: whether a new repository is private.
+            token: access token; the token of ``hf auth login`` by default.
         """
         from huggingface_hub import HfApi
 
@@ -147,43 +160,45 @@ class Pretrained:
 
 
 def model_name(kind: type) -> str:
-    """The name of a network's class in `MODELS`; of another class, its own name."""
+    """Return the name of a network class in `MODELS`, or the class name if it is not in the table."""
     from torchcaps.models import MODELS
 
     return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder itself, or a local copy of a repository on the Hugging Face Hub.
+    """Return the folder, or a local copy of a repository on the Hugging Face Hub.
 
     Raises:
-        BadInput: neither a folder nor a repository that can be reached.
+        BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
     """
     folder = Path(source)
     if folder.is_dir():
         return folder
     if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
-        raise BadInput(f"{source}: no such folder; name one made by `torchcaps train` or save_pretrained")
+        raise BadInput(f"{source}: no such folder; use one written by `torchcaps train` or save_pretrained")
     from huggingface_hub import snapshot_download
 
     try:
         files = [CONFIG, WEIGHTS]
         return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
-    except Exception as error:  # the Hub's client raises errors of its own and of three HTTP libraries
+    except Exception as error:  # the client of the Hub raises its own errors and those of three HTTP libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"{source}: neither a folder nor a repository on the Hub that can be read ({reason})") from error
+        raise BadInput(f"{source}: neither a folder nor a readable repository on the Hub ({reason})") from error
 
 
 def read_config(folder: Path) -> SavedConfig:
-    """config.json of a folder, with every entry there and of its kind.
+    """Read config.json of a folder and check that it is complete and its entries have the right types.
 
     Raises:
-        BadInput: it is absent or damaged.
+        BadInput: config.json or model.safetensors is missing, or config.json is damaged.
     """
     path = folder / CONFIG
     for needed in (path, folder / WEIGHTS):
         if not needed.is_file():
-            raise BadInput(f"{folder} has no {needed.name}: name a folder made by `torchcaps train` or save_pretrained")
+            raise BadInput(
+                f"{folder} has no {needed.name}: use a folder written by `torchcaps train` or save_pretrained"
+            )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -191,7 +206,7 @@ def read_config(folder: Path) -> SavedConfig:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
             f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; for an older format, "
-            f"make the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
+            f"create the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
         )
     kinds = kinds_of(SavedConfig)
     for name in kinds:
@@ -202,7 +217,7 @@ def read_config(folder: Path) -> SavedConfig:
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
-    """A network of a class, on the meta device: without weights, and without a change to the random state."""
+    """Create a network on the meta device, without weights and without changing the random state."""
     from torchcaps.models import built
 
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -210,7 +225,7 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
 
 
 def _rules(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers' routing rules, by the name of the layer."""
+    """Map the name of each layer with a routing rule to its rule."""
     return {
         name: layer.routing
         for name, layer in model.named_modules()
@@ -219,41 +234,41 @@ def _rules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """A rule's name in `ROUTINGS` and its options; None where it is not in the table, or has no ``saved_options``."""
+    """Return the rule's name in `ROUTINGS` and its options, or None if it has no name or no ``saved_options``."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
     options = getattr(rule, "saved_options", None)
     return None if name is None or options is None else {"rule": name, "options": _plain(name, options)}
 
 
 def _saved_rules(model: nn.Module) -> dict[str, Any]:
-    """Of every layer with a rule: how that rule can be made again.
+    """Describe the rule of every layer, so that `from_pretrained` can create it again.
 
     Raises:
-        BadInput: the rule is not in `ROUTINGS`.
+        BadInput: a rule is not in `ROUTINGS` or has no ``saved_options``.
     """
     rules = _rules(model)
     found = {layer: _described(rule) for layer, rule in rules.items()}
     for layer, rule in found.items():
         if rule is None:
             raise BadInput(
-                f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained could "
-                "not make again: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
+                f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
+                "create: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
             )
     return found
 
 
 def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
-    """Give every layer its saved rule; but one that was made with another routing keeps that."""
+    """Give every layer its saved rule, unless the rule was replaced by another routing in ``change``."""
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
-        there = "lacks the layer" if layer in layers else "the network has no layer"
-        raise BadInput(f"{path}: routing: {there} {layer!r}; save the network again")
+        problem = "lacks the layer" if layer in layers else "the network has no layer"
+        raise BadInput(f"{path}: routing: {problem} {layer!r}; save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])
         if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
-            raise BadInput(f"{entry}: give a rule, one of {', '.join(ROUTINGS)}, and its options")
+            raise BadInput(f"{entry} must have a rule, one of {', '.join(ROUTINGS)}, and its options")
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
         check_options(entry, rule["options"], kinds_of(kind))
@@ -270,46 +285,46 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
 
 
 def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
-    """Fill a network from a file of weights.
+    """Load the weights of a network from a file.
 
     Raises:
-        BadInput: the file is damaged or holds other weights.
+        BadInput: the file is damaged or contains the weights of another network.
     """
     try:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != checksum:
-            raise BadInput(f"{path} is damaged, or is not the file that {CONFIG} was written with: save both again")
+            raise BadInput(f"{path} is damaged or does not belong to {CONFIG}: save the network again")
         weights = safetensors.torch.load(content)
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path} is damaged ({error}): save it again") from error
+        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     found = {name: tensor.shape for name, tensor in weights.items()}
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different:
         sizes = [list(shapes[different[0]]) if different[0] in shapes else "absent" for shapes in (found, expected)]
         raise BadInput(
-            f"the weights in {path} are not those of this {type(model).__name__}: {different[0]} is {sizes[0]} there, "
-            f"but must be {sizes[1]}"
+            f"the weights in {path} do not fit this {type(model).__name__}: {different[0]} must be {sizes[1]}; "
+            f"got {sizes[0]}: use the options that the network was saved with"
         )
-    # The kernels copy what is not aligned, at every call.
+    # Tensors that share the file's buffer may be unaligned, and the kernels would copy them in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)
 
 
 def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as JSON gives them back.
+    """Convert options to the values that JSON returns for them.
 
     Raises:
-        BadInput: one cannot be written as JSON.
+        BadInput: an option cannot be written as JSON.
     """
     try:
         return json.loads(json.dumps(dict(options), default=_number))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{owner} has an option that cannot be saved ({error}): use numbers, words and lists") from error
+        raise BadInput(f"{owner} has an option that cannot be saved ({error}): use numbers, strings, lists") from error
 
 
 def _number(value: Any) -> Any:
-    """NumPy's numbers and one-number tensors as Python's."""
+    """Convert NumPy scalars and tensors with one element to Python numbers."""
     if hasattr(value, "item"):
         return value.item()
     raise TypeError(f"{type(value).__name__} is not plain data")

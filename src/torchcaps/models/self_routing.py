@@ -15,31 +15,31 @@ from torchcaps.routing import Routing
 
 
 class SelfRoutingCapsNet(nn.Module, Pretrained):
-    """Six convolutions with BatchNorm, primary capsules, convolutional capsule layers, class capsules.
+    """Capsule network with self-routing: six convolutions with BatchNorm, primary capsules and class capsules.
 
-    Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 of width · (1, 2, 2, 4, 4, 8)
-    channels, of which every second halves the grid → primary capsules 3×3 with BatchNorm → any number of ConvCaps 3×3
-    with BatchNorm on their poses → one class capsule a class, with a transform for each position. The score of a class
-    is its activation; the paper trains on the logarithm of it (``loss="activation_cross_entropy"``). 856,064 parameters
-    on stereo images of 32×32 pixels and five classes.
+    Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
+    channels, where every second one has stride 2 → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps
+    3×3, each with BatchNorm on its poses → one capsule per class, with one transform per position. The score of a class
+    is its activation; the paper trains on the log of the activations (``loss="activation_cross_entropy"``). The network
+    has 856,064 parameters on 32×32 stereo images with five classes.
 
-    The authors' class capsules have no poses. Here they have poses of length 1, because a layer always has a transform:
-    2,560 of these parameters, which the loss does not depend on.
+    The authors' class capsules have no poses. Here they have poses of length 1, because every layer has transforms.
+    These are 2,560 of the parameters, and the loss does not depend on them.
 
     Arguments:
-        image_shape: (channels, height, width); at least 5×5.
+        image_shape: (channels, height, width); at least 5×5 pixels.
         num_classes: number of classes.
-        width: channels of the first convolution.
-        types: capsule types of every layer but the last.
+        width: output channels of the first convolution.
+        types: number of capsule types in every layer except the last.
         pose_size: length of a pose.
-        capsule_layers: convolutional capsule layers between the primary and the class capsules.
+        capsule_layers: number of ConvCaps layers between the primary and the class capsules.
         class_pose_size: length of a class capsule's pose.
-        routing: of every layer: a rule, of which each layer gets a copy, its name in `ROUTINGS`, or a `Routing`: name
-            and options.
+        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
 
     Raises:
-        BadInput: the image is too small, or an unknown routing or option of it.
-        ValueError: a rule that does not fit a layer.
+        BadInput: the image is too small, or the routing or one of its options is unknown.
+        ValueError: the rule does not fit a layer.
 
     Example:
         >>> import torch
@@ -96,6 +96,6 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
-        """Scores in [0, 1] and class capsules. Labels are accepted, as by every model, and not used."""
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
         capsules = self.class_capsules(self.capsules(self.primary_capsules(self.features(images))))
         return prediction_of(capsules)

@@ -1,4 +1,4 @@
-"""The recipes: every number of a training in one place, one function each."""
+"""The recipes: one function per recipe, with all settings of its training."""
 
 import inspect
 import json
@@ -81,16 +81,16 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe of the table, with some of its settings changed.
+    """Create a recipe by name and change some of its settings.
 
     Arguments:
         name: a key of `RECIPES`.
-        settings: key → value as text: a field of `Recipe`, ``model.OPTION``, ``routing.OPTION``, ``data.OPTION`` or
-            ``loss.OPTION``, in any order. ``model.routing`` names the routing rule. Another model, rule, data or loss
-            begins with that one's own options.
+        settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
+            ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
+            A change of model, rule, data or loss drops the recipe's options for the old one.
 
     Raises:
-        BadInput: unknown recipe or key, or a value of the wrong kind; the nearest name is suggested.
+        BadInput: the recipe or a key is unknown, or a value has the wrong type.
 
     Example:
         >>> create_recipe("capsnet-mnist", {"epochs": "3", "routing.iterations": "1"}).epochs
@@ -126,7 +126,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """The routing options of a changed recipe: another model or another rule begins with its own."""
+    """The routing options of a changed recipe; those of the old recipe are dropped if model or rule changed."""
     model = changed.get("model", recipe.model)
     rule = routing_of(model, changed.get("model_options", recipe.model_options))
     if rule is None:
@@ -168,7 +168,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
 
 
 def _value(key: str, text: str, kind: Any, default: Any) -> Any:
-    """A setting's value from its text: JSON, or a word as it stands."""
+    """Parse the text of a setting as a plain word or as JSON, whichever has the right type."""
     try:
         value = json.loads(text)
     except (json.JSONDecodeError, RecursionError):

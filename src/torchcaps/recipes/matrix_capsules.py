@@ -1,4 +1,4 @@
-"""Recipes of networks of matrix capsules, and of the CNN beside them."""
+"""Recipes for matrix capsule networks and their CNN baseline."""
 
 from dataclasses import replace
 
@@ -10,14 +10,15 @@ VARIATIONAL = {
     "class_initial_std": 0.04,
     "around_identity": False,
 }
-"""Options of a matrix capsule network routed by variational Bayes; its initial transforms are those of the authors."""
+"""Options of a matrix capsule network with variational Bayes routing, with the authors' initial transforms."""
 
 
 def matrix_capsnet_smallnorb() -> Recipe:
-    """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5; ``--set model.size=base`` for 32/32/32/32.
+    """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5.
 
-    The paper's optimiser, loss, batch, weight decay and augmentation. It does not state the length of its training, in
-    which the rate falls by 0.96 every 20,000 steps; here 20 epochs, every 160.
+    Optimiser, loss, batch size, weight decay and augmentation follow the paper. The paper multiplies the learning rate
+    by 0.96 every 20,000 steps and does not state the number of epochs. This recipe trains for 20 epochs and applies the
+    factor every 160 steps. ``--set model.size=base`` selects a network with widths 32/32/32/32.
     """
     return Recipe(
         name="matrix-capsnet-smallnorb",
@@ -39,14 +40,18 @@ def matrix_capsnet_smallnorb() -> Recipe:
 
 
 def matrix_capsnet_toys() -> Recipe:
-    """Matrix capsules on the rendered toys, three iterations, with what later papers have found to help.
+    """Matrix capsules on the rendered toys with three routing iterations and improvements from later papers.
 
-    Three more convolutions, the middle one with stride 2, BatchNorm behind all four and on the primary capsules; crops
-    that hold a whole toy, standardisation last, mixup; cross-entropy on activation logits; a cosine schedule. With the
-    paper's own settings a third iteration learns worse than two; here the couplings are tempered and the variance floor
-    is as large as the votes' variance. Both were compared on toys held out from training; the stem, the crop and mixup
-    on toys of another rendering, ``data.render_seed=2``, which no network was trained on. The last epoch is kept. The
-    paper's settings: `matrix_capsnet_toys_paper`.
+    Changes from the paper's settings, which are in `matrix_capsnet_toys_paper`:
+
+    - Three more convolutions, the middle one with stride 2. BatchNorm follows all four and the primary capsules.
+    - Crops that contain the whole toy, standardisation after augmentation, and mixup.
+    - Cross-entropy on activation logits, a cosine schedule, and the last epoch instead of the best.
+    - An inverse temperature (``tempering``) of 0.25 for the couplings, and a variance floor as large as the variance of
+      the votes. With the paper's settings, three iterations learn worse than two.
+
+    Values of tempering and variance floor were compared on toys held out from training. The stem, the crop and mixup
+    were compared on toys of another rendering, ``data.render_seed=2``, on which no network was trained.
     """
     return replace(
         matrix_capsnet_smallnorb(),
@@ -68,15 +73,15 @@ def matrix_capsnet_toys() -> Recipe:
 
 
 def matrix_capsnet_toys_paper() -> Recipe:
-    """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`."""
+    """Matrix capsules on the rendered toys with the paper's settings, as in `matrix_capsnet_smallnorb`."""
     return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys-paper", data="toys")
 
 
 def matrix_capsnet_mnist() -> Recipe:
-    """Matrix capsules on MNIST: the network, loss and schedule of `matrix_capsnet_toys`.
+    """Matrix capsules on MNIST with the network, loss and schedule of `matrix_capsnet_toys`.
 
-    Digits are moved, rotated and squeezed in training, and not mixed. The paper's settings:
-    `matrix_capsnet_mnist_paper`.
+    Training digits are shifted, rotated and squeezed, without mixup. `matrix_capsnet_mnist_paper` has the paper's
+    settings.
     """
     return replace(
         matrix_capsnet_toys(),
@@ -97,9 +102,10 @@ def matrix_capsnet_mnist() -> Recipe:
 
 
 def matrix_capsnet_mnist_paper() -> Recipe:
-    """Matrix capsules on MNIST: two iterations, digits moved by up to 2 pixels, a short training.
+    """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
 
-    Blank margins vote alike: Gritzman's variance floor and a lower β_a, chosen on images of the training split.
+    The training is short. All sites in the blank margin of a digit cast similar votes, so the recipe uses Gritzman's
+    variance floor and a lower initial β_a. Both were chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),
@@ -117,12 +123,12 @@ def matrix_capsnet_mnist_paper() -> Recipe:
 
 
 def variational_capsnet_smallnorb() -> Recipe:
-    """Matrix capsules routed by variational Bayes on smallNORB: Ribeiro, Leontidis & Kollias 2020.
+    """Matrix capsules with variational Bayes routing on smallNORB: Ribeiro, Leontidis & Kollias 2020.
 
-    The network, batch and rate of the authors' code, which trains on the cross-entropy of the activations themselves,
-    as if they were logits, for 300 epochs at a constant rate; here 30, along a cosine. Transforms begin near 0, as in
-    that code: around the identity all parents begin alike, BatchNorm enlarges what little differs, and nothing is
-    learned.
+    Network, batch size and initial learning rate follow the authors' code, which computes the cross-entropy of the
+    activations as if they were logits. It trains for 300 epochs at a constant learning rate; this recipe trains for 30
+    with a cosine schedule. As in that code, initial transforms are close to 0. With transforms close to the identity,
+    all parents start nearly equal, BatchNorm amplifies their small differences, and the network learns nothing.
     """
     return Recipe(
         name="variational-capsnet-smallnorb",
@@ -139,12 +145,12 @@ def variational_capsnet_smallnorb() -> Recipe:
 
 
 def variational_capsnet_toys() -> Recipe:
-    """The same on the rendered toys."""
+    """Matrix capsules with variational Bayes routing on the rendered toys; settings of the smallNORB recipe."""
     return replace(variational_capsnet_smallnorb(), name="variational-capsnet-toys", data="toys")
 
 
 def cnn_baseline_smallnorb() -> Recipe:
-    """The paper's convolutional baseline on smallNORB: Hinton, Sabour & Frosst 2018, section 5; 4.2M parameters."""
+    """CNN baseline on smallNORB with 4.2M parameters: Hinton, Sabour & Frosst 2018, section 5."""
     return replace(
         matrix_capsnet_smallnorb(),
         name="cnn-baseline-smallnorb",
@@ -157,7 +163,7 @@ def cnn_baseline_smallnorb() -> Recipe:
 
 
 def cnn_baseline_toys() -> Recipe:
-    """The same baseline on the rendered toys, with the preparation and the schedule of `matrix_capsnet_toys`."""
+    """CNN baseline on the rendered toys with the augmentation and schedule of `matrix_capsnet_toys`."""
     return replace(
         matrix_capsnet_toys(),
         name="cnn-baseline-toys",
@@ -170,5 +176,5 @@ def cnn_baseline_toys() -> Recipe:
 
 
 def cnn_baseline_toys_paper() -> Recipe:
-    """The same baseline on the rendered toys, with the settings of `cnn_baseline_smallnorb`."""
+    """CNN baseline on the rendered toys with the settings of `cnn_baseline_smallnorb`."""
     return replace(cnn_baseline_smallnorb(), name="cnn-baseline-toys-paper", data="toys")

@@ -1,4 +1,4 @@
-"""Recipes of the networks that came with a routing rule of their own: self-routing, attention, generative."""
+"""Recipes for networks with self-routing, attention routing and generative routing."""
 
 from dataclasses import replace
 
@@ -8,9 +8,9 @@ from torchcaps.recipe import Recipe
 def self_routing_capsnet_smallnorb() -> Recipe:
     """Self-routing capsules on smallNORB: Hahn, Pyeon & Kim 2019, "7-layer CNN".
 
-    The authors' network, loss, optimiser, batch, crops and contrast. Their brightness is a factor, here a number is
-    added; they take one image of a stereo pair, here both. They take 200 epochs, in which a rate of 0.1 falls in steps;
-    here 20, along a cosine.
+    Network, loss, optimiser, batch size, crops and contrast follow the authors. Differences: brightness is added, where
+    the authors multiply; both images of a stereo pair are used, where the authors use one; the learning rate falls from
+    0.1 along a cosine in 20 epochs, where theirs falls in steps over 200 epochs.
     """
     return Recipe(
         name="self-routing-capsnet-smallnorb",
@@ -30,12 +30,15 @@ def self_routing_capsnet_smallnorb() -> Recipe:
 
 
 def self_routing_capsnet_toys() -> Recipe:
-    """The same on the rendered toys."""
+    """Self-routing capsules on the rendered toys with the settings of the smallNORB recipe."""
     return replace(self_routing_capsnet_smallnorb(), name="self-routing-capsnet-toys", data="toys")
 
 
 def self_routing_capsnet_cifar10() -> Recipe:
-    """The same network on CIFAR-10, which the authors put on a ResNet-20; shifted, mirrored, standardised."""
+    """Self-routing capsules on CIFAR-10 with shifts, flips and standardisation.
+
+    The network is the 7-layer CNN of the smallNORB recipe. The authors use a ResNet-20 for CIFAR-10.
+    """
     return replace(
         self_routing_capsnet_smallnorb(),
         name="self-routing-capsnet-cifar10",
@@ -50,10 +53,10 @@ def self_routing_capsnet_cifar10() -> Recipe:
 
 
 def self_routing_capsnet_fashion_mnist() -> Recipe:
-    """The same network with twice the channels and half the capsule types on Fashion-MNIST; shifted and mirrored.
+    """Self-routing capsules on Fashion-MNIST with shifts, flips, twice the channels and half the capsule types.
 
-    Adam in place of SGD, which learns more slowly here. A network of 1.8 MB: ``--set model.width=16 --set
-    model.types=12``.
+    Uses Adam, because SGD learns more slowly here, and no standardisation. ``--set model.width=16 --set
+    model.types=12`` gives a network of 1.8 MB.
     """
     return replace(
         self_routing_capsnet_cifar10(),
@@ -72,8 +75,9 @@ def self_routing_capsnet_fashion_mnist() -> Recipe:
 def attention_capsnet_cifar10() -> Recipe:
     """Capsules with inverted dot-product attention on CIFAR-10: Tsai et al. 2020, simple backbone.
 
-    The authors' network, optimiser, batch and augmentation; images are standardised one by one, not by the mean of the
-    dataset. They take 350 epochs, in which a rate of 0.1 falls twice by 10; here 20, along a cosine.
+    Network, optimiser, batch size and augmentation follow the authors. Differences: each image is standardised
+    individually, not with the mean of the dataset; the learning rate falls from 0.1 along a cosine in 20 epochs, where
+    the authors train for 350 epochs and divide it by 10 twice.
     """
     return Recipe(
         name="attention-capsnet-cifar10",
@@ -93,10 +97,11 @@ def attention_capsnet_cifar10() -> Recipe:
 
 
 def generative_capsnet_smallnorb() -> Recipe:
-    """Objects routed from parts on smallNORB at its full size: Heinsen 2019.
+    """Generative routing capsules on smallNORB at its full size of 96×96 pixels: Heinsen 2019.
 
-    The author's network, optimiser, batch and length. His one-cycle schedule is a rise over a tenth of the epochs and a
-    cosine here; his mixup takes a share for each image, here a batch has one. His shifts by cropping are left out.
+    Network, optimiser, batch size and number of epochs follow the author. Differences: a linear warm-up over a tenth of
+    the epochs and a cosine replace his one-cycle schedule; mixup draws one share per batch, where he draws one per
+    image; there are no shifts by cropping.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",
@@ -115,7 +120,7 @@ def generative_capsnet_smallnorb() -> Recipe:
 
 
 def generative_capsnet_toys() -> Recipe:
-    """The same on the rendered toys, 48×48 pixels, in 10 epochs."""
+    """Generative routing capsules on the rendered toys of 48×48 pixels, in 10 epochs."""
     return replace(
         generative_capsnet_smallnorb(),
         name="generative-capsnet-toys",

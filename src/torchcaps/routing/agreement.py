@@ -1,4 +1,4 @@
-"""What a routing rule asks of votes, and what it is told."""
+"""Input and output of one pass over the votes: `Agreement` and `Moments`."""
 
 from typing import Literal, NamedTuple
 
@@ -9,17 +9,23 @@ Competition = Literal["parents", "types"]
 
 
 class Agreement(NamedTuple):
-    """How well a vote fits each parent: the logit of a child's coupling to it, a quadratic function of the vote.
+    """Logits of the couplings, as a quadratic function of the votes: how well each vote fits each parent.
 
     ::
 
-        logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre, sums over the numbers of a vote
+        logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre, sums over the elements of a vote
 
-    What is None is 0. An agreement of which all is None gives even couplings.
+    A softmax over the parents of a child turns its logits into couplings. Parts that are None count as 0; if all are
+    None, the couplings are uniform.
 
     Arguments:
-        constant: ``[B, P, J]``.
-        linear, quadratic, centre: ``[B, P, J, R, N]``.
+        constant: ``[B, P, J]``: batch, parent sites, parent types.
+        linear, quadratic, centre: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two dimensions.
+
+    Example:
+        >>> import torch
+        >>> Agreement(linear=torch.zeros(2, 1, 10, 1, 16)).constant is None
+        True
     """
 
     constant: Float[Tensor, "B P J"] | None = None
@@ -29,15 +35,20 @@ class Agreement(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What a parent learns of its votes, each weighted by coupling and activation of its child: ``w_ij = a_i c_ij``.
+    """Mass, mean and variance of the votes per parent, weighted with activation and coupling: ``w_ij = a_i c_ij``.
 
-    Fused kernels give mean and variance in a memory layout of their own, which elementwise operations keep. Use
-    ``reshape`` or ``flatten`` where ``view`` would need contiguous tensors.
+    Mean and variance from the fused kernels may not be contiguous, and elementwise operations keep their memory layout.
+    Use ``reshape`` or ``flatten`` instead of ``view``.
 
     Arguments:
-        mass: Σ w, ``[B, P, J]``.
-        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 where all children are off.
-        variance: Σ w (V - mean)² / Σ w, of the same shape; None where it was not asked for.
+        mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
+        mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+        variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``; None if it was not requested.
+
+    Example:
+        >>> import torch
+        >>> Moments(mass=torch.ones(2, 1, 10), mean=torch.zeros(2, 1, 10, 1, 16), variance=None).mean.shape
+        torch.Size([2, 1, 10, 1, 16])
     """
 
     mass: Float[Tensor, "B P J"]

@@ -13,27 +13,28 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class AttentionRouting(Rule):
-    """Children attend to parents by the scalar product of vote and parent pose; parents are layer-normalised.
+    """Inverted dot-product attention: couplings from the dot product of vote and parent pose, parents with LayerNorm.
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, algorithm 1::
 
-        p_j = LayerNorm(Σ_i V_ij / number of parents that child i reaches)
+        p_j = LayerNorm(Σ_i V_ij / number of parents of child i)
         repeat `iterations` - 1 times:
-            c_i = softmax over every parent that child i reaches (V_ij · p_j / √D)
+            c_i = softmax over the parents of child i (V_ij · p_j / √D)
             p_j = LayerNorm(Σ_i c_ij V_ij)
         a_j = σ(w · p_j + b)
 
-    D is the number of values in a pose. The paper has no activations and classifies with one linear layer on the pose
-    of each class capsule; here that layer, passed through a logistic function, is the activation of every parent. The
+    D is the number of elements of a pose. The paper has no activations and classifies with one linear layer on the pose
+    of each class capsule. Here that linear layer, followed by a sigmoid, gives the activation of every parent. The
     activations of the children are not used.
 
     Arguments:
-        pose_size: D, rows times columns of a parent's pose.
-        iterations: passes over the votes, the even one included, from 1 to 1,000.
-        competition: ``parents``, all that a child reaches, or ``types`` at one site alone, as the authors' code.
+        pose_size: number of elements of a parent's pose (D), rows times columns.
+        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
+        competition: ``parents``: softmax over all parents of a child; ``types``: over the parent types at each site,
+            as in the authors' code.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: ``pose_size`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown.
 
     Example:
         >>> import torch
@@ -58,11 +59,11 @@ class AttentionRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "AttentionRouting":
-        """The rule for the parents' poses of a layer."""
+        """Create the rule for a layer, with ``pose_size`` from the layer's parents."""
         return cls(math.prod(layer.parent_pose_shape), **options)
 
     def route(self, votes: Votes) -> Capsules:
-        """Poses of unit variance, and their scores in (0, 1)."""
+        """Compute normalised poses and their activations in (0, 1)."""
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement, variance=False)
@@ -75,5 +76,5 @@ class AttentionRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with."""
+        """Constructor arguments, as saved with a network."""
         return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}

@@ -1,4 +1,4 @@
-"""Which rule a layer or a network has: the table of rules, and a rule's name with its options."""
+"""Selection of a routing rule by name: the table of rules, and `Routing`, a name with options."""
 
 import inspect
 import math
@@ -34,14 +34,15 @@ ROUTINGS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True, init=False, repr=False)
 class Routing:
-    """A rule's name and options; every layer that is given it makes a rule of its own size.
+    """Name and options of a routing rule. Each layer creates its own rule from them, with the sizes of the layer.
 
     Arguments:
         name: a key of `ROUTINGS`.
-        options: arguments of that rule's class that have a default; those without are sizes, taken from the layer.
+        options: keyword arguments of the rule's class that have a default. Arguments without a default are sizes; the
+            layer sets them.
 
     Raises:
-        BadInput: no such rule, the rule has no such option, or the option no such kind of value.
+        BadInput: ``name`` is not in `ROUTINGS`, the rule has no such option, or a value has the wrong type.
 
     Example:
         >>> from torchcaps import MatrixCapsNet
@@ -54,7 +55,7 @@ class Routing:
     _options: tuple[tuple[str, Any], ...]
 
     def __init__(self, name: str, /, **options: Any) -> None:
-        check_kind("the name of a routing", name, str)
+        check_kind("name of a Routing", name, str)
         if name not in ROUTINGS:
             raise BadInput(f"unknown routing {name!r}{nearest(name, ROUTINGS)}")
         check_options(f"routing {name}", options, routing_options(name))
@@ -63,11 +64,11 @@ class Routing:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options given, a new dictionary at every call."""
+        """The given options, as a new dictionary on every access."""
         return dict(self._options)
 
     def replace(self, **options: Any) -> "Routing":
-        """The same rule with some options changed."""
+        """Return a copy with some options changed."""
         return Routing(self.name, **{**self.options, **options})
 
     def __repr__(self) -> str:
@@ -75,7 +76,7 @@ class Routing:
 
 
 def routing_options(name: str) -> dict[str, Any]:
-    """The options of a rule of the table, name → annotated type."""
+    """Map the name of each option of a rule in `ROUTINGS` to its annotated type."""
     rule = ROUTINGS[name]
     arguments = inspect.signature(rule).parameters.values()
     options = {argument.name for argument in arguments if argument.default is not argument.empty}
@@ -83,7 +84,7 @@ def routing_options(name: str) -> dict[str, Any]:
 
 
 def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
-    """The routing; options of the default rule that it leaves out are those of the defaults.
+    """Fill in missing options from ``defaults`` if ``routing`` is the same rule by name.
 
     Example:
         >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))
@@ -96,10 +97,11 @@ def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.M
 
 
 def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module:
-    """The rule itself, or the rule of a name with the sizes of a layer.
+    """Create the rule for a layer from its name or `Routing`; a rule module is checked and returned as it is.
 
     Raises:
-        ValueError: neither a rule nor a name in `ROUTINGS`, or a rule made for a layer of other sizes.
+        ValueError: ``routing`` is neither a rule module nor a name in `ROUTINGS`, or is a rule made for a layer of
+            other sizes.
     """
     if isinstance(routing, str):
         routing = Routing(routing)
@@ -107,7 +109,7 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
         return ROUTINGS[routing.name].for_layer(layer, **routing.options)  # type: ignore[attr-defined]
     if not isinstance(routing, nn.Module):
         raise ValueError(
-            f"routing must be a rule, such as DynamicRouting(), a Routing, or one of {', '.join(ROUTINGS)}; "
+            f"routing must be a rule, such as DynamicRouting(), a Routing, or a name from {', '.join(ROUTINGS)}; "
             f"got {described(routing)}"
         )
     own = {"parent_types": getattr(routing, "parent_types", layer.parent_types)} | getattr(routing, "saved_options", {})
@@ -116,6 +118,6 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
         if made_for != size:
             raise ValueError(
                 f"routing is a rule ({type(routing).__name__}) made for {name}={made_for}, but the layer has "
-                f"{name}={size}: make the rule for this layer, or give its name, and each layer makes its own"
+                f"{name}={size}: make the rule for this layer, or pass its name so that each layer creates its own"
             )
     return routing

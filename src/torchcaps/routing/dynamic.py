@@ -1,4 +1,4 @@
-"""Dynamic routing: Sabour, Frosst & Hinton 2017, and its reading as clustering by Su 2018."""
+"""Dynamic routing: Sabour, Frosst & Hinton 2017, and the variant of Su 2018 that treats it as clustering."""
 
 import inspect
 from typing import Any, Literal, cast, get_args, overload
@@ -62,40 +62,44 @@ def dynamic_routing(
     return_couplings: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
-    """Route votes to parents by agreement: Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1.
+    """Dynamic routing: compute parents from votes by agreement.
 
-    ::
+    Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1::
 
         û_ij = u_i W_ij            b_ij = 0
         repeat `iterations` times:
-            c_i = softmax over every parent that child i reaches (b_i)
+            c_i = softmax over the parents of child i (b_i)
             v_j = squash(Σ_i c_ij û_ij)
             b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
 
-    A child's activation is the length of its pose, so a child of zero length counts for nothing. Computed in the
-    wider of the two dtypes, never in reduced precision, whatever autocast says.
+    The length of a pose is its activation, so a child with a zero pose has no effect. The dtype is the wider one of
+    ``pose`` and ``transform``; autocast has no effect.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
-        transform: ``[K, C, J, Q, N]``, the map's transforms.
+        transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
-        iterations: T, from 1 to 1,000. With 1 the couplings are uniform.
-        logits: ``cumulative`` (the paper), or ``latest`` pass only: then more passes are simply better.
-        squash_form: applied to the parents in the last pass; see `squash`.
-        inner_squash_form: applied in all passes before the last; None means the same. Su's code is
-            ``logits="latest", squash_form="su", inner_squash_form="unit"``.
-        gradient_passes: ``all``, or ``last``: the couplings of the last pass are constants to the gradient.
-        leaky: a "none of the above" parent with logit 0 takes part in the softmax, as in the paper's CIFAR-10 net.
-        return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``, in the order of the map's edges.
-        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
-            them; ``auto`` is fused where it can be.
+        iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the last iteration,
+            so that more iterations give a better result.
+        squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
+            ``none``.
+        inner_squash_form: squash of the parents in all earlier iterations; None for the same as ``squash_form``. Su's
+            code uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
+        gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
+            iteration as constants.
+        leaky: include a "none of the above" parent with logit 0 in the softmax, as in the paper's CIFAR-10 network.
+        return_couplings: also return the couplings of the last iteration.
+        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
+            ``auto``: fused if the kernels can run.
 
     Returns:
-        Capsules with pose ``[B, P, J, R, N]`` and activation = length of pose; with the couplings where asked for.
+        Capsules with pose ``[B, P, J, R, N]`` and the length of the pose as activation. With ``return_couplings``, also
+        the couplings ``[B, J, E, C]``, in the order of the map's edges.
 
     Raises:
-        ValueError: pose or transform does not fit the map, iterations are out of range, an option is unknown, or the
-            backend cannot.
+        ValueError: ``pose`` or ``transform`` does not fit the map, ``iterations`` is not in [1, 1000], an option has an
+            unknown value, or the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -138,19 +142,37 @@ def _check_options(
     for name, value, allowed in (
         ("logits", logits, get_args(Logits)),
         ("gradient_passes", gradient_passes, get_args(GradientPasses)),
-        ("squash form", squash_form, get_args(SquashForm)),
-        ("squash form", inner_squash_form or squash_form, get_args(SquashForm)),
+        ("squash_form", squash_form, get_args(SquashForm)),
+        ("inner_squash_form", inner_squash_form or squash_form, get_args(SquashForm)),
     ):
         check_choice(name, value, allowed)
 
 
 class DynamicRouting(nn.Module):
-    """`dynamic_routing` with its options fixed, as the rule of a capsule layer.
+    """Dynamic routing by agreement, as the rule of a capsule layer: Sabour, Frosst & Hinton 2017, procedure 1.
 
-    Arguments: those of `dynamic_routing`.
+    ::
+
+        û_ij = u_i W_ij            b_ij = 0
+        repeat `iterations` times:
+            c_i = softmax over the parents of child i (b_i)
+            v_j = squash(Σ_i c_ij û_ij)
+            b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
+
+    Arguments:
+        iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the last iteration.
+        squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
+            ``none``.
+        inner_squash_form: squash of the parents in all earlier iterations; None for the same as ``squash_form``.
+        gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
+            iteration as constants.
+        leaky: include a "none of the above" parent with logit 0 in the softmax.
+        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
+            ``auto``: fused if the kernels can run.
 
     Raises:
-        ValueError: an option is out of range or unknown.
+        ValueError: ``iterations`` is not in [1, 1000], or an option has an unknown value.
 
     Example:
         >>> rule = DynamicRouting(iterations=3)
@@ -184,7 +206,7 @@ class DynamicRouting(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "DynamicRouting":
-        """The rule for a layer; it has no parameters."""
+        """Create the rule for a layer. The rule has no parameters, so it does not depend on the layer."""
         return cls(**options)
 
     @overload
@@ -196,7 +218,7 @@ class DynamicRouting(nn.Module):
         self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
-        """Parents' capsules, and the couplings where asked for; see `dynamic_routing`."""
+        """Compute the parents and, with ``return_couplings``, the couplings of the last iteration ``[B, J, E, C]``."""
         check_capsules(children)
         return dynamic_routing(
             children.pose,
@@ -214,7 +236,7 @@ class DynamicRouting(nn.Module):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with."""
+        """Constructor arguments, as saved with a network."""
         return {name: getattr(self, name) for name in inspect.signature(DynamicRouting).parameters}
 
     def extra_repr(self) -> str:

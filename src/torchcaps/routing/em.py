@@ -20,12 +20,12 @@ ParentActivation = Literal["logistic", "mixing"]
 
 
 class EMPass(NamedTuple):
-    """What one pass of EM routing found.
+    """Result of one iteration of EM routing.
 
     Arguments:
-        couplings: R_ij that went into the pass, ``[B, J, E, C]``, in the order of the map's edges.
+        couplings: R_ij of this iteration's M-step, ``[B, J, E, C]``, in the order of the map's edges.
         mean: μ_j, ``[B, P, J, R, N]``.
-        variance: σ_j², of the same shape, at least the floor.
+        variance: σ_j², ``[B, P, J, R, N]``, including the variance floor.
         activation: a_j, ``[B, P, J]``.
     """
 
@@ -94,58 +94,56 @@ def em_routing(
     return_passes: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, list[EMPass]]:
-    """Fit a Gaussian to each parent's votes and share each child among them: Hinton, Sabour & Frosst 2018, procedure 1.
+    """EM routing: fit a Gaussian to the votes for each parent, and assign each child to its parents.
 
-    ::
+    Hinton, Sabour & Frosst 2018, procedure 1, in log space::
 
-        R_ij = 1 / (number of parents child i reaches)
+        R_ij = 1 / (number of parents of child i)
         repeat `iterations` times:
             M-step, per parent:   r_ij = R_ij a_i       V_ij = M_i W_ij
                 μ_j^h = Σ_i r_ij V_ij^h / Σ_i r_ij
                 (σ_j^h)² = Σ_i r_ij (V_ij^h - μ_j^h)² / Σ_i r_ij + floor
                 cost_j = Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data
                 a_j = logistic(λ (β_a - cost_j))
-            E-step, per child (not in the last pass):
+            E-step, per child (not in the last iteration):
                 log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
                 R_ij = a_j p_ij / Σ_k a_k p_ik
 
-    in log space. The defaults hold the corrections of Gritzman 2019 (arXiv 1907.00652): the variance floor (a single
-    child has no variance), mean_data = children / parents of the layer (else layers with few parents saturate), and
-    couplings that compete over every parent a child reaches. A child of activation 0 counts for nothing; a parent whose
-    children are all off has mean 0 and the cost 0. Computed in the widest dtype of children and transform, whatever
-    autocast says.
+    The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor (a single child has no
+    variance), mean_data = children / parents of the layer (otherwise layers with few parents saturate), and couplings
+    that compete over all parents of a child. A child with activation 0 has no effect. A parent whose children all have
+    activation 0 has mean 0 and cost 0. The dtype is the widest one of children and transform; autocast has no effect.
 
     Arguments:
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
-        transform: ``[K, C, J, Q, N]``, the map's transforms.
+        transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
-        beta_u: ``[J]``, the cost of describing a datum with no parent active (with its sign turned).
-        beta_a: ``[J]``, the cost of activating a parent (with its sign turned).
-        iterations: T, from 1 to 1,000.
-        competition: ``parents``, every type at every site that a child reaches; ``types`` at one site alone, as most
-            implementations have it (and R_ij = 1 / J at the start).
-        variance_floor: added to σ², at least 0; Gritzman has 1e-4, the authors' code 5e-4, the paper none: then a
-            parent with a single voter is NaN.
+        beta_u: ``[J]``, the negative of the cost of describing a datum without an active parent.
+        beta_a: ``[J]``, the negative of the cost of activating a parent.
+        iterations: number of routing iterations, from 1 to 1,000.
+        competition: ``parents``: a child is shared among all its parents; ``types``: among the parent types at each
+            site separately, as in most implementations (R_ij then starts at 1 / J).
+        variance_floor: added to σ², at least 0. Gritzman uses 1e-4 and the authors' code 5e-4. The paper has none, in
+            which case a parent with a single vote becomes NaN.
         normalise_data: divide Σ r by mean_data in the cost; the paper does not.
-        inverse_temperature: λ, what a rise without end would reach, above 0. The paper's 0.01 belongs beside costs of
-            many data (``normalise_data=False``); beside the cost of one, 1 is its equal, and so Gritzman's code has it.
-        temperature_schedule: ``rising``, λ (1 - 0.95^(t+1)) in pass t = 0, 1, …, as the authors; or ``constant``.
-        parent_activation: ``logistic``, or ``mixing`` proportions: a_j ∝ Σ_i r_ij, summing to 1 over the layer.
-        mean_damping: share of the last pass's mean kept in the next, in [0, 1); the authors' code has 0.1.
-        tempering: a factor on log (a_j p_ij) in the E-step, in (0, 1]; the paper has 1. The numbers of a pose are
-            counted as independent, so that the couplings are too sure; a smaller factor makes them less so.
-        return_passes: also return what every pass found; its couplings write all votes to memory where a gradient is
-            asked for.
-        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
-            them; ``auto`` is fused where it can be.
+        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule. The paper's 0.01 fits a cost summed over
+            all data (``normalise_data=False``); for the cost per datum, 1 is equivalent, as in Gritzman's code.
+        temperature_schedule: ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, …, as the authors; or ``constant``.
+        parent_activation: ``logistic``, or ``mixing``: mixing proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
+        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
+        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
+            as independent, which makes the couplings overconfident; a smaller factor softens them.
+        return_passes: also return every iteration. If a gradient is required, this materialises all votes.
+        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
+            ``auto``: fused if the kernels can run.
 
     Returns:
-        The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last pass; with one `EMPass` a pass
-        where asked for.
+        The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last iteration. With
+        ``return_passes``, also a list with one `EMPass` per iteration.
 
     Raises:
-        ValueError: children, transform or β do not fit the map, an option is out of its range or unknown, or the
-            backend cannot.
+        ValueError: ``children``, ``transform``, ``beta_u`` or ``beta_a`` does not fit the map, an option is out of its
+            range or has an unknown value, or the fused backend cannot run.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
@@ -207,7 +205,7 @@ def em_routing(
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
-    """The logarithm of each parent's part of the layer's mass; of parts near 0, that of the smallest number."""
+    """Compute the log of each parent's share of the layer's mass, with shares clamped to the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
     some = total >= tiny
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
@@ -220,15 +218,17 @@ def _check_tensors(
     pose, activation = children
     routing_map.check(pose, transform)
     if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
-        raise ValueError(f"activation must be [B, S, C] = {list(pose.shape[:3])}, as pose; got {described(activation)}")
+        raise ValueError(
+            f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
+        )
     check_floating("activation", activation)
     check_device("activation", activation, pose)
     types = transform.shape[2]
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         if not isinstance(beta, Tensor) or beta.ndim != 1 or beta.shape[0] != types:
             raise ValueError(
-                f"{name} must be [{types}], a number for each parent type of the transform; got {described(beta)}: "
-                f"in a layer of {types} parent types, use EMRouting({types})"
+                f"{name} must be [{types}], one number per parent type of the transform; got {described(beta)}: "
+                f"for {types} parent types, use EMRouting({types})"
             )
         check_floating(name, beta)
         check_device(name, beta, pose)
@@ -246,9 +246,9 @@ def _check_options(
 ) -> None:
     check_iterations(iterations)
     if not 0 <= variance_floor < math.inf:
-        raise ValueError(f"variance_floor must be at least 0; got {variance_floor}")
+        raise ValueError(f"variance_floor must be a finite number of at least 0; got {variance_floor}")
     if not 0 < inverse_temperature < math.inf:
-        raise ValueError(f"inverse_temperature must be above 0; got {inverse_temperature}")
+        raise ValueError(f"inverse_temperature must be a finite number above 0; got {inverse_temperature}")
     if not 0 <= mean_damping < 1:
         raise ValueError(f"mean_damping must be in [0, 1); got {mean_damping}")
     if not 0 < tempering <= 1:
@@ -262,16 +262,34 @@ def _check_options(
 
 
 class EMRouting(nn.Module):
-    """`em_routing` with its options fixed and its β learned, as the rule of a capsule layer.
+    """EM routing with learned β_u and β_a, as the rule of a capsule layer: Hinton, Sabour & Frosst 2018, procedure 1.
+
+    ::
+
+        R_ij = 1 / (number of parents of child i)
+        repeat `iterations` times:
+            M-step:   r_ij = R_ij a_i       μ_j, σ_j² = mean and variance of the votes V_ij, weighted with r_ij
+                      a_j = logistic(λ (β_a - Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data))
+            E-step:   R_ij = a_j N(V_ij; μ_j, σ_j²) / Σ_k a_k N(V_ij; μ_k, σ_k²)
 
     Arguments:
-        parent_types: J; β_u and β_a are one number per parent type; mixing proportions need neither.
-        initial_beta_a: β_a at the start, where β_u is 0. Below 0, a parent that no child chose is off, at an activation
-            of logistic(λ β_a). β_a moves in steps of the learning rate, so that it does not get there by itself.
-        The others are those of `em_routing`.
+        parent_types: number of parent types (J). β_u and β_a have one number per type, and are not trained with
+            ``parent_activation="mixing"``.
+        iterations: number of routing iterations, from 1 to 1,000.
+        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
+        variance_floor: added to σ², at least 0.
+        normalise_data: mean_data = children / parents of the layer; otherwise 1.
+        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule.
+        temperature_schedule: ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, …; or ``constant``.
+        parent_activation: ``logistic``, or ``mixing`` proportions that sum to 1 over the layer.
+        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
+        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; below 1 it softens the couplings.
+        backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
+        initial_beta_a: initial β_a; β_u starts at 0. If negative, a parent that no child chooses has a low activation,
+            logistic(λ β_a). Training moves β_a in steps of the learning rate, too slowly to reach such values.
 
     Raises:
-        ValueError: an option is out of its range or unknown.
+        ValueError: an option is out of its range or has an unknown value.
 
     Example:
         >>> rule = EMRouting(parent_types=6)
@@ -327,11 +345,11 @@ class EMRouting(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "EMRouting":
-        """The rule for the parent types of a layer."""
+        """Create the rule for a layer, with its number of parent types."""
         return cls(layer.parent_types, **options)
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
-        """Every pass in full; see `em_routing`."""
+        """Route and return one `EMPass` per iteration: couplings, mean, variance and activation."""
         betas = self.beta_u, self.beta_a
         return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
 
@@ -344,7 +362,7 @@ class EMRouting(nn.Module):
         self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children, transform, routing_map, return_couplings=False):
-        """Parents' capsules, and the couplings of the last pass ``[B, J, E, C]`` where asked for."""
+        """Compute the parents and, with ``return_couplings``, the couplings of the last iteration ``[B, J, E, C]``."""
         if return_couplings:
             last = self.passes(children, transform, routing_map)[-1]
             return Capsules(last.mean, last.activation), last.couplings
@@ -352,7 +370,7 @@ class EMRouting(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """Which kernels compute the votes; see `em_routing`."""
+        """Backend of the votes: ``auto``, ``reference`` or ``fused``."""
         return self.options["backend"]
 
     @backend.setter
@@ -361,7 +379,7 @@ class EMRouting(nn.Module):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with; β_u and β_a are weights."""
+        """Constructor arguments, as saved with a network; β_u and β_a are part of the state dict."""
         return {"parent_types": len(self.beta_u), **self.options}
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""EM routing with learned benefits and costs in place of a fit's cost: Heinsen 2019 (arXiv 1911.00792)."""
+"""EM routing whose parent activations come from learned benefits and costs: Heinsen 2019 (arXiv 1911.00792)."""
 
 import math
 from typing import Any
@@ -14,33 +14,36 @@ from torchcaps.routing.votes import Agreement, Votes
 
 
 class GenerativeRouting(Rule):
-    """EM routing with a learned benefit of using, and cost of ignoring, each child; their sum activates a parent.
+    """EM routing with a learned benefit of using, and a learned cost of ignoring, each child.
 
-    Heinsen 2019, with the floors of the author's code of that year::
+    Heinsen 2019, with the floors of the author's 2019 code::
 
-        R_ij = 1 / (number of parents child i reaches)
+        R_ij = 1 / (number of parents of child i)
         repeat `iterations` times:
             D-step:  D_use_ij = a_i R_ij          D_ign_ij = a_i - D_use_ij
             M-step:  logit_j = Σ_i β_use_ij D_use_ij - Σ_i β_ignore_ij D_ign_ij
                      μ_j = Σ_i D_use_ij V_ij / (Σ_i D_use_ij + mass_floor)
                      σ_j² = Σ_i D_use_ij (V_ij - μ_j)² / (Σ_i D_use_ij + mass_floor) + variance_floor
-            E-step (not in the last pass):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
-                     R_ij = softmax over every parent that child i reaches (log f(logit_j) + log p_ij)
+            E-step (not in the last iteration):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
+                     R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    f is the logistic function. The paper hands logits from layer to layer and takes f of them first; here a_i in [0, 1]
-    is that f, and the parents' activation is f(logit_j). β is shared as the transform is: a number for each transform,
-    child type and parent type, 0 at the start. A parent without data has pose 0. The author's vote bias is left out.
+    f is the logistic function. In the paper, layers exchange logits and first apply f to them. Here layers exchange
+    activations in [0, 1]: a_i is already f of a logit, and a parent's activation is f(logit_j). β is shared like the
+    transforms: one number per transform, child type and parent type, initially 0. A parent whose children all have
+    activation 0 has pose 0. The vote bias of the author's code is left out.
 
     Arguments:
-        transforms: K of the map: child sites of a dense layer, 1 of a shared one, kernel_size² of a convolution.
-        child_types: C.
-        parent_types: J.
-        iterations: passes over the votes, the even one included, from 1 to 1,000.
+        transforms: number of transforms of the map (K): child sites of a dense layer, 1 for a shared layer,
+            kernel_size² for a convolutional layer.
+        child_types: number of capsule types per child site (C).
+        parent_types: number of capsule types per parent site (J).
+        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
         variance_floor: added to σ², above 0.
-        mass_floor: added to Σ D_use where it divides, above 0; it pulls the pose of a parent with little data to 0.
+        mass_floor: added to Σ D_use in denominators, above 0; it pulls poses of parents with little mass towards 0.
 
     Raises:
-        ValueError: an option is out of its range, or β does not fit the layer's transform.
+        ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When called: the
+            transform's K, C and J differ from those of the rule.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -66,31 +69,34 @@ class GenerativeRouting(Rule):
         check_iterations(iterations)
         for name, floor in (("variance_floor", variance_floor), ("mass_floor", mass_floor)):
             if not 0 < floor < math.inf:
-                raise ValueError(f"{name} must be above 0; got {floor}")
+                raise ValueError(f"{name} must be a finite number above 0; got {floor}")
         self.iterations, self.variance_floor, self.mass_floor = iterations, variance_floor, mass_floor
         self.beta_use = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
         self.beta_ignore = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "GenerativeRouting":
-        """The rule for the children of a layer."""
+        """Create the rule for a layer, with the sizes of its transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
-        """As `Rule.forward`; every vote carries its β through the passes, as two more numbers."""
+        """Compute the parents; same arguments as `Rule.forward`. Each vote carries its β in two extra elements."""
         check_capsules(children)
         routing_map.check(pose := children.pose, transform)
         if transform.shape[:3] != self.beta_use.shape:
-            raise ValueError(f"β is {list(self.beta_use.shape)}; this layer needs {list(transform.shape[:3])}")
+            raise ValueError(
+                f"transform must have [K, C, J] = {list(self.beta_use.shape)}, as β of this rule; "
+                f"got {list(transform.shape[:3])}: make the rule for this layer"
+            )
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
         use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
         betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))
-        if pose.shape[3] > 1:  # a vote of several rows has room for both in one column
+        if pose.shape[3] > 1:  # with several rows, both β fit in one column of the vote
             betas = betas.sum(dim=4, keepdim=True)
         child = routing_map.edges_on(pose.device)[:, 0]
         factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
         factors[..., 0, 0] = 1
-        # The even pass divides a child among its parents; times their number, it is the plain sum over a_i β_ignore.
+        # This factor cancels the uniform couplings of the first pass, so that mass · mean is Σ a_i β_ignore.
         reached = factors.new_zeros(len(factors)).index_add(0, child, factors.new_ones(len(child)))
         competing = reached if self.competition == "parents" else torch.ones_like(reached)
         factors[..., -1, 1] = transform.shape[2] * competing[:, None]
@@ -100,7 +106,7 @@ class GenerativeRouting(Rule):
         return super().forward(children, torch.cat([transform, betas], dim=3), routing_map, return_couplings)
 
     def route(self, votes: Votes) -> Capsules:
-        """Means of the last pass, and the logistic function of its logits."""
+        """Return the means of the last iteration as poses and f(logit) as activations."""
         agreement = ignore_all = None
         for _ in range(self.iterations):
             mass, mean, variance = votes.moments(agreement)
@@ -121,6 +127,6 @@ class GenerativeRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with; β_use and β_ignore are weights."""
+        """Constructor arguments, as saved with a network; β_use and β_ignore are part of the state dict."""
         floors = {"variance_floor": self.variance_floor, "mass_floor": self.mass_floor}
         return {**self.sizes, "iterations": self.iterations, **floors}

@@ -1,4 +1,4 @@
-"""What every routing rule is: moments of votes, and plain PyTorch between two of them."""
+"""Base class of routing rules: fused passes over the votes, with plain PyTorch in between."""
 
 from abc import abstractmethod
 from typing import Any, Literal, NamedTuple, overload
@@ -14,14 +14,14 @@ from torchcaps.routing_map import RoutingMap
 
 
 class LayerShape(NamedTuple):
-    """What a rule with parameters of its own has to know of its layer.
+    """Sizes of a layer, from which a rule creates its parameters.
 
     Arguments:
-        transforms: K.
-        child_types: C.
-        parent_types: J.
-        child_pose_shape: (R, Q), coordinates included where the layer adds them.
-        parent_pose_shape: (R, N).
+        transforms: number of transforms (K).
+        child_types: number of capsule types per child site (C).
+        parent_types: number of capsule types per parent site (J).
+        child_pose_shape: rows and columns (R, Q) of a child's pose, including added coordinates.
+        parent_pose_shape: rows and columns (R, N) of a parent's pose.
     """
 
     transforms: int
@@ -32,10 +32,10 @@ class LayerShape(NamedTuple):
 
 
 class Rule(nn.Module):
-    """A routing rule: how parents are fitted to the votes of their children. Subclass it and write `route`.
+    """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    A rule computes in the widest dtype of children and transform, and never in less than float32, whatever autocast
-    says. One that is in ``torchcaps.ROUTINGS`` and has ``saved_options`` is saved with the weights of its network.
+    The dtype is the widest one of children and transform, and at least float32; autocast has no effect. A rule in
+    ``torchcaps.ROUTINGS`` with a property ``saved_options`` is saved with its network.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -52,29 +52,29 @@ class Rule(nn.Module):
     """
 
     weighs_activations = True
-    """Whether a child's votes are weighted with its activation."""
+    """Whether votes are weighted with the activation of the child."""
     competition: Competition = "parents"
-    """The parents that share a child: all that it reaches, or the types at one site alone."""
+    """Parents that a child is shared among: all its parents, or the parent types at each site separately."""
     backend: Backend = "auto"
-    """Which kernels compute the votes; see `Votes`."""
+    """``fused`` (never materialise votes), ``reference`` (materialise all votes), or ``auto``: fused if possible."""
 
     @property
     def passes(self) -> int:
-        """How often `route` calls `Votes.moments`: ``self.iterations`` where there is one, else 1. See `Votes`."""
+        """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it exists, otherwise 1."""
         return getattr(self, "iterations", 1)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
-        """The rule for a layer that names it: a rule with parameters of its own takes their sizes from the layer."""
+        """Create the rule for a layer that selects it by name; parameters take their sizes from ``layer``."""
         return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """What the votes are made of. A rule may add columns here, to carry numbers of its own in every vote."""
+        """Change pose and transform before votes are computed, for example to add columns to every vote."""
         return pose, transform
 
     @abstractmethod
     def route(self, votes: Votes) -> Capsules:
-        """The parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""
+        """Compute the parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""
 
     @overload
     def forward(
@@ -85,16 +85,16 @@ class Rule(nn.Module):
         self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
     ) -> tuple[Capsules, Tensor]: ...
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: bool = False) -> Any:
-        """Route votes to parents.
+        """Compute the parents of a layer.
 
         Arguments:
             children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``.
-            transform: ``[K, C, J, Q, N]``.
+            transform: ``[K, C, J, Q, N]``, transforms of the map.
             routing_map: which child site feeds which parent site.
-            return_couplings: also return the couplings of the last pass, ``[B, J, E, C]``.
+            return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
 
         Raises:
-            ValueError: shapes disagree with the map.
+            ValueError: the shape of ``children`` or ``transform`` does not fit the map.
         """
         check_capsules(children)
         dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)

@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfAttentionRouting(Rule):
-    """A child prefers the parents on which the others' votes look like its own: one pass of self-attention.
+    """Self-attention routing: one iteration, with logits from the dot products of a child's vote with all votes.
 
     Mazzia, Salvetti & Chiaberge 2021, section 3.2::
 
@@ -21,16 +21,16 @@ class SelfAttentionRouting(Rule):
         s_j = Σ_i (c_ij + b_ij) û_ij
         v_j = (1 - e^-|s_j|) s_j / |s_j|            a_j = |v_j|
 
-    b is learned, begins at 0, and is shared as the layer's transforms are. The activations of the children are not
-    used. The couplings that are returned are c alone.
+    b is learned, starts at 0, and is shared like the layer's transforms. The activations of the children are not used.
+    The returned couplings are c, without b.
 
     Arguments:
-        transforms: K of the layer's map.
-        child_types: C.
-        parent_types: J.
+        transforms: number of transforms of the layer's map (K).
+        child_types: number of capsule types per child site (C).
+        parent_types: number of capsule types per parent site (J).
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -50,16 +50,16 @@ class SelfAttentionRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfAttentionRouting":
-        """The rule for the children of a layer."""
+        """Create the rule for a layer, with the sizes of its transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Every vote, and beside it the same vote times its bias."""
+        """Append to every vote a copy multiplied by its bias b."""
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 
     def route(self, votes: Votes) -> Capsules:
-        """Sums of votes, squashed by an exponential."""
+        """Compute the squashed sums of votes and their lengths."""
         rows, columns = votes.parent_shape[3], votes.parent_shape[4] // 2
         even = votes.moments(variance=False)
         types = votes.parent_shape[2]
@@ -73,5 +73,5 @@ class SelfAttentionRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with."""
+        """Constructor arguments, as saved with a network."""
         return dict(zip(("transforms", "child_types", "parent_types"), self.bias.shape, strict=True))

@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfRouting(Rule):
-    """Every child decides by itself how it divides itself, from its own pose: one pass, no agreement.
+    """Self-routing: one iteration, with couplings predicted from the pose of each child, without agreement.
 
     Hahn, Pyeon & Kim 2019, equations 3 to 5::
 
@@ -21,17 +21,17 @@ class SelfRouting(Rule):
         p_j = Σ_i a_i c_ij û_ij / Σ_i a_i c_ij
         a_j = Σ_i a_i c_ij / Σ_i a_i
 
-    W and b are learned and begin at 0, which shares every child evenly. They are shared as the layer's transforms are.
-    The authors put BatchNorm on poses and activations between layers, and train on the logarithm of the activations.
+    W and b are learned. They start at 0, which gives uniform couplings, and are shared like the layer's transforms. The
+    authors use BatchNorm on poses and activations between layers, and train on the log of the activations.
 
     Arguments:
-        transforms: K of the layer's map.
-        child_types: C.
-        parent_types: J.
-        child_pose_shape: (R, Q).
+        transforms: number of transforms of the layer's map (K).
+        child_types: number of capsule types per child site (C).
+        parent_types: number of capsule types per parent site (J).
+        child_pose_shape: rows and columns (R, Q) of a child's pose.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: a size is below 1.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -53,11 +53,11 @@ class SelfRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfRouting":
-        """The rule for the children of a layer."""
+        """Create the rule for a layer, with the sizes of its transforms and children."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Columns beside every vote that add up to its logit: row r of the pose times column r of the weight."""
+        """Append columns to every vote whose diagonal sums to its logit: row r of the pose times column r of W."""
         rows, columns = pose.shape[3], transform.shape[4]
         one = torch.zeros_like(pose[..., :1])
         one[..., 0, 0] = 1
@@ -67,7 +67,7 @@ class SelfRouting(Rule):
         return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
 
     def route(self, votes: Votes) -> Capsules:
-        """Mean poses, and the share of the children's activation that each parent has drawn."""
+        """Compute mean poses, and each parent's share of the activation of its children."""
         *parents, rows, columns = votes.parent_shape
         diagonal = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
         linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)
@@ -79,7 +79,7 @@ class SelfRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with."""
+        """Constructor arguments, as saved with a network."""
         transforms, child_types, parent_types, columns, rows = self.weight.shape
         return {
             "transforms": transforms,

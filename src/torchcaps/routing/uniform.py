@@ -1,4 +1,4 @@
-"""Even couplings: the control beside every routing rule."""
+"""Uniform couplings: the control experiment for every routing rule."""
 
 from typing import Any, get_args
 
@@ -9,20 +9,20 @@ from torchcaps.routing.votes import Votes
 
 
 class UniformRouting(Rule):
-    """Every child divides itself evenly among all the parents that it reaches; nothing is routed.
+    """Uniform routing: every child is shared evenly among all its parents.
 
     ::
 
-        v_j = squash(Σ_i û_ij / number of parents that child i reaches)        a_j = |v_j|
+        v_j = squash(Σ_i û_ij / number of parents of child i)        a_j = |v_j|
 
-    The first pass of dynamic routing (Sabour, Frosst & Hinton 2017), and all of it for one iteration. What a network
-    gains over this rule is routing's own share.
+    This is dynamic routing (Sabour, Frosst & Hinton 2017) with one iteration. Comparing a network with this rule shows
+    how much its routing contributes.
 
     Arguments:
-        squash_form: applied to the parents; see `squash`.
+        squash_form: squash of the parents: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:
-        ValueError: an unknown form.
+        ValueError: ``squash_form`` is not one of the known forms.
 
     Example:
         >>> import torch
@@ -36,16 +36,16 @@ class UniformRouting(Rule):
 
     def __init__(self, squash_form: SquashForm = "sabour") -> None:
         super().__init__()
-        check_choice("squash form", squash_form, get_args(SquashForm))
+        check_choice("squash_form", squash_form, get_args(SquashForm))
         self.squash_form: SquashForm = squash_form
 
     def route(self, votes: Votes) -> Capsules:
-        """Squashed sums of evenly shared votes."""
+        """Compute the squashed sums of evenly weighted votes, and their lengths."""
         found = votes.moments(variance=False)
         pose = squash(found.mass[..., None, None] * found.mean, self.squash_form)
         return Capsules(pose, lengths(pose))
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with."""
+        """Constructor arguments, as saved with a network."""
         return {"squash_form": self.squash_form}

@@ -14,16 +14,16 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class VariationalBayesRouting(Rule):
-    """A mixture of Gaussians with priors is fitted to the votes; a parent is active where its posterior is certain.
+    """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
 
-    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of values in a pose, R_j the mass and
+    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose, R_j the mass and
     μ_j the mean of a parent's votes, both weighted with w_ij = a_i c_ij::
 
-        c_ij = 1 / number of parents that child i reaches
+        c_ij = 1 / number of parents of child i
         repeat `iterations` times:
             α_j = 1 + R_j        κ_j = 1 + R_j        ν_j = D + 1 + R_j
             m_j = R_j μ_j / κ_j
-            1 / Ψ_j = 1 + Σ_i w_ij (V_ij - μ_j)² + R_j μ_j² / κ_j                           number by number
+            1 / Ψ_j = 1 + Σ_i w_ij (V_ij - μ_j)² + R_j μ_j² / κ_j                           elementwise
             E ln π_j = ψ(α_j) - ψ(Σ α over the types at the site of j)
             E ln|Λ_j| = Σ_d ψ((ν_j + 1 - d) / 2) + D ln 2 + Σ ln Ψ_j                        d = 1, …, D
             c_i = softmax over the parents (E ln π_j + ½ E ln|Λ_j| - ½ [D / κ_j + ν_j Σ Ψ_j (V_ij - m_j)²])
@@ -31,22 +31,25 @@ class VariationalBayesRouting(Rule):
         a_j = σ(BatchNorm(β_a - (β_u + e^(E ln π_j) H_j)))
         pose_j = BatchNorm(m_j)
 
-    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1, so that a parent with a
-    single vote, or none, needs no floor. Both norms are without weights, and have one mean and variance per parent
-    type: over samples and sites, and for poses over their numbers too. In training the norm takes β away again, as in
-    the authors' code: its gradient is 0, and it counts in evaluation mode alone.
+    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. They make a variance
+    floor unnecessary, even for a parent with one vote or none. Both BatchNorms have no learned parameters, and one mean
+    and variance per parent type: over samples and sites, and for poses also over their elements. In training mode, the
+    BatchNorm of the activation cancels β, as in the authors' code: β has gradient 0, and affects evaluation mode only.
 
-    Two things differ from that code. Its first couplings are 1 / J however many sites a child reaches; only the later
-    ones are shared among sites too. And it divides by the sum of a child's densities, but by 1e-11 at least, so that a
-    vote far from every parent counts for less; here the couplings of every child sum to 1.
+    This rule differs from the authors' code in two points. Their initial couplings are 1 / J for any number of parent
+    sites per child; only later couplings are shared among sites. Their couplings divide by the sum of a child's
+    densities or 1e-11, whichever is larger, so that a vote far from every parent has less weight. Here the couplings of
+    every child sum to 1.
 
     Arguments:
-        parent_types: J; β_a and β_u are one number per parent type.
-        iterations: passes over the votes, the even one included, from 1 to 1,000.
-        competition: ``parents``, all that a child reaches, as the authors; or ``types`` at one site alone.
+        parent_types: number of parent types (J). β_a and β_u have one number per type.
+        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
+        competition: ``parents``: softmax over all parents of a child, as the authors; ``types``: over the parent types
+            at each site.
 
     Raises:
-        ValueError: an option is out of its range; or, in training, a batch of one sample with one parent site.
+        ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
+            called in training mode: the batch has one sample and the layer one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -71,11 +74,11 @@ class VariationalBayesRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "VariationalBayesRouting":
-        """The rule for the parent types of a layer."""
+        """Create the rule for a layer, with its number of parent types."""
         return cls(layer.parent_types, **options)
 
     def route(self, votes: Votes) -> Capsules:
-        """Normalised posterior means, and the negative entropies of the posteriors as activations."""
+        """Compute normalised posterior means as poses, and activations from the entropies of the posteriors."""
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
@@ -100,12 +103,12 @@ class VariationalBayesRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """What the rule is made with; β and the statistics of the norms are weights."""
+        """Constructor arguments, as saved with a network; β and the BatchNorm statistics are in the state dict."""
         return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
 
 
 def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
-    """Values ``[B, P, J, ...]``, normalised per type in their own dtype, whatever that of the norm's statistics."""
+    """Normalise values ``[B, P, J, ...]`` per parent type, in the dtype of the values, not of the norm's statistics."""
     buffers = dict(norm.named_buffers())
     statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
     types_first = values.transpose(1, 2)

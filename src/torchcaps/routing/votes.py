@@ -1,5 +1,6 @@
-"""The votes of a layer as a routing rule sees them: summed at the parents under an agreement, never handed out."""
+"""The votes of a layer, which a routing rule reads as moments per parent and never as single votes."""
 
+from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -18,31 +19,36 @@ from torchcaps.routing_map import RoutingMap
 __all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
 
+observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
+"""Called after every call of `Votes.moments`; `torchcaps.inspection.recorded` sets it."""
+
+
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``tensor.to(dtype)``, and quicker where there is nothing to do."""
+    """Same as ``tensor.to(dtype)``, but faster if the tensor already has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class Votes:
-    """The votes of children for parents along every edge of a map, ``V = pose · transform``.
+    """Votes of children for parents along every edge of a map, ``V = pose · transform``.
 
-    Fused kernels compute a vote wherever it is needed and never store it. Where they cannot run, all votes are written
-    to memory.
+    The fused kernels compute each vote when they need it and never store it. Where they cannot run, all votes are
+    materialised.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``, of the children.
-        activation: ``[B, S, C]``, of the children; None counts as 1 everywhere.
-        transform: ``[K, C, J, Q, N]``.
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
+        transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
-        competition: the parents that share a child: ``parents``, all that it reaches, or ``types`` at one site alone.
-        none_of_the_above: a further parent with logit 0 takes part in every softmax.
-        passes: how often `moments` will be called. The gradients of these calls share one sweep over the votes; more
-            calls are right too, only slower.
-        backend: ``fused`` never writes a vote to memory and is not differentiated twice; ``reference`` writes all of
-            them; ``auto`` is fused where it can be.
+        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
+        none_of_the_above: include an extra parent with logit 0 in every softmax.
+        passes: planned number of calls of `moments`. The gradients of these calls share one sweep over the votes;
+            further calls give correct gradients, but are slower.
+        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
+            ``auto``: fused if the kernels can run.
 
     Raises:
-        ValueError: shapes disagree with the map, or the backend cannot.
+        ValueError: ``pose`` or ``transform`` does not fit the map, ``competition`` or ``backend`` is unknown, or the
+            fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -87,9 +93,9 @@ class Votes:
         self._last: Agreement | None = None
 
     def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
-        """Of Gaussians with the variance σ² + floor, ``1 / 2σ²`` of every number and ``Σ log σ`` ``[B, P, J]``.
+        """Compute ``1 / 2σ²`` ``[B, P, J, R, N]`` and ``Σ log σ`` ``[B, P, J]`` with ``σ² = variance + floor``.
 
-        Rules that fit Gaussians need both between two passes; here they take one step where the votes are fused.
+        Rules that fit Gaussians need both between two passes. With fused votes, one kernel computes both.
         """
         return gaussian(variance, floor) if self.fused else written_out(variance, floor)
 
@@ -102,11 +108,11 @@ class Votes:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the moments, and of agreements."""
+        """Dtype of the moments and agreements."""
         return statistics_dtype(self._pose.dtype) if self.fused else self._pose.dtype
 
     def detach(self) -> "Votes":
-        """The same votes as constants to the gradient."""
+        """Return the same votes as constants, without gradients."""
         votes = object.__new__(Votes)
         votes.__dict__ = dict(self.__dict__)
         votes._pose, votes._transform = self._pose.detach(), self._transform.detach()
@@ -117,18 +123,23 @@ class Votes:
     def moments(
         self, agreement: Agreement | None = None, *, variance: bool = True, constant_couplings: bool = False
     ) -> Moments:
-        """Mass, mean and variance of every parent's votes.
+        """Compute mass, mean and variance of the votes per parent.
 
         Arguments:
-            agreement: None shares every child evenly.
-            variance: compute it too; a pass without is cheaper.
-            constant_couplings: no gradient goes through the couplings, and so none through the agreement.
+            agreement: logits of the couplings; None for uniform couplings.
+            variance: also compute the variance; a pass without it is cheaper.
+            constant_couplings: treat the couplings as constants; then the agreement has no gradient.
 
         Raises:
-            ValueError: a part of the agreement has another shape than the parents.
+            ValueError: a part of ``agreement`` does not have the shape of the parents.
         """
         self._last = agreement
-        parts = self._checked(agreement)
+        found = self._moments(self._checked(agreement), variance, constant_couplings)
+        if observer is not None:
+            observer(self, agreement, found)
+        return found
+
+    def _moments(self, parts: Agreement, variance: bool, constant_couplings: bool) -> Moments:
         if not self.fused:
             return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         if constant_couplings:
@@ -153,7 +164,7 @@ class Votes:
         return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Σ a_i over the children that reach each parent site: the largest mass that a parent there can have."""
+        """Sum the activations of the children of each parent site: the maximum mass of a parent at that site."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:
@@ -163,9 +174,13 @@ class Votes:
         return of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites).index_add(1, parent, of_sites[:, child])
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
-        """How every child divides itself among its parents, in the order of the map's edges.
+        """Compute the couplings, in the order of the map's edges.
 
-        Where a gradient is asked of them, all votes are written to memory.
+        They sum to 1 per child, or to less with ``none_of_the_above``. If a gradient is required, all votes are
+        materialised.
+
+        Arguments:
+            agreement: logits of the couplings; None for uniform couplings.
         """
         parts = self._checked(agreement)
         given = (self._pose, self._transform, *parts)
@@ -176,13 +191,25 @@ class Votes:
         by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._options)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
 
+    def weights(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
+        """Compute the weight of every vote, ``w_ij = activation_i · coupling_ij``, in the order of the map's edges."""
+        couplings = self.couplings(agreement)
+        if self._activation is None:
+            return couplings
+        child = self.routing_map.edges_on(self._pose.device)[:, 0]
+        return couplings * self._activation.index_select(1, child)[:, None]
+
+    def materialised(self) -> Float[Tensor, "B J E C R N"]:
+        """Compute all votes and return them. They take much memory."""
+        return self.routing_map.votes(self._pose, self._transform)
+
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
-        """The couplings behind the last `moments`."""
+        """Compute the couplings of the last call of `moments`."""
         return self.couplings(self._last)
 
     @property
     def _options(self) -> tuple[bool, bool, bool]:
-        """Whether types at one site compete alone; whether none of the above does too; what the lanes hold."""
+        """Options of the fused kernels: compete among types only, none of the above, samples in SIMD lanes."""
         return self._competition == "types", self._none_of_the_above, self._by_sample
 
     @property
@@ -193,18 +220,18 @@ class Votes:
         return self._written
 
     def _checked(self, agreement: Agreement | None) -> Agreement:
-        """The agreement in the dtype of the moments; all None without one."""
+        """Check the agreement and convert it to the dtype of the moments; None gives an empty agreement."""
         if agreement is None:
             return Agreement()
         vectors, dtype = self.parent_shape, self.dtype
         for name, part in zip(Agreement._fields, agreement, strict=True):
             shape = vectors[:3] if name == "constant" else vectors
             if part is not None and part.shape != shape:
-                raise ValueError(f"{name} of an agreement must be {list(shape)}, as the parents; got {described(part)}")
+                raise ValueError(f"{name} of agreement must be {list(shape)} to fit the parents; got {described(part)}")
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
-        """Those of the next pass, where a gradient is asked of the children; see `torchcaps.kernels.moments`."""
+        """Take the tokens of the next pass if children need a gradient; see `torchcaps.kernels.moments`."""
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []

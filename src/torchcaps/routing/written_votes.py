@@ -1,4 +1,4 @@
-"""The votes of a layer, every one of them written to memory: the specification of the fused kernels."""
+"""Materialised votes of a layer: the reference implementation of the fused kernels."""
 
 import torch
 from jaxtyping import Float
@@ -10,11 +10,17 @@ from torchcaps.routing_map import RoutingMap
 
 
 class WrittenVotes:
-    """Votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
+    """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    Any dtype, any kind of differentiation, any exporter; the memory of all votes, several times over.
+    They support every dtype, kind of differentiation and exporter, but need several times the memory of all votes.
 
-    Arguments: those of `torchcaps.Votes`.
+    Arguments:
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
+        transform: ``[K, C, J, Q, N]``, transforms of the map.
+        routing_map: which child site feeds which parent site.
+        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
+        none_of_the_above: include an extra parent with logit 0 in every softmax.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -41,7 +47,7 @@ class WrittenVotes:
             self._activation = activation[:, child].unsqueeze(1)
 
     def moments(self, agreement: Agreement, *, variance: bool = True, constant_couplings: bool = False) -> Moments:
-        """See `torchcaps.Votes.moments`."""
+        """Compute mass, mean and variance of the votes per parent; see `torchcaps.Votes.moments`."""
         log_couplings, routing_map = self._log_couplings(agreement), self.routing_map
         if constant_couplings:
             log_couplings = log_couplings.detach()
@@ -58,7 +64,7 @@ class WrittenVotes:
         return Moments(mass.transpose(1, 2), mean.transpose(1, 2), second)
 
     def couplings(self, agreement: Agreement) -> Float[Tensor, "B J E C"]:
-        """See `torchcaps.Votes.couplings`."""
+        """Compute the couplings ``[B, J, E, C]``, in the order of the map's edges."""
         return self._log_couplings(agreement).exp()
 
     def _log_couplings(self, agreement: Agreement) -> Tensor:
@@ -85,7 +91,7 @@ class WrittenVotes:
         return logits
 
     def _shares(self, log_couplings: Tensor) -> Tensor:
-        """``w_ij / Σ_i w_ij``, however small all the w_ij of a parent are; 0 where all its children are off."""
+        """Compute ``w_ij / Σ_i w_ij`` without underflow; 0 for a parent whose children all have activation 0."""
         routing_map, activation = self.routing_map, self._activation
         if activation is None:
             activation = log_couplings.new_ones(())
@@ -95,7 +101,7 @@ class WrittenVotes:
         logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
         largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
         relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
-        # Of a child that is off, the gradient alone: as if it were on, but at most e^60.
+        # A child with activation 0 has weight 0, but its activation keeps a gradient, with a factor of at most e^60.
         weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
         weights = weights * torch.where(on, 1, activation)
         total = routing_map.sum_at_parents(weights.sum(dim=3))

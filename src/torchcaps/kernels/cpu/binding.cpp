@@ -1,5 +1,5 @@
-// What Python calls. torchcaps.kernels.moments checks the shape of every tensor and hands over its address; the indices of
-// the edges are checked here, so that nothing can read or write out of bounds.
+// Python bindings. torchcaps.kernels.moments checks the shapes of all tensors and passes their addresses. This file
+// checks the indices of the edges, so that the kernels cannot read or write out of bounds.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -61,7 +61,8 @@ void use(const std::string& name) {
       chosen = target;
       return;
     }
-  throw std::invalid_argument("this processor or build has no " + name + " kernels");
+  throw std::invalid_argument("instruction_set is \"" + name + "\", but this processor or build does not support it: "
+                              "use one of instruction_sets()");
 }
 
 template <class T> const Kernels<T>& kernels();
@@ -71,24 +72,26 @@ template <> const Kernels<double>& kernels<double>() { return chosen->in_double;
 using Addresses = std::vector<std::uintptr_t>;
 template <class T> T* at(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// B, S, C, P, J, K, R, Q, N, E, whether types compete alone, whether none of the above takes part, whether the lanes hold
-// samples, and threads.
+// B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether a "none of the above" takes part
+// in the softmax, whether the lanes hold samples, and the number of threads.
 using Sizes = std::vector<long>;
 
-// Sizes of a problem, and its edges as RoutingMap.edge_lists holds them.
+// Creates a problem from its sizes and the edge lists in the layout of RoutingMap.edge_lists.
 Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
-  if (sizes.size() != 14) throw std::invalid_argument("sizes must be 14 numbers");
+  if (sizes.size() != 14)
+    throw std::invalid_argument("sizes must have 14 entries; got " + std::to_string(sizes.size()));
   for (const long size : sizes)
-    if (size < 0 || size > 1L << 30) throw std::invalid_argument("a dimension is larger than 2^30");
+    if (size < 0 || size > 1L << 30)
+      throw std::invalid_argument("every dimension must be in [0, 2^30]; got " + std::to_string(size));
   const auto size = [&](std::size_t i) { return int(sizes[i]); };
   Problem g{};
   g.B = size(0), g.S = size(1), g.C = size(2), g.P = size(3), g.J = size(4), g.K = size(5), g.R = size(6), g.Q = size(7);
   g.N = size(8), g.E = size(9), g.types = size(10), g.none_of_the_above = size(11), g.by_sample = size(12);
   g.threads = size(13);
   if (g.P < 1 || g.S < 1 || g.C < 1 || g.R < 1 || g.Q < 1 || g.J < 1 || g.N < 1 || g.K < 1)
-    throw std::invalid_argument("every dimension but the batch must be at least 1");
+    throw std::invalid_argument("every dimension except the batch must be at least 1: remove the empty dimension");
   if (long(g.R) * g.N > MOST_NUMBERS || long(g.R) * g.Q > MOST_NUMBERS)
-    throw std::invalid_argument("the fused kernels take poses of up to 64 numbers");
+    throw std::invalid_argument("the fused kernels support poses of up to 64 numbers: use backend=\"reference\"");
   const int* next = at<const int>(edge_lists);
   const auto take = [&](long count) { return (next += count) - count; };
   g.edge_child = take(g.E), g.edge_parent = take(g.E), g.edge_kernel = take(g.E), g.child_begin = take(g.S + 1);
@@ -99,7 +102,8 @@ Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
   const auto begins = [&](const int* x, int count) { return x[0] == 0 && x[count] == g.E && std::is_sorted(x, x + count + 1); };
   if (!all_below(g.edge_child, g.S) || !all_below(g.edge_parent, g.P) || !all_below(g.edge_kernel, g.K) ||
       !all_below(g.parent_edge, g.E) || !begins(g.child_begin, g.S) || !begins(g.parent_begin, g.P))
-    throw std::invalid_argument("an edge names a child site, parent site or transform that does not exist");
+    throw std::invalid_argument("edge_lists contains a child site, parent site or transform that does not exist: "
+                                "take it from a RoutingMap");
   std::vector<int> owner(std::size_t(g.K), -1);
   g.own_transforms = true;
   for (int e = 0; e < g.E; ++e) {
@@ -119,7 +123,8 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0) {
   const auto entry = [&](std::size_t i) { return at<const T>(x.at(first + i)); };
   const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
-  if (record.coupling_grads && !record.log_sums) throw std::invalid_argument("coupling_grads is given without log_sums");
+  if (record.coupling_grads && !record.log_sums)
+    throw std::invalid_argument("coupling_grads needs log_sums: give log_sums too");
   return record;
 }
 
@@ -143,7 +148,8 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x) {
     const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5))};
     const T* variance = at<const T>(given.at(3));
-    if (variance && !at<T>(record.at(10))) throw std::invalid_argument("variance is given without variance_grad");
+    if (variance && !at<T>(record.at(10)))
+      throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
   });
   define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x) {
@@ -172,10 +178,10 @@ template <class T> void define(nb::module_& m, const char* dtype) {
 }  // namespace
 
 NB_MODULE(_cpu, m) {
-  m.doc() = "Fused routing on the processor; torchcaps.kernels calls it.";
-  m.def("instruction_sets", &instruction_sets, "Kernels that this build holds and this processor runs, best first.");
+  m.doc() = "Fused routing on the CPU, called by torchcaps.kernels.";
+  m.def("instruction_sets", &instruction_sets, "Instruction sets in this build that this processor supports, best first.");
   m.def("use", &use, nb::arg("instruction_set"),
-        "Take the kernels of one instruction set from now on: for tests; not between a forward pass and its backward pass.");
+        "Use the kernels of one instruction set from now on. For tests; never call it between forward and backward.");
   m.def("peak_gflops", [](int threads) {
     nb::gil_scoped_release released;
     return chosen->peak_gflops(std::max(1, threads));

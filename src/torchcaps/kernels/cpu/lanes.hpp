@@ -1,5 +1,6 @@
-// SIMD lanes as GCC/Clang vectors, at the width this translation unit is compiled for (TORCHCAPS_BYTES). All that a
-// kernel shares stands in the namespace of its instruction set: what the linker merged might not run everywhere.
+// SIMD lanes as GCC/Clang vectors, with the width that this translation unit is compiled for (TORCHCAPS_BYTES). Each
+// instruction set has its own namespace. Otherwise the linker could merge functions of different instruction sets, and
+// the merged function could use instructions that a processor does not have.
 #pragma once
 
 #include <algorithm>
@@ -32,12 +33,12 @@ template <class T> using Vector = typename Lane<T>::type;
 template <class T> inline constexpr int lanes = TORCHCAPS_BYTES / sizeof(T);
 template <class T> inline constexpr T lowest = -std::numeric_limits<T>::infinity();
 
-template <class T> inline Vector<T> all(T x) { return x - Vector<T>{}; }  // x + 0 would not be x where it is -0
-// Of NaN and a number, a's NaN comes through.
+template <class T> inline Vector<T> all(T x) { return x - Vector<T>{}; }  // x + 0 would turn -0 into 0
+// A NaN in a is returned; a NaN in b is ignored.
 template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
 template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
 
-// Sums in a tree of halves.
+// Joins all lanes in a binary tree.
 template <class T, int BYTES, class Join> inline T fold(const T* x, Join join) {
   typedef T Half __attribute__((vector_size(BYTES / 2)));
   Half low, high;
@@ -55,7 +56,7 @@ template <class T> inline T sum(Vector<T> x) {
   return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a + b; });
 }
 
-// The even, or the odd, lanes of two vectors in a row.
+// The even (ODD = 0) or odd (ODD = 1) lanes of the concatenation of two vectors.
 template <class T, int ODD, int... I>
 inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
 #ifdef __clang__
@@ -65,8 +66,8 @@ inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int
 #endif
 }
 
-// The lanes of a whose number lacks a bit (a power of two), and those of b that have it; and all the others, each in the
-// place of its neighbour across that bit.
+// BIT is a power of two. Lane I comes from b if I has that bit, and from a otherwise. kept_lanes takes lane I of that
+// vector, crossed_lanes its lane I ^ BIT.
 template <class T, int BIT, int... I>
 inline Vector<T> kept_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
 #ifdef __clang__
@@ -84,7 +85,7 @@ inline Vector<T> crossed_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<i
 #endif
 }
 
-// Vectors x[0 … L - 1], which it overwrites → one whose lane i joins all lanes of x[i].
+// Returns a vector whose lane i joins all lanes of x[i]. Overwrites the vectors x[0 … L - 1].
 template <class T, int BIT, class Join> inline void across_bit(Vector<T>* x, Join join) {
   const auto each = std::make_integer_sequence<int, lanes<T>>();
   for (int i = 0; i < BIT; ++i)
@@ -98,12 +99,12 @@ template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) 
 template <class T> inline Vector<T> sums_across(Vector<T>* x) {
   return across<T>(x, [](Vector<T> a, Vector<T> b) { return a + b; });
 }
-// A NaN comes through.
+// NaN is returned if any lane is NaN.
 template <class T> inline Vector<T> largest_across(Vector<T>* x) {
   return across<T>(x, [](Vector<T> a, Vector<T> b) { return (a < b) | (b != b) ? b : a; });
 }
 
-// L vectors as the rows of a square → its columns. Every turn moves the lowest bit of an element's place to the top.
+// Transposes L vectors in place. Each iteration moves the lowest bit of an element's index to the top.
 template <class T> inline void transpose(Vector<T>* x) {
   constexpr int L = lanes<T>;
   const auto each = std::make_integer_sequence<int, L>();
@@ -117,8 +118,8 @@ template <class T> inline void transpose(Vector<T>* x) {
   }
 }
 
-// e^x to about 1 ulp; 0 below the smallest normal number. The polynomials of exponential and logarithm are those of
-// Moshier's Cephes library (expf, logf).
+// e^x to about 1 ulp; results below the smallest normal number are 0. The polynomials of exponential and logarithm are
+// from Moshier's Cephes library (expf, logf).
 inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;
@@ -152,7 +153,7 @@ inline Vector<double> exponential(Vector<double> x) {
   return x;
 }
 
-// log x of positive numbers, those below the smallest normal one taken as it.
+// log x of positive numbers, which are first clamped to at least the smallest normal number.
 inline Vector<float> logarithm(Vector<float> x) {
   using Bits = Lane<float>::bits;
   x = larger<float>(x, all(std::numeric_limits<float>::min()));
@@ -185,8 +186,8 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
-// Σ log x of up to 64 positive numbers a lane, those below the smallest normal one taken as it: one logarithm, of their
-// product, whose exponents are added up apart.
+// Σ log x of up to 64 positive numbers per lane, which are first clamped to at least the smallest normal number. The
+// class multiplies the fractions, adds the exponents, and takes a single logarithm.
 template <class T> class SumOfLogarithms {
   using Bits = typename Lane<T>::bits;
   static constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
@@ -197,7 +198,7 @@ template <class T> class SumOfLogarithms {
   void add(Vector<T> x) {
     x = larger<T>(x, all(std::numeric_limits<T>::min()));
     const Bits finite = x <= std::numeric_limits<T>::max();
-    beyond += finite ? Vector<T>{} : x;  // ∞ or NaN comes through
+    beyond += finite ? Vector<T>{} : x;  // the sum is ∞ or NaN if x is
     const Bits whole = (Bits)(finite ? x : all(T(1)));
     const Vector<T> fraction = (Vector<T>)((whole & ((typename Lane<T>::integer(1) << FRACTION) - 1)) | (Bits)all(T(1)));
     const Bits large = fraction > T(1.41421356237309505);
@@ -210,12 +211,12 @@ template <class T> class SumOfLogarithms {
   }
 };
 
-// a · b, even where it is below the smallest normal number and the processor takes such numbers as 0.
+// a · b, also if the result is below the smallest normal number and the processor flushes such numbers to 0.
 template <class V> __attribute__((noinline)) inline V product_below_normal(V a, V b) {
 #ifdef __SSE__
   const unsigned before = __builtin_ia32_stmxcsr();
   __builtin_ia32_ldmxcsr(before & ~0x8040u);
-  volatile V late = a;  // the product must be computed between the two changes
+  volatile V late = a;  // computes the product between the two changes of the mode
   volatile V product = late * b;
   __builtin_ia32_ldmxcsr(before);
   return product;
@@ -224,7 +225,8 @@ template <class V> __attribute__((noinline)) inline V product_below_normal(V a, 
 #endif
 }
 
-// Some numbers, `stride` apart → the first lanes, zeros in the others; and back.
+// Loads `count` numbers, `stride` apart, into the first lanes, with zeros in the other lanes. store_some is the
+// inverse.
 template <class T> inline Vector<T> load_some(const T* from, int count, long stride = 1) {
   Vector<T> x{};
   if (stride == 1 && count == lanes<T>) std::memcpy(&x, from, sizeof x);
@@ -238,7 +240,8 @@ template <class T> inline void store_some(Vector<T> x, T* to, int count, long st
     for (int l = 0; l < count; ++l) to[l * stride] = x[l];
 }
 
-// Numbers in rows that are `stride` apart → vectors with a row in each lane, zeros in the lanes beyond the rows; and back.
+// Loads `count` numbers of each row, with rows `stride` apart, so that lane l holds row l. Lanes beyond the rows are 0.
+// store_lanes is the inverse.
 template <class T> inline void load_lanes(const T* from, long stride, int rows, int count, Vector<T>* to) {
   constexpr int L = lanes<T>;
   int i = 0;
@@ -270,14 +273,14 @@ template <class T> inline void store_lanes(const Vector<T>* from, int count, T* 
   }
 }
 
-// Memory aligned for any vector, given out piece by piece and taken back all at once.
+// Allocator of memory aligned for any vector. All pieces are released at once.
 class Arena {
   struct Block {
     std::unique_ptr<void, decltype(&std::free)> memory;
     std::size_t size;
   };
   std::vector<Block> blocks;
-  std::size_t used = 0;  // of the last block
+  std::size_t used = 0;  // bytes in use in the last block
 
   void add(std::size_t size) {
     blocks.push_back({{std::aligned_alloc(64, size), &std::free}, size});

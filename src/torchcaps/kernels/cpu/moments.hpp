@@ -1,17 +1,17 @@
-// The moments of votes under an agreement, forward; torchcaps.routing.votes is their specification.
+// The moments of votes under an agreement, forward. torchcaps.routing.votes specifies them.
 //
-// All couplings even: every block of parents adds up its own votes. Else every child visits its edges: vote, logit,
-// softmax, sums at the parents. Sums are centred, on the agreement's centre or on some vote. Where too little would be
-// left of a variance, or a mass is so small that its sum underflows, a block of parents computes its moments again from
-// its own side, in log space.
+// With even couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
+// logit, softmax, sums at the parents. Sums are centred on the agreement's centre or on some vote. If a variance would
+// lose too many digits by cancellation, or the sum of a small mass underflows, the block of parents recomputes its
+// moments in log space from its own side.
 #pragma once
 
 #include "votes.hpp"
 
 namespace TORCHCAPS_TARGET {
 
-// What an agreement may hold, and whether variances are computed: a kernel is compiled for some of the combinations.
-constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: or a centre
+// Tensors of an agreement, and variances. Kernels are compiled for some combinations of these flags.
+constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: quadratic or centre
 template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
 class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
  protected:
@@ -23,15 +23,15 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
       Base::weights, Base::valid, Base::even_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
-  // Children of a group are taken together, as many as keep their votes in the nearest cache.
+  // Children of a group are processed together, as long as their votes fit into the L1 cache.
   static constexpr int CACHE_BYTES = 40 * 1024, MOST_TOGETHER = 16;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
       Base::store_scalar, Base::store_vector, Base::units;
 
-  // One unit's agreement, a record a block of parents: centre and quadratic [H], linear [H], constant, as far as the form
-  // has them. The constant is -∞ in lanes without a parent.
+  // The agreement of a unit, one record per block of parents: centre and quadratic [H], linear [H], constant. Tensors
+  // that FORM lacks are omitted. The constant is -∞ in lanes without a parent.
   long centre_at() const { return 0; }
   long quadratic_at() const { return numbers(); }
   long linear_at() const { return quadratic ? 2 * numbers() : 0; }
@@ -47,8 +47,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // Of every group's softmax and child the largest logit, then log Σ e^(logit - largest): of huge logits, their sum would
-  // lose the second. [2, G, C] a unit.
+  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per unit. They are kept apart, because
+  // their sum would round off the second next to a huge logit.
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
   void forward(int unit, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
@@ -113,7 +113,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return this->ones(children(), arena);
   }
 
-  // Σ w, Σ w d [H], and Σ w d² [H] where asked for.
+  // Σ w, Σ w d [H], and with SECOND also Σ w d² [H].
   template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
   static V* zeros(long count, Arena& arena) { return static_cast<V*>(std::memset(arena.take<V>(count), 0, count * sizeof(V))); }
   static V in_use(int rows) {
@@ -137,14 +137,14 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return most;
   }
 
-  // What one number of a vote, minus the centre, adds to the logit.
+  // The contribution of one number of a vote, minus the centre, to the logit.
   V logit_of_number(V d, const V* record, int h) const {
     if constexpr (linear && quadratic) return d * (record[linear_at() + h] - d * record[quadratic_at() + h]);
     else if constexpr (quadratic) return -(d * d * record[quadratic_at() + h]);
     else if constexpr (linear) return d * record[linear_at() + h];
     else return V{};
   }
-  // A vote minus the centre, and its logit. Of huge votes, only differences from the centre mean anything.
+  // The difference d between a vote and the centre, and the logit, which is computed from d to avoid cancellation.
   V logit(const V* v, const V* record, V* d) const {
     V x{};
     for (int h = 0; h < numbers(); ++h) {
@@ -157,8 +157,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return smaller<T>((logit - sums[child]) - sums[long(g.groups()) * g.C + child], V{});
   }
 
-  // Calls use(group, child type, children, d, w) for some children of a group after the others. d [edge, block, child, H]
-  // are their votes, centred, and w [edge, block, child] their couplings times their activations.
+  // Calls use(group, first child type, children, d, w) for several children of a group at a time. d [edge, block,
+  // child, H] holds their centred votes, w [edge, block, child] their couplings times their activations.
   template <class Use>
   void visit_groups(const Child* pose, const Child* activation, const V* parents, Child* log_sums, Arena& arena, Use use) const {
     const long most = most_visited();
@@ -193,7 +193,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // Logits [block, child], whose largest over blocks are in top → couplings, times activations.
+  // Replaces logits w [block, child] by couplings times activations. `top` holds the largest logits over blocks.
   void softmax(int children, long blocks, V* top, const Child* activation, V* w, Child* log_sums) const {
     V total[MOST_TOGETHER]{};
     alignas(64) Child high[MOST_TOGETHER], sum[MOST_TOGETHER], scale[MOST_TOGETHER];
@@ -216,7 +216,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       for (int c = 0; c < children; ++c) w[i + c] *= scale[c];
   }
 
-  // Adds Σ w, Σ w d and, where asked for, Σ w d² of some children of a group to its parents' sums.
+  // Adds Σ w, Σ w d and, with SECOND, Σ w d² of several children of a group to the sums of their parents.
   template <bool SECOND> void add_up_of(int group, int children, const V* d, const V* w, V* sums) const {
     for (int e = g.group_begin(group); e < g.group_end(group); ++e)
       for (int block = 0; block < JB; ++block, d += children * numbers(), w += children) {
@@ -243,8 +243,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
   }
 
-  // The sums of evenly shared votes, of variances around the mean of a parent's first few. A few transforms at a time serve
-  // all parents from the nearest cache.
+  // The sums with even couplings. With variances, they are centred on the mean of a parent's first votes. A few
+  // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);
     std::fill_n(site_sums, g.S, Child{});
@@ -260,7 +260,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
-        sums[at * this->template sums_size_of<with_variance>()] = Lay::spread(mass);
+        sums[at * this->template sums_size_of<with_variance>()] = Lay::broadcast(mass);
         if (with_variance) mean_of_first(pose, activation, p, block, centres + at * numbers());
       }
     }
@@ -322,9 +322,9 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // Moments from sums around a centre (null: 0); false where they would not be exact.
+  // Computes moments from sums around a centre (null: 0). Returns false if they would be inaccurate.
   bool from_sums(const V* sum, const V* centre, V mask, Found& found) const {
-    const V mass = mask > 0 ? sum[0] : all(T(1));  // lanes that are not in use must not ask for more
+    const V mass = mask > 0 ? sum[0] : all(T(1));  // lanes that are not in use must not trigger a recomputation
     if (any(mass < T(10) * FAINT<T>)) return false;
     const V inverse = T(1) / mass;
     typename Lane<T>::bits lost{};
@@ -340,7 +340,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return !any(lost);
   }
 
-  // A block of parents from its own side, its weights relative to the largest.
+  // Recomputes the moments of a block of parents from its own side, with weights relative to the largest.
   Found computed_again(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
     const int p = at / JB, block = at % JB;
     V d[MOST], top = all(lowest<T>), total{}, centre[MOST]{};
@@ -349,7 +349,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         const int e = g.parent_edge[i], group = g.group_of(e);
         for (int c = 0; c < g.C; ++c) {
           const long child = long(g.edge_child[e]) * g.C + c;
-          const V a = Lay::spread(activation[child]);
+          const V a = Lay::broadcast(activation[child]);
           const auto off = a < TINY<T>;
           V v[MOST];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
@@ -383,13 +383,13 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           found.variance[h] += y * x;
         }
       });
-      // The mean is set right by what it misses of the votes.
+      // Correct the mean by the remaining mean difference.
       for (int h = 0; h < numbers(); ++h) {
         found.variance[h] = alive ? larger<T>(found.variance[h] - second[h] * second[h], V{}) : V{};
         found.mean[h] += second[h];
       }
     }
-    const V root = exponential(T(0.5) * top);  // e^top would be 0 where the mass is not
+    const V root = exponential(T(0.5) * top);  // e^top may underflow although the mass does not
     found.mass = product_below_normal(total * root, root);
     found.log_mass = alive ? logarithm(total) + top : all(-lowest<T>);
     return found;

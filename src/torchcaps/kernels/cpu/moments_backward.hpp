@@ -1,15 +1,16 @@
-// The gradients of moments. Votes and couplings are computed again from what each pass found. Of one pass, with
-// w = activation · c, e = vote - mean, d = vote - centre, and the gradients of mass, mean and variance given:
+// The gradients of moments. Votes and couplings are recomputed from the results of each pass. For one pass, with
+// w = activation · c, e = vote - mean, d = vote - centre, and given gradients of mass, mean and variance:
 //
-//   u          = mass_grad + Σ (mean_grad · e + variance_grad · (e² - variance)) / mass        the gradient of w
-//   γ          = Σ c u over the parents of a child                                             of its activation
+//   u          = mass_grad + Σ (mean_grad · e + variance_grad · (e² - variance)) / mass        gradient of w
+//   γ          = Σ c u over the parents of a child                                             gradient of activation
 //   logit_grad = w (u - γ)
 //   constant_grad = Σ logit_grad, linear_grad = Σ logit_grad d, quadratic_grad = -Σ logit_grad d² over the children,
 //   centre_grad   = 2 quadratic Σ logit_grad d - linear Σ logit_grad
 //   vote_grad  = (w / mass) (mean_grad + 2 variance_grad e) + logit_grad (linear - 2 quadratic d)
 //
-// One sweep over children computes γ and the gradients of the agreement. When all passes have been differentiated,
-// another computes every vote once, adds up its gradients over the passes, and from them those of pose and transform.
+// One sweep over children computes γ and the gradients of the agreement for each pass. After that, a single sweep for
+// all passes computes each vote once, sums its gradients over the passes, and computes the gradients of pose and
+// transform.
 #pragma once
 
 #include "moments.hpp"
@@ -27,15 +28,15 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       Base::valid, Base::even_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
-  static constexpr int PAIR = 2, SIDE_BY_SIDE = 4;  // children that share what is read of a parent, in the two sweeps
+  static constexpr int PAIR = 2, SIDE_BY_SIDE = 4;  // children that share reads of a parent, in each sweep
   static constexpr T ALMOST_NOTHING = -40, MOST_LOG_SHARE = 60;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
       Base::store_scalar, Base::store_vector, Base::log_sums_size;
 
-  // A record a block of parents: its agreement, its mean and the gradients of its mean and variance [H]; log mass,
-  // 1 / mass, the gradient of mass, Σ variance_grad · variance, and whether some mass is faint.
+  // One record per block of parents: agreement, mean, gradients of mean and variance [H], log mass, 1 / mass, gradient
+  // of mass, Σ variance_grad · variance, and whether any mass is faint.
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
@@ -59,7 +60,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
-  // Σ variance · its gradient, of every parent.
+  // Σ variance · variance_grad of each parent.
   void offsets(int unit, const Record<T>& pass, const T* variances, T* out) const {
     for (int at = 0; out && at < PB; ++at) {
       const auto place = this->place(unit, at);
@@ -71,7 +72,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // Of one unit: γ of every child, offsets, and the gradients of the agreement.
+  // For one unit: γ of each child, offsets, and the gradients of the agreement.
   void agreement_grads(int unit, const Children<T>& x, Record<T> pass, const T* variance, const PassGrads<T>& out, Arena& arena) const {
     const Child* pose = children_of(x.pose, unit, pose_size(), arena);
     const Child* activation = activations_of(x, unit, arena);
@@ -127,8 +128,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     if (wanted) store_agreement_grads(unit, parents, sums, out);
   }
 
-  // The passes of one unit, as the sweep over votes reads them. In most rules a pass is centred on the mean of the pass
-  // before it: votes minus the one are votes minus the other.
+  // A pass of one unit, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the
+  // previous pass. Then both passes share the differences between votes and that mean.
   struct Pass {
     const V* records;
     const Child *log_sums, *coupling_grads;
@@ -144,8 +145,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
             around_earlier_mean};
   }
 
-  // Child site s of some units: the gradients of pose and activation (written) and of the transforms (added to; by type
-  // in lanes). `passes` [unit, pass].
+  // For child site s of several units: writes the gradients of pose and activation, and adds to the gradients of the
+  // transforms, which are in lanes by type. `passes` is [unit, pass].
   void votes_grads(int s, int first_unit, int count, const Children<T>& x, const Pass* passes, int pass_count,
                    const ChildrenGrads<T>& out, void* transform_grad, Arena& arena) const {
     arena.clear();
@@ -169,7 +170,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
           const long at = long(g.edge_parent[e]) * JB + block;
           for (int unit = 0; unit < count; ++unit) {
             V(*grads)[MOST] = v + long(unit) * SIDE_BY_SIDE;
-            for (int i = 0; i < SIDE_BY_SIDE; ++i) {  // the last child stands in for those that do not exist
+            for (int i = 0; i < SIDE_BY_SIDE; ++i) {  // indices beyond the last child use the last child
               const int there = std::min(c + i, g.C - 1);
               vote(poses[unit] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
@@ -196,15 +197,15 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     if constexpr (Lay::by_type) return x;
     else return all(x);
   }
-  // The gradient of a faint child's activation is in units of 1 / FAINT: it may be larger than any number.
+  // Gradients of a faint child's activation are multiplied by FAINT, because they may exceed the largest number.
   static Child unit_of(Child a) { return (a >= TINY<T>) & (a < FAINT<T>) ? child(FAINT<T>) : child(T(1)); }
-  // Of a child that is off, nothing, however large its part would be.
+  // a · x, but 0 if the activation is 0, even for infinite x.
   static V scaled(Child a, V x) {
     if constexpr (Lay::by_type) return a == 0 ? V{} : a * x;
     else return a == T(0) ? V{} : a * x;
   }
 
-  // In these units: c / mass, and c u.
+  // c / mass and c u, both multiplied by unit_of(activation).
   struct WeightGrad {
     V share, c_u;
   };
@@ -213,13 +214,13 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     const V log_mass = record[log_mass_at()];
     V share = unit * c * record[inverse_at()];
     if (record[faint_at()][0] != 0) {
-      const V log_share = log_c - log_mass, of_on = log_share + logarithm(Lay::spread(unit));
-      share = exponential(Lay::spread(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : of_on);
+      const V log_share = log_c - log_mass, of_on = log_share + logarithm(Lay::broadcast(unit));
+      share = exponential(Lay::broadcast(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : of_on);
     }
     return {share, share * (bracket - record[offset_at()]) + unit * c * record[mass_grad_at()]};
   }
 
-  // Logits of a child or two, Σ e (mean_grad + variance_grad e), and d.
+  // For `count` children, at most PAIR: logits, brackets Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
   void compare(const Child* pose, int count, const V* record, Weights weights, V* logits, V* brackets, V* d) const {
     V v[PAIR][MOST], *distance[PAIR], logit[PAIR]{}, bracket[PAIR]{};
@@ -263,17 +264,17 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // Of some children and one pass: w / mass, twice it, logit_grad, and minus twice it.
+  // For several children and one pass: share = w / mass, 2 share, slope = logit_grad, and -2 slope.
   struct Factors {
     V share[SIDE_BY_SIDE], twice_share[SIDE_BY_SIDE], slope[SIDE_BY_SIDE], twice_slope[SIDE_BY_SIDE];
   };
 
-  // Votes of some children for one block of parents → their gradients, in place.
+  // Replaces the votes of several children for one block of parents by their gradients.
   void to_grads(long group, int c0, int children, long at, T even, T log_even, const Child* activation, const Pass* passes,
                 int count, V* totals, Factors* factors, V (*v)[MOST]) const {
     constexpr int N = SIDE_BY_SIDE;
     const long softmax = group + c0;
-    Child whole[N];  // activation in units
+    Child whole[N];  // activation / unit_of(activation)
     for (int i = 0; i < N; ++i) {
       const Child a = activation[c0 + std::min(i, children - 1)];
       whole[i] = i < children ? a / unit_of(a) : child(T(0));
@@ -338,7 +339,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // Σ pose · vote_grad over the rows of a pose, the lanes and the units; by sample.
+  // By sample: Σ pose · vote_grad over the rows of a pose, the lanes and the units.
   void add_over_samples(const Child* const* poses, long pose_at, const V* vote_grads, int count, T* out) const {
     const int all_of_them = inner() * columns();
     for (int from = 0; from < all_of_them; from += L) {

@@ -1,20 +1,20 @@
-// What a kernel is given: sizes, the edges of the routing map from both sides, and the tensors of a pass.
+// Inputs and outputs of the kernels: sizes, edges of the routing map sorted by child and by parent, tensors of a pass.
 #pragma once
 
-constexpr int MOST_NUMBERS = 64;  // in a pose, of a child or of a parent
+constexpr int MOST_NUMBERS = 64;  // largest pose of a child or parent
 
 struct Problem {
   int B, S, C, P, J, K, R, Q, N, E;
-  // Edges sorted by child site: those of site s are child_begin[s] … child_begin[s + 1] - 1. Those of parent site p are
-  // parent_edge[parent_begin[p]] … parent_edge[parent_begin[p + 1] - 1].
+  // Edges are sorted by child site. Site s has the edges child_begin[s] … child_begin[s + 1] - 1. Parent site p has the
+  // edges parent_edge[parent_begin[p]] … parent_edge[parent_begin[p + 1] - 1].
   const int *edge_child, *edge_parent, *edge_kernel, *child_begin, *parent_begin, *parent_edge;
-  bool own_transforms;  // no transform serves two child sites
-  bool types;           // a child's couplings compete among the types at one parent site, else among all its parents
+  bool own_transforms;  // every transform is used by one child site only
+  bool types;           // couplings of a child compete among the types at one parent site, not among all its parents
   bool none_of_the_above;
-  bool by_sample;  // what the lanes hold, see votes.hpp
+  bool by_sample;  // SIMD lanes hold samples, see votes.hpp
   int threads;
 
-  // A group is what shares one softmax: all edges of a child site, or a single edge.
+  // A group contains the edges that share one softmax: all edges of a child site, or a single edge.
   int groups() const { return types ? E : S; }
   int group_begin(int group) const { return types ? group : child_begin[group]; }
   int group_end(int group) const { return types ? group + 1 : child_begin[group + 1]; }
@@ -22,28 +22,28 @@ struct Problem {
   int group_of(int edge) const { return types ? edge : edge_child[edge]; }
 };
 
-// The logit of a coupling is constant + Σ linear · d - Σ quadratic · d², d = vote - centre. What is null is 0.
+// The logit of a coupling is constant + Σ linear · d - Σ quadratic · d², d = vote - centre. A null tensor is 0.
 template <class T> struct Agreement {
   const T *constant, *linear, *quadratic, *centre;
 };
 
 template <class T> struct Children {
-  const T *pose, *activation, *transform;  // an activation of null is 1 everywhere
+  const T *pose, *activation, *transform;  // null activation: all activations are 1
 };
 
-// log_sums is null where the couplings are even; variance where it is not wanted.
+// log_sums is null if the couplings are even, variance if it is not requested.
 template <class T> struct MomentsOut {
   T *mass, *mean, *variance, *log_mass, *log_sums;
 };
 
-// A pass as its gradients need it. Gradients that are null are 0. log_sums is null where the couplings are even, and
-// coupling_grads where they are constants. offset is Σ variance · its gradient.
+// The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings are even,
+// coupling_grads if they are constants. offset is Σ variance · variance_grad.
 template <class T> struct Record {
   Agreement<T> agreement;
   const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
-// Without coupling_grads, offset alone is computed.
+// If coupling_grads is null, only offset is computed.
 template <class T> struct PassGrads {
   T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre;
 };
@@ -52,7 +52,8 @@ template <class T> struct ChildrenGrads {
   T *pose, *activation, *transform;
 };
 
-// Variances [sites, numbers, lanes], each plus a floor → 1 / 2σ² of every number, and Σ log σ [sites, lanes]; and backward.
+// From variances [sites, numbers, lanes] plus a floor: 1 / 2σ² of each number, and Σ log σ [sites, lanes]; and
+// backward.
 template <class T> struct Gaussian {
   long sites, numbers, lanes;
   const T* variance;
@@ -61,11 +62,11 @@ template <class T> struct Gaussian {
 };
 template <class T> struct GaussianBackward {
   Gaussian<T> forward;
-  const T *half_precision_grad, *log_volume_grad;  // null: 0
+  const T *half_precision_grad, *log_volume_grad;  // null is 0
   T* variance_grad;
 };
 
-// What one instruction set offers.
+// The kernels of one instruction set.
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);

@@ -1,4 +1,4 @@
-// The kernels for one instruction set: which order of lanes and which compiled shape a problem takes, and its units over
+// The kernels for one instruction set: choice of lane layout and compiled shape, and distribution of units over
 // threads.
 #include "moments_backward.hpp"
 
@@ -11,7 +11,8 @@
 namespace TORCHCAPS_TARGET {
 namespace {
 
-// Numbers below the smallest normal one are taken as 0 while it lives: each costs as much as a hundred others.
+// While an object exists, the processor flushes subnormal numbers to 0. An operation on one takes as long as about a
+// hundred others.
 class Flush {
 #ifdef __SSE__
   const unsigned before = __builtin_ia32_stmxcsr();
@@ -22,8 +23,8 @@ class Flush {
 #endif
 };
 
-// Runs work(index, arena) for every index on threads; what one throws is thrown when all have ended. No index writes what
-// another reads or writes before all have ended.
+// Runs work(index, arena) for all indices on several threads, and rethrows an exception after all have finished. Calls
+// for different indices must not write memory that another call reads or writes.
 template <class Work> void on_threads(int count, int threads, Work work) {
   std::exception_ptr failed;
 #pragma omp parallel num_threads(std::max(1, std::min(count, threads)))
@@ -42,13 +43,13 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// How many threads pay off for work on so many bytes.
+// Number of threads that is worthwhile for work on `bytes`.
 int threads_for(long bytes, int threads) {
   constexpr long EACH = 256 * 1024;
   return int(std::min<long>(threads, 1 + bytes / EACH));
 }
 
-// By type, transforms are put in lanes: [K, C, J, Q, N] → [K, C, JB, Q, N, lane].
+// By type: copies transforms [K, C, J, Q, N] into lanes, [K, C, JB, Q, N, lane].
 template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g, const Kernel& kernel, const T* from, Arena& arena) {
   const int one = g.Q * g.N;
   Vector<T>* to = arena.take<Vector<T>>(kernel.transform_size());
@@ -70,8 +71,8 @@ template <class T, class Kernel> void transforms_from_lanes(const Problem& g, co
                   std::min(lanes<T>, g.J - block * lanes<T>));
 }
 
-// The sum of what work(unit, sum, arena) adds to `size` numbers. Units are added up in groups whose number does not depend
-// on the threads: the same bits for any number of them.
+// Sums the `size` numbers that work(unit, sum, arena) adds to over all units. The units are split into groups, whose
+// number does not depend on the number of threads, so that results are bitwise independent of it.
 template <class T, class Work> T* sum_in_groups(int units, long size, int threads, Arena& memory, Work work) {
   constexpr int MOST_GROUPS = 16;
   constexpr long MOST_BYTES = 64L << 20;
@@ -95,7 +96,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   using Kernel = MomentsBackward<T, Order, ROWS, INNER, COLUMNS, FORM>;
   static constexpr bool by_type = Order<T>::by_type;
 
-  // Numbers beyond the batch, which the operators pad to fill the widest vectors, 64 bytes.
+  // Number of elements beyond the batch. The operators pad the batch to fill the widest vectors, 64 bytes.
   static long padding(const Problem& g, long each) {
     constexpr long MOST = 64 / long(sizeof(T));
     return ((g.B + MOST - 1) / MOST * MOST - g.B) * each;
@@ -109,7 +110,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
 
   static void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      if (const long beyond = padding(g, kernel.log_sums_size()); out.log_sums)  // by type, what is padded is not used
+      if (const long beyond = padding(g, kernel.log_sums_size()); out.log_sums)  // padding is not used by type
         std::fill_n(out.log_sums + g.B * kernel.log_sums_size(), beyond, T(0));
       on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.forward(unit, x, agreement, out, arena); });
     });
@@ -138,7 +139,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
         for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(unit, passes[t], t ? passes + t - 1 : nullptr, arena);
       };
       if (!by_type && g.own_transforms) {
-        // Sites side by side: each writes the gradients of its own transforms.
+        // Sites run in parallel, because each writes the gradients of its own transforms.
         std::fill_n(out.transform, kernel.transform_size(), T(0));
         constexpr long MOST_BYTES = 16L << 20;
         const long bytes = long(count) * kernel.PB * kernel.record_size() * long(sizeof(Vector<T>));
@@ -168,7 +169,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   }
 };
 
-// Runs work(number, row, count) for every vector of lanes: the places of its first number and of its sum, and lanes in use.
+// Runs work(at, row, count) for each vector of lanes: offset of its first number, offset of its sum, and lanes in use.
 template <class T, class Work> void on_vectors(const Gaussian<T>& x, int threads, Work work) {
   constexpr long SITES = 16;
   threads = threads_for(x.sites * x.numbers * x.lanes * long(sizeof(T)), threads);
@@ -203,8 +204,8 @@ template <class T> void gaussian_backward(const GaussianBackward<T>& x, int thre
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
-// The published shapes are compiled one by one, in float32, those of rules that carry numbers of their own in every vote
-// too; everything else runs on the general code.
+// Common shapes have specialised kernels in float32: the shapes of the published networks, and those of rules that add
+// columns of their own to each vote. All other shapes use the general kernel.
 template <class T, class Use> void choose(const Problem& g, int form, Use use) {
   constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
   const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
@@ -250,7 +251,7 @@ template <class T> constexpr Kernels<T> kernels_in() {
   };
 }
 
-// What the processor reaches where nothing but multiply-adds in registers is asked of it.
+// Speed of multiply-adds in registers, in GFLOP/s.
 double peak_gflops(int threads) {
   constexpr int CHAINS = 12, STEPS = 4'000'000;
   float sink = 0;

@@ -1,8 +1,8 @@
-// A capsule layer as its kernels see it: what the lanes hold, and the votes.
+// The two lane layouts of a capsule layer, and its votes.
 //
-// The lanes of a vector hold either the types at a parent site, of one sample (by type), or samples, of one parent (by
-// sample). A kernel is written once for both: what it calls a unit is one sample, or as many as there are lanes; and what
-// it calls a block of parents is a vector full of types, or a single parent type.
+// By type, the lanes of a vector hold parent types at one site of one sample. By sample, they hold samples of one
+// parent. Kernels are written once for both layouts. A unit is one sample by type, and as many samples as lanes by
+// sample. A block of parents is one vector of parent types by type, and a single parent type by sample.
 #pragma once
 
 #include "lanes.hpp"
@@ -10,18 +10,18 @@
 
 namespace TORCHCAPS_TARGET {
 
-// Children at or above TINY are on. What is smaller than FAINT, its root, is summed as logarithms.
+// A child is on if its activation is at least TINY. Below FAINT = √TINY, sums use logarithms.
 template <class T> inline constexpr T TINY = std::numeric_limits<T>::min();
 template <class T> inline constexpr T FAINT = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
 
-// Of a number of a child, and of a transform, by type and by sample.
+// The lane layouts. Child holds a number of a child, Weight a number of a transform.
 template <class T> struct ByType {
   using V = Vector<T>;
   using Child = T;
   using Weight = V;
   static constexpr bool by_type = true;
-  static V spread(Child x) { return all(x); }
-  // Over the lanes of each of some vectors; their memory has room for a multiple of the lanes.
+  static V broadcast(Child x) { return all(x); }
+  // Joins the lanes of each vector. The memory of x and out must have room for a multiple of the lanes.
   template <class Join> static void over_lanes(V* x, int count, Child* out, Join join) {
     for (int i = 0; i < count; i += lanes<T>) {
       const V y = join(x + i);
@@ -37,13 +37,13 @@ template <class T> struct BySample {
   using Child = V;
   using Weight = T;
   static constexpr bool by_type = false;
-  static V spread(Child x) { return x; }
+  static V broadcast(Child x) { return x; }
   static void sums(const V* x, int count, Child* out) { std::copy_n(x, count, out); }
   static void largest(const V* x, int count, Child* out) { std::copy_n(x, count, out); }
   static int vectors(int count) { return count; }
 };
 
-// ROWS, INNER and COLUMNS are R, Q and N where they are known when this is compiled, else 0.
+// ROWS, INNER and COLUMNS are R, Q and N if they are known at compile time, and 0 otherwise.
 template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS> class Votes {
  protected:
   using V = Vector<T>;
@@ -58,7 +58,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   const Weight* const transform;  // by type [K, C, JB, Q, N], by sample [K, C, J, Q, N]
 
  public:
-  const int H, JB, PB;  // numbers in a vote, blocks of parents at a site and in all
+  const int H, JB, PB;  // numbers per vote, blocks of parents per site, blocks of parents in total
 
   Votes(const Problem& problem, const Weight* transform)
       : g(problem), transform(transform), H(g.R * g.N), JB(Lay::by_type ? (g.J + L - 1) / L : g.J), PB(g.P * JB) {}
@@ -67,8 +67,8 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   long children() const { return long(g.S) * g.C; }
   long transform_size() const { return long(g.K) * g.C * JB * g.Q * g.N; }
 
-  // Where a block of parents stands in tensors of parents. Scalars are [B, P, J]. In vectors, what the lanes hold comes
-  // last: by type [B, P, H, J], by sample [P, J, H, B].
+  // Offsets of a block of parents in tensors with one scalar or vector per parent. Scalars are [B, P, J]. Vectors are
+  // [B, P, H, J] by type and [P, J, H, B] by sample, so that the dimension of the lanes is last.
   struct Place {
     long scalar, scalar_stride, vector, vector_stride;
     int rows;  // lanes in use
@@ -84,7 +84,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     }
   }
   int samples_of(int unit) const { return Lay::by_type ? 1 : std::min(L, g.B - unit * L); }
-  // Parents ↔ lanes, zeros in those without a parent; null is 0.
+  // Load and store a block of parents. Lanes without a parent are 0, and a null tensor is 0.
   V load_scalar(const T* from, const Place& at) const { return from ? load_some(from + at.scalar, at.rows, at.scalar_stride) : V{}; }
   void load_vector(const T* from, const Place& at, V* to) const {
     for (int h = 0; h < numbers(); ++h) to[h] = from ? load_some(from + at.vector + h * at.vector_stride, at.rows) : V{};
@@ -95,7 +95,8 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   void store_vector(const V* x, T* to, const Place& at) const {
     for (int h = 0; to && h < numbers(); ++h) store_some(x[h], to + at.vector + h * at.vector_stride, at.rows);
   }
-  // Numbers of the children of sites first … last - 1, `each` a site: by type where they are, by sample in lanes in `room`.
+  // The numbers of the children of sites first … last - 1, `each` per site. By type they stay in place, by sample they
+  // are copied into lanes in `room`.
   const Child* load_children(const T* from, int unit, int first, int last, long each, V* room) const {
     const long start = long(unit) * (Lay::by_type ? 1 : L) * g.S * each + first * each;
     if constexpr (Lay::by_type) return from + start;
@@ -120,7 +121,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   const Weight* weights(int kernel, int c, int block) const {
     return transform + ((long(kernel) * g.C + c) * JB + block) * inner() * columns();
   }
-  // Lanes that hold a parent; by sample, lanes without a sample count too: nothing is read from them.
+  // 1 in lanes that hold a parent. By sample, lanes without a sample are also 1, because nothing is read from them.
   V valid(int block) const {
     V x{};
     for (int i = 0; i < L; ++i) x[i] = !Lay::by_type || block * L + i < g.J;
@@ -131,9 +132,9 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     return T(1) / (parents + T(g.none_of_the_above));
   }
 
-  // Every step is contracted in one way, so that a vote has the same bits wherever it is computed.
+  // All callers contract multiply-adds in the same way, so that a vote has the same bits wherever it is computed.
   void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
-  // Some rows of a vote, minus a centre (null: 0), which the sum begins with.
+  // `count` rows of a vote minus a centre (null: 0). The sum begins with -centre.
   void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
     constexpr int STEP = COLUMNS ? COLUMNS : 4;
     for (int r = 0; r < count; ++r, pose += inner(), out += columns(), centre += centre ? columns() : 0) {
@@ -153,7 +154,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     }
   }
 
-  // Σ_n vote_grad · w, added to the gradient of the pose, whose lanes are still apart by type.
+  // Adds Σ_n vote_grad · w to the gradient of the pose. By type, the lanes are summed later.
   void add_pose_grad(const Weight* __restrict w, const V* __restrict vote_grad, V* __restrict pose_grad) const {
     for (int r = 0; r < rows(); ++r)
       for (int q = 0; q < inner(); ++q) {
@@ -162,7 +163,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
         pose_grad[r * inner() + q] = x;
       }
   }
-  // Σ_r pose · vote_grad, added to the gradient of a transform; by type.
+  // By type: adds Σ_r pose · vote_grad to the gradient of a transform.
   void add_transform_grad(const Child* __restrict pose, const V* __restrict vote_grad, V* __restrict w_grad) const {
     for (int q = 0; q < inner(); ++q)
       for (int n = 0; n < columns(); ++n) {

@@ -1,7 +1,8 @@
-"""Fused moments of votes in Triton: what its kernels share. Nothing here is imported before a call needs it.
+"""Fused moments of votes in Triton. This package is imported by the first call that needs it.
 
-A program takes a block of samples and one site, edge or transform, and walks along edges and blocks of parent types;
-votes are a tile [samples, parent types, numbers] in registers. Child-side programs find the sums of softmaxes and the
-gradients of children, parent-side programs sums over votes; where one parent has many children, they are cut into
-groups that are added up in their order. No two programs add to the same number: the same bits every time.
+A program handles a block of samples and one site, edge or transform, and loops over edges and blocks of parent types. A
+tile of votes ``[samples, parent types, numbers]`` stays in registers. Child-side programs compute the sums of softmaxes
+and the gradients of children. Parent-side programs compute sums over votes. If a parent has many children, they are
+split into groups, whose sums are added in a fixed order. No two programs add to the same number, so results are bitwise
+reproducible.
 """

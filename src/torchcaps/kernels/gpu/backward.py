@@ -1,16 +1,16 @@
 """The gradient of the moments of votes in Triton.
 
-Of one pass, with ḡ_x for the gradient of x, votes V, couplings c and activations a::
+For one pass, with ḡ_x for the gradient of x, votes V, couplings c and activations a::
 
     e = V - mean        d = V - centre        share = c / mass        w = a c
-    c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       c · gradient of c, over a
-    γ = Σ_j c u                                     over all logits of one softmax; the gradient of a
+    c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       u is the gradient of w
+    γ = Σ_j c u                                     sum over all logits of one softmax; the gradient of a
     ḡ_logit = a (c u - c γ)
     ḡ_V = a share (ḡ_mean + 2 ḡ_variance e) + ḡ_logit (linear - 2 quadratic d)
-    ḡ_constant = Σ ḡ_logit        ḡ_linear = Σ ḡ_logit d        ḡ_quadratic = -Σ ḡ_logit d²         sums over children
+    ḡ_constant = Σ ḡ_logit        ḡ_linear = Σ ḡ_logit d        ḡ_quadratic = -Σ ḡ_logit d²         (sums over children)
     ḡ_centre = 2 quadratic Σ ḡ_logit d - linear Σ ḡ_logit
 
-With constant couplings γ is the gradient of a alone, and ḡ_logit is 0.
+With constant couplings, γ is only the gradient of a, and ḡ_logit is 0.
 """
 
 import torch
@@ -43,16 +43,19 @@ from torchcaps.kernels.moments import Record
 
 @triton.jit
 def _unit_of(a):
-    """The gradient of a faint child's activation is in units of 1 / √tiny: it may be larger than any number."""
+    """Return the unit of a child's gradients: √tiny for a faint child, that is, tiny ≤ a < √tiny, and 1 otherwise.
+
+    Gradients of a faint child are multiplied by √tiny, because they may exceed the largest number.
+    """
     root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
     return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)
 
 
 @triton.jit
 def _coupling_grads(votes, log_c, a, record, tile):
-    """share and c u, both in `_unit_of` the activations; and ḡ_mean + 2 ḡ_variance e."""
+    """Return share and c u, both multiplied by `_unit_of` the activation, and ḡ_mean + 2 ḡ_variance e."""
     unit, log_share = _unit_of(a), log_c - scalars(record.log_mass, tile)
-    bounded = tl.where(log_share > 60, 60.0, log_share)  # of a child that is off: it may be larger than any number
+    bounded = tl.where(log_share > 60, 60.0, log_share)  # for children that are off, whose share may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(unit)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
     e = votes - vectors(record.mean, tile)
@@ -72,7 +75,7 @@ def _coupling_grads(votes, log_c, a, record, tile):
 
 @triton.jit
 def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
-    """ḡ_logit; of a child that is off nothing, however large its c u is."""
+    """Return ḡ_logit; it is 0 for a child with activation 0, even if c u is infinite."""
     at = (tile.parents.sample * z.softmaxes + softmax_of(tile, z)) * z.types + tile.child_type
     gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
     return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, a / _unit_of(a) * (c_grad - tl.exp(log_c) * gamma))
@@ -80,7 +83,7 @@ def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
 
 @triton.jit
 def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
-    """γ of every softmax."""
+    """Compute γ of each softmax."""
     dtype: tl.constexpr = out.dtype.element_ty
     softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
@@ -98,7 +101,7 @@ def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
 
 @triton.jit
 def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, z: tl.constexpr):
-    """Of a group of every parent's children: Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d²."""
+    """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
     dtype: tl.constexpr = zeroths.dtype.element_ty
     parents, parent_site, group = own_parents(samples, group_count, z)
     zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
@@ -127,7 +130,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 @triton.jit
 def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
-    """ḡ_V over all passes; and ``activation_grad`` plus the Σ_j c u of all passes."""
+    """Return ḡ_V summed over all passes, and ``activation_grad`` plus Σ_j c u of all passes."""
     votes = votes_of(layer, tile, z, a.dtype)
     vote_grad = tl.zeros_like(votes)
     for t in tl.static_range(len(passes)):
@@ -148,7 +151,7 @@ def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
 
 @triton.jit
 def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.constexpr):
-    """The gradients of every child's pose and activation."""
+    """Compute the gradients of each child's pose and activation."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     site, child_type, sample, is_sample = own_samples(samples, z.sites, z)
     child = (sample * z.sites + site) * z.types + child_type
@@ -165,8 +168,8 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
                 column_grad = tl.sum(vote_grad * transform_row(layer, tile, q, z, dtype), axis=1)
                 column_grad = tl.reshape(column_grad, [z.block_samples, z.block_rows, z.block_columns])
                 pose_grad += tl.where(inner == q, tl.sum(column_grad, axis=2)[:, :, None], 0.0)
-    there = is_sample[:, None, None] & (row < z.rows) & (inner < z.inner)
-    tl.store(pose_grads + (child[:, None, None] * z.rows + row) * z.inner + inner, pose_grad, there)
+    in_pose = is_sample[:, None, None] & (row < z.rows) & (inner < z.inner)
+    tl.store(pose_grads + (child[:, None, None] * z.rows + row) * z.inner + inner, pose_grad, in_pose)
     if activation_grads is not None:
         unit = tl.reshape(_unit_of(a), [z.block_samples])
         tl.store(activation_grads + child, activation_grad / unit, is_sample)
@@ -174,7 +177,7 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
 
 @triton.jit
 def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl.constexpr):
-    """Of a group of the edges and samples that use a transform, its gradient: ``[groups, K, C, J, Q, N]``."""
+    """Compute the gradient of each transform over a group of its edges and samples: ``[groups, K, C, J, Q, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types
@@ -196,16 +199,16 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
             row_grad = tl.sum(vote_grad * pose_column(layer, tile, q, dtype), axis=0)
             row_grad = tl.reshape(row_grad, [z.block_types, z.block_rows, z.block_columns])
             transform_grad += tl.where(inner == q, tl.sum(row_grad, axis=1)[:, None, :], 0.0)
-    there = (parent_type < z.parent_types) & (inner < z.inner) & (column < z.columns)
+    in_transform = (parent_type < z.parent_types) & (inner < z.inner) & (column < z.columns)
     to = transform_grads + transforms_at(group * z.transforms + kernel, child_type, parent_type, z)
-    tl.store(to + inner * z.columns + column, transform_grad, there)
+    tl.store(to + inner * z.columns + column, transform_grad, in_transform)
 
 
 def moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
 ):  # fmt: skip
-    """As `torchcaps.kernels.moments.moments_backward`."""
+    """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z, offset = problem.z, problem.empty(0)
     if variance is not None:
@@ -235,13 +238,13 @@ def moments_backward(
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
-    """As `torchcaps.kernels.moments.votes_backward`."""
+    """Run `torchcaps.kernels.moments.votes_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     size = len(Record._fields)
     passes = (record_of(*records[at : at + size], dtype=problem.dtype) for at in range(0, len(records), size))
     passes = tuple(one for one in passes if one.mean is not None)
-    fresh = torch.empty_like if passes else torch.zeros_like
-    pose_grad, activation_grad, transform_grad = (None if x is None else fresh(x) for x in problem.layer[:3])
+    create = torch.empty_like if passes else torch.zeros_like
+    pose_grad, activation_grad, transform_grad = (None if x is None else create(x) for x in problem.layer[:3])
     if passes:
         problem.per_child(_child_grads, problem.z.sites, passes, pose_grad, activation_grad)
         groups = problem.empty(problem.transform_groups, *transform.shape)

@@ -1,4 +1,4 @@
-"""The moments of votes in Triton; `torchcaps.kernels.moments` says what each function takes and gives."""
+"""The moments of votes in Triton. `torchcaps.kernels.moments` documents the arguments and results."""
 
 import torch
 import triton
@@ -26,7 +26,7 @@ __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 
 @triton.jit
 def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
-    """Of every softmax the largest logit, and log Σ e^(logit - largest)."""
+    """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
     dtype: tl.constexpr = log_sums.dtype.element_ty
     softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
@@ -49,8 +49,10 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 
 @triton.jit
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
-    """Of a group of every parent's children: the largest log w; and, of all w over it, Σ w, and the mean and variance
-    of the votes, carried along so that nothing cancels."""
+    """Compute the largest log w of each group of a parent's children, Σ w / largest, and the votes' mean and variance.
+
+    The mean and variance are updated incrementally, which avoids cancellation.
+    """
     dtype: tl.constexpr = tops.dtype.element_ty
     parents, parent_site, group = own_parents(samples, group_count, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
@@ -85,7 +87,7 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
 
 @triton.jit
 def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
-    """``[B, J, E, C]``."""
+    """Compute the couplings ``[B, J, E, C]``."""
     edge, child_type, sample, is_sample = own_samples(samples, z.edges, z)
     site = tl.load(layer.lists + edge)
     for first_type in range(0, z.parent_types, z.block_types):
@@ -99,7 +101,7 @@ def moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
-    """As `torchcaps.kernels.moments.moments`."""
+    """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
     agreement = Record() if even else _with_log_sums(problem, constant, linear, quadratic, centre)
@@ -116,7 +118,7 @@ def couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above,
     by_sample,
 ):  # fmt: skip
-    """As `torchcaps.kernels.moments.couplings`."""
+    """Run `torchcaps.kernels.moments.couplings` on a GPU."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
     agreement = _with_log_sums(problem, constant, linear, quadratic, centre)
@@ -132,7 +134,7 @@ def _with_log_sums(problem, *agreement):
 
 
 def _over_groups(tops, masses, means, variances):
-    """Mass, mean, variance and log_mass of parents from what `_m_step` found of every group of their children."""
+    """Combine the results of `_m_step` for all groups into mass, mean, variance and log_mass of each parent."""
     top = tops.amax(dim=0)
     top = top.masked_fill(top == -torch.inf, 0)
     masses = masses * (tops - top).exp()

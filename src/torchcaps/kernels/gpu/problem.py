@@ -1,4 +1,4 @@
-"""A layer's votes as the Triton kernels take them: sizes, blocks and grids."""
+"""The inputs of the Triton kernels for a layer's votes: tensors, sizes, block sizes and launch grids."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,17 +13,17 @@ from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
-"""Numbers of votes that a program holds at a time: eight registers a thread."""
+"""Numbers of votes in a tile: eight registers per thread."""
 MOST_TYPES = 16
-"""Parent types in a tile; the rest of it are samples, which share the transforms that they load."""
+"""Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Enough for the largest processors; a grid of fewer programs is cut into groups that share a parent or transform."""
+"""Number of programs that occupies the largest GPUs. A smaller grid is split into groups per parent or transform."""
 STEPS = 8
-"""The fewest steps that a group is worth."""
+"""Smallest number of steps per group."""
 
 
 class Layer(NamedTuple):
-    """What every kernel takes first; lists are those of the edges, see RoutingMap."""
+    """First argument of all kernels; `lists` are the edge lists of `RoutingMap`."""
 
     pose: Tensor
     activation: Tensor | None
@@ -32,14 +32,14 @@ class Layer(NamedTuple):
 
 
 def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
-    """A `Record` in one dtype and contiguous, with what is empty None."""
-    there = (entry is not None and entry.numel() > 0 for entry in entries)
-    return Record(*(x.to(dtype).contiguous() if given else None for x, given in zip(entries, there, strict=True)))  # type: ignore[union-attr]
+    """Create a `Record` of contiguous tensors of one dtype, with None for empty tensors."""
+    given = (entry is not None and entry.numel() > 0 for entry in entries)
+    return Record(*(x.to(dtype).contiguous() if used else None for x, used in zip(entries, given, strict=True)))  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for: all sizes but the batch, those of a tile, and where in lists each list begins."""
+    """Compile-time constants of a kernel: all sizes except the batch, block sizes, and the offset of each edge list."""
 
     sites: int
     types: int
@@ -65,7 +65,7 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        """Of a vote."""
+        """Numbers per vote."""
         return self.rows * self.columns
 
     @property
@@ -78,14 +78,14 @@ class Shape:
 
     @property
     def softmaxes(self) -> int:
-        """G, see `torchcaps.kernels.moments.Shapes`."""
+        """Number of softmaxes G per child type and sample: one per child site, or per edge if `types_compete`."""
         return self.edges if self.types_compete else self.sites
 
 
 class Problem:
-    """A layer as every kernel takes it first, and how many programs a kernel is run by.
+    """The inputs of a layer that all kernels share, and the launch grid of each kind of kernel.
 
-    Launch grids have one dimension: CUDA allows 2³¹ programs in it, and 65,535 in the others.
+    Launch grids are one-dimensional, because CUDA allows 2³¹ programs in the first dimension but 65,535 in the others.
     """
 
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
@@ -115,17 +115,17 @@ class Problem:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
-        """``[padded B, …, G, C]``; 0 beyond the batch."""
+        """Create an uninitialised ``[padded B, …, G, C]``, with zeros beyond the batch."""
         values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
         values[self.samples :] = 0
         return values
 
     def parent_sums(self, *sizes: int) -> Tensor:
-        """``[groups, B, P, J, …]``."""
+        """Create an uninitialised ``[groups, B, P, J, …]``."""
         return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *sizes)
 
     def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
-        """Runs a child-side kernel for a number of sites, softmaxes or edges."""
+        """Run a child-side kernel for `count` sites, softmaxes or edges."""
         self._launch(kernel, count * self.z.types * self.sample_blocks, *arguments)
 
     def per_parent(self, kernel: Any, *arguments: Any) -> None:
@@ -140,5 +140,5 @@ class Problem:
 
 
 def _groups(programs: int, steps: int) -> int:
-    """Groups that the steps of each program are cut into."""
+    """Return the number of groups that the steps of each program are split into."""
     return max(1, min(PROGRAMS // max(1, programs), steps // STEPS))

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: which work is a program's own, tiles of votes, and couplings."""
+"""Functions that the Triton kernels share: the work of each program, tiles of votes, and couplings."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,17 @@ import triton.language as tl
 
 
 class Parents(NamedTuple):
-    """Some samples' parents, of some types, at one site. In front of each mask stands what it masks.
+    """The parents of a block of samples and a block of types at one site.
 
     Arguments:
-        sample: ``[samples]``.
-        parent_type: ``[parent types]``.
-        at: ``[samples, parent types]``, where a parent is in ``[B, P, J]``.
-        numbers: ``[samples, parent types, numbers]``, where its numbers are in ``[B, P, J, R, N]``.
+        sample: index of each sample, ``[samples]``.
+        is_sample: mask of `sample`.
+        parent_type: index of each parent type, ``[parent types]``.
+        is_type: mask of `parent_type`.
+        at: offset of each parent in ``[B, P, J]``, ``[samples, parent types]``.
+        is_parent: mask of `at`.
+        numbers: offset of each parent's numbers in ``[B, P, J, R, N]``, ``[samples, parent types, numbers]``.
+        is_number: mask of `numbers`.
     """
 
     sample: Any
@@ -30,11 +34,15 @@ class Tile(NamedTuple):
     """The votes of one child type along one edge.
 
     Arguments:
-        edge, site, child_type: numbers.
-        child: ``[samples]``, where a child is in ``[B, S, C]``.
-        poses: ``[samples, numbers]``, where the row of its pose begins that makes a number of the vote.
-        transforms: ``[parent types, numbers]``, where the column of the transform begins that does.
-        parents: that the votes are for.
+        edge: index of the edge.
+        site: index of the child site.
+        child_type: index of the child type.
+        child: offset of each child in ``[B, S, C]``, ``[samples]``.
+        poses: offset of the pose row that each number of the vote is computed from, ``[samples, numbers]``.
+        is_pose: mask of `poses`.
+        transforms: offset of the transform column that each number is computed from, ``[parent types, numbers]``.
+        is_transform: mask of `transforms`.
+        parents: the parents that receive the votes.
     """
 
     edge: Any
@@ -50,14 +58,14 @@ class Tile(NamedTuple):
 
 @triton.jit
 def samples_of_block(block, samples, z: tl.constexpr):
-    """Samples of a block, and whether there are such."""
+    """Return the sample indices of a block, and their mask."""
     sample = block.to(tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
     return sample, sample < samples
 
 
 @triton.jit
 def own_samples(samples, count: tl.constexpr, z: tl.constexpr):
-    """Of a child-side kernel for `count` sites, softmaxes or edges: this program's, its child type and samples."""
+    """Return the site, softmax or edge (of `count`), the child type and the samples of a child-side program."""
     index = tl.program_id(0) % (count * z.types)
     sample, is_sample = samples_of_block(tl.program_id(0) // (count * z.types), samples, z)
     return index // z.types, index % z.types, sample, is_sample
@@ -65,13 +73,13 @@ def own_samples(samples, count: tl.constexpr, z: tl.constexpr):
 
 @triton.jit
 def edges_of_site(lists, site, z: tl.constexpr):
-    """From which to which edge those of a child site go."""
+    """Return the first edge of a child site, and the end of its edges."""
     return tl.load(lists + z.child_begin + site), tl.load(lists + z.child_begin + 1 + site)
 
 
 @triton.jit
 def edges_of_softmax(lists, softmax, z: tl.constexpr):
-    """The child site of a softmax, and from which to which edge its edges go."""
+    """Return the child site of a softmax, its first edge, and the end of its edges."""
     if z.types_compete:
         site, begin, end = tl.load(lists + softmax), softmax, softmax + 1
     else:
@@ -82,13 +90,13 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 @triton.jit
 def softmax_of(tile, z: tl.constexpr):
-    """The one that the votes of a tile take part in."""
+    """Return the index of the softmax that the votes of a tile belong to."""
     return tile.edge if z.types_compete else tile.site
 
 
 @triton.jit
 def numbers_of_vote(z: tl.constexpr):
-    """Row and column of every number of a tile, and whether a vote has it."""
+    """Return the row and column of each number of a tile, and whether it is part of a vote."""
     place = tl.arange(0, z.block_numbers)
     row, column = place // z.block_columns, place % z.block_columns
     return row, column, (row < z.rows) & (column < z.columns)
@@ -96,7 +104,7 @@ def numbers_of_vote(z: tl.constexpr):
 
 @triton.jit
 def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
-    """Parents of the first type and those that follow."""
+    """Return the parents of a block of types that begins with `first_type`."""
     row, column, is_number = numbers_of_vote(z)
     parent_type = first_type + tl.arange(0, z.block_types)
     is_type = parent_type < z.parent_types
@@ -109,7 +117,7 @@ def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
 
 @triton.jit
 def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
-    """Where the transforms to some parent types begin in ``[K, C, J, Q, N]``."""
+    """Return the offsets of the transforms to some parent types in ``[K, C, J, Q, N]``."""
     return ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
 
 
@@ -126,14 +134,14 @@ def tile_of(edge, site, kernel, child_type, parents, z: tl.constexpr):
 
 @triton.jit
 def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first_type, z: tl.constexpr):
-    """To the first parent type and those that follow."""
+    """Return the tile of an edge for a block of parent types that begins with `first_type`."""
     parent_site, kernel = tl.load(lists + z.edges + edge), tl.load(lists + 2 * z.edges + edge)
     return tile_of(edge, site, kernel, child_type, parents_at(parent_site, first_type, sample, is_sample, z), z)
 
 
 @triton.jit
 def own_parents(samples, group_count, z: tl.constexpr):
-    """Of a parent-side program its parents, their site, and its group of their children."""
+    """Return the parents of a parent-side program, their site, and the index of its group of children."""
     count: tl.constexpr = z.parent_sites * z.type_blocks
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
     parent_site, first_type = index // z.type_blocks, index % z.type_blocks * z.block_types
@@ -143,7 +151,7 @@ def own_parents(samples, group_count, z: tl.constexpr):
 
 @triton.jit
 def own_steps(begin, per_edge, group, group_count):
-    """The first edge of a list that begins here, and from which to which step a group goes, so many an edge."""
+    """Return the first edge of a list, and the first step and end of a group, with `per_edge` steps per edge."""
     start = tl.load(begin)
     steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
     return start, steps * group // group_count, steps * (group + 1) // group_count
@@ -151,26 +159,26 @@ def own_steps(begin, per_edge, group, group_count):
 
 @triton.jit
 def tile_of_step(lists, step, start, parents, z: tl.constexpr):
-    """Of a step along the edges of `own_parents`, a child type at a time."""
+    """Return the tile of a step along the edges of a parent-side program. Each step handles one edge and child type."""
     edge = tl.load(lists + z.parent_edge + start + step // z.types)
     return tile_of(edge, tl.load(lists + edge), tl.load(lists + 2 * z.edges + edge), step % z.types, parents, z)
 
 
 @triton.jit
 def pose_column(layer, tile, q, dtype: tl.constexpr):
-    """``[samples, 1, numbers]``."""
+    """Load column `q` of the poses: ``[samples, 1, numbers]``."""
     return tl.load(layer.pose + q + tile.poses, tile.is_pose, 0).to(dtype)[:, None, :]
 
 
 @triton.jit
 def transform_row(layer, tile, q, z: tl.constexpr, dtype: tl.constexpr):
-    """``[1, parent types, numbers]``."""
+    """Load row `q` of the transforms: ``[1, parent types, numbers]``."""
     return tl.load(layer.transform + q * z.columns + tile.transforms, tile.is_transform, 0).to(dtype)[None, :, :]
 
 
 @triton.jit
 def votes_of(layer, tile, z: tl.constexpr, dtype: tl.constexpr):
-    """``[samples, parent types, numbers]``; 0 where there is no such sample, type or number."""
+    """Compute the votes ``[samples, parent types, numbers]``; masked samples, types and numbers are 0."""
     votes = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
     for q in tl.static_range(tl.constexpr(z.inner)):
         votes += pose_column(layer, tile, q, dtype) * transform_row(layer, tile, q, z, dtype)
@@ -179,7 +187,7 @@ def votes_of(layer, tile, z: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def activations(layer, child, is_sample, z: tl.constexpr, dtype: tl.constexpr):
-    """``[samples, 1]``."""
+    """Load the activations of children: ``[samples, 1]``."""
     a = tl.full([z.block_samples], 1, dtype)
     if layer.activation is not None:
         a = tl.load(layer.activation + child, is_sample, 0).to(dtype)
@@ -188,19 +196,19 @@ def activations(layer, child, is_sample, z: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def scalars(base, tile):
-    """What ``[B, P, J]`` holds of a tile's parents; 0 where there is none."""
+    """Load the entries of a tile's parents from ``[B, P, J]``; masked parents are 0."""
     return tl.load(base + tile.parents.at, tile.parents.is_parent, 0)
 
 
 @triton.jit
 def vectors(base, tile):
-    """What ``[B, P, J, R, N]`` holds of a tile's parents."""
+    """Load the entries of a tile's parents from ``[B, P, J, R, N]``; masked numbers are 0."""
     return tl.load(base + tile.parents.numbers, tile.parents.is_number, 0)
 
 
 @triton.jit
 def logits_of(votes, agreement, tile, z: tl.constexpr):
-    """``[samples, parent types]``, and d = V - centre; `agreement` is a `Pass`."""
+    """Return the logits ``[samples, parent types]``, and d = V - centre. `agreement` is a `Record`."""
     d, factor = votes, tl.zeros_like(votes)
     if agreement.centre is not None:
         d = votes - vectors(agreement.centre, tile)
@@ -216,13 +224,16 @@ def logits_of(votes, agreement, tile, z: tl.constexpr):
 
 @triton.jit
 def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
-    """log c ``[samples, parent types]``, even where a `Pass` has no log_sums; and d = V - centre."""
+    """Return log c ``[samples, parent types]``, and d = V - centre.
+
+    Couplings are even if `agreement`, a `Record`, has no log_sums; d is then V.
+    """
     if agreement.log_sums is None:
-        rivals = z.parent_types + z.none_of_the_above
+        competitors = z.parent_types + z.none_of_the_above
         if not z.types_compete:
             begin, end = edges_of_site(layer.lists, tile.site, z)
-            rivals = (end - begin) * z.parent_types + z.none_of_the_above
-        log_c, d = -tl.log(tl.zeros([z.block_samples, z.block_types], votes.dtype) + rivals), votes
+            competitors = (end - begin) * z.parent_types + z.none_of_the_above
+        log_c, d = -tl.log(tl.zeros([z.block_samples, z.block_types], votes.dtype) + competitors), votes
     else:
         logits, d = logits_of(votes, agreement, tile, z)
         at = (tile.parents.sample * (2 * z.softmaxes) + softmax_of(tile, z)) * z.types + tile.child_type
@@ -235,5 +246,5 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
 
 @triton.jit
 def tiny_of(dtype: tl.constexpr):
-    """The smallest normal number; a child below it is off."""
+    """Return the smallest normal number. A child with a smaller activation is off."""
     return 1.1754943508222875e-38 if dtype == tl.float32 else 2.2250738585072014e-308

@@ -1,0 +1,49 @@
+"""The commands `torchcaps inspect` and `torchcaps explore`."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcaps.errors import BadInput
+
+
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
+    image: Annotated[Path, typer.Argument(help="Image file.")],
+    out: Annotated[Path, typer.Option(help="Picture to write, a .png file.")] = Path("inspection.png"),
+) -> None:
+    """Draw which parts of an image support each class, pass by pass."""
+    from torchcaps.classifier import Classifier
+    from torchcaps.data.files import atomically
+    from torchcaps.inspection import inspect as look
+
+    if out.suffix.lower() != ".png":
+        raise BadInput(f"--out is {out}: give a file that ends in .png")
+    if not out.parent.is_dir():
+        raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
+    found = look(Classifier.from_pretrained(run), image)
+    with atomically(out) as stream:
+        found.figure().savefig(stream, format="png", dpi=120)
+    best = int(found.scores.argmax())
+    print(f"{found.class_names[best]} ({found.scores[best]:.3f}); the picture: {out}")
+
+
+def explore(
+    source: Annotated[
+        Path | None, typer.Argument(help="Run folder or folder of weights; default: all networks in weights/.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1024, max=65535, help="Port on 127.0.0.1.")] = 7860,
+    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
+) -> None:
+    """Open a trained network in the browser: draw, upload, change routing, attack."""
+    if find_spec("gradio") is None:
+        raise BadInput("the explorer needs Gradio: pip install 'torchcaps[explore]'")
+    from torchcaps.explore import Explorer, sources_of
+
+    explorer = Explorer(sources_of(source))
+    from torchcaps.explore.page import serve
+
+    print(f"http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
+    serve(explorer, port, open_browser=browser)

@@ -1,0 +1,263 @@
+"""The page of `torchcaps explore`, built with Gradio and served on the loopback address."""
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from torchcaps.data.norb import CATEGORIES
+from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS
+from torchcaps.errors import BadInput
+from torchcaps.explore import Explorer, View, redrawn, toy_views
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+
+import gradio as gr
+from starlette.middleware import Middleware
+
+SLIDERS = 16
+"""Numbers of a class capsule's pose that get a slider."""
+POLICY = (
+    "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src 'self' data: blob:; "
+    "font-src 'self' data:"
+)
+"""The browser loads nothing from another address."""
+TO_URL = """(network, rule, iterations, epsilon, number, category, instance, elevation, azimuth, lighting) => {
+    const state = {network, rule, iterations, epsilon, pass: number, category, instance, elevation, azimuth, lighting};
+    history.replaceState(null, "", "?" + new URLSearchParams(state));
+}"""
+TAKE_BRUSH = """() => {
+    const wait = setInterval(() => {
+        const brush = document.querySelector("#drawing button[aria-label=Brush]");
+        if (brush) { brush.click(); clearInterval(wait); }
+    }, 100);
+}"""
+
+
+class SameOrigin:
+    """ASGI middleware that adds the content security policy to every response."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await self.app(scope, receive, with_policy)
+
+
+def build(explorer: Explorer) -> Any:
+    """The page for some networks."""
+    names = [*explorer.sources]
+    views: OrderedDict[Any, View] = OrderedDict()
+
+    def viewed(network: str, pixels: Any, rule: str, iterations: int, epsilon: float) -> View:
+        key = network, pixels.numpy().tobytes(), rule, iterations, epsilon
+        if key not in views:
+            views[key] = explorer.view(network, pixels, rule, iterations, epsilon)
+            if len(views) > 16:
+                views.popitem(last=False)
+        return views[key]
+
+    def pixels_of(network: str, source: str, drawing: Any, file: str | None, toy: tuple[Any, ...]) -> Any:
+        if source == "file":
+            return None if file is None else explorer.read(network, file)
+        if source == "toy":
+            category, instance, elevation, azimuth, lighting = toy
+            views = toy_views(CATEGORIES.index(category), int(instance))
+            return views[int(elevation), int(azimuth) // 2, int(lighting)]
+        strokes = None if drawing is None else [layer[..., 3] for layer in drawing["layers"]]
+        if not strokes or not any(layer.any() for layer in strokes):
+            return None
+        return explorer.drawn(network, np.max(strokes, axis=0))
+
+    def show(
+        network: str,
+        source: str,
+        drawing: Any,
+        file: str | None,
+        rule: str,
+        iterations: float,
+        epsilon: float,
+        number: float,
+        class_name: str | None,
+        *toy: Any,
+    ) -> list[Any]:
+        try:
+            rules = explorer.rules(network)
+            iterations = int(iterations) if rules.iterations else 0
+            pixels = pixels_of(network, source, drawing, file, toy)
+            if pixels is None:
+                return nothing("Draw, upload or choose an image.")
+            view = viewed(network, pixels, rule, iterations, epsilon)
+        except (BadInput, ValueError, OSError) as error:
+            return nothing(f"**{error}**")
+        names_of_classes = view.found.class_names
+        best = names_of_classes[int(view.found.scores.argmax())]
+        chosen = class_name if class_name in names_of_classes else best
+        passes = len(view.found.support)
+        pose = view.found.poses[names_of_classes.index(best)].flatten().tolist()
+        drawable = view.found.reconstruction is not None
+        drawn = redrawn(explorer.classifier(network), view.found, pose) if drawable else None
+        sliders = [
+            gr.Slider(value=value, visible=True) if drawable and value is not None else gr.Slider(visible=False)
+            for value in [*pose, *[None] * SLIDERS][:SLIDERS]
+        ]
+        return [
+            view.sentence(),
+            view.picture(),
+            view.support(int(number), chosen),
+            view.bars(),
+            gr.Dropdown(choices=list(names_of_classes), value=chosen),
+            gr.Slider(maximum=max(2, passes), value=min(int(number), passes)),
+            gr.Image(value=drawn, visible=drawable),
+            (network, view) if drawable else None,
+            *sliders,
+        ]
+
+    def show_best(*given: Any) -> list[Any]:
+        return show(*given[:8], None, *given[9:])
+
+    def nothing(sentence: str) -> list[Any]:
+        hidden = [gr.Slider(visible=False)] * SLIDERS
+        return [sentence, None, None, None, gr.skip(), gr.skip(), gr.Image(value=None, visible=False), None, *hidden]
+
+    def draw_pose(state: Any, *pose: float) -> Any:
+        if state is None:
+            return None
+        network, view = state
+        own = view.found.poses[int(view.found.scores.argmax())].flatten().tolist()
+        return redrawn(explorer.classifier(network), view.found, [*pose[: len(own)], *own[SLIDERS:]])
+
+    def choose(network: str) -> list[Any]:
+        try:
+            rules = explorer.rules(network)
+        except BadInput as error:
+            return [gr.skip(), gr.skip(), gr.skip(), f"**{error}**"]
+        stereo = explorer.classifier(network).image_shape[0] == 2
+        return [
+            gr.Dropdown(choices=rules.fitting, value=rules.own),
+            gr.Slider(value=max(1, rules.iterations), visible=rules.iterations > 0),
+            gr.Tab(visible=stereo),
+            gr.skip(),
+        ]
+
+    def from_url(request: gr.Request) -> list[Any]:
+        asked = dict(request.query_params)
+        network = asked.get("network", names[0])
+        network = network if network in names else names[0]
+        rules = explorer.rules(network)
+        rule = asked.get("rule", rules.own)
+
+        def whole(key: str, default: int, values: Any) -> int:
+            value = asked.get(key, "")
+            return int(value) if value.isdecimal() and int(value) in values else default
+
+        epsilon = asked.get("epsilon", "0").replace(".", "", 1)
+        category = asked.get("category", "")
+        return [
+            network,
+            gr.Dropdown(choices=rules.fitting, value=rule if rule in rules.fitting else rules.own),
+            gr.Slider(value=whole("iterations", max(1, rules.iterations), range(1, 8)), visible=rules.iterations > 0),
+            min(0.3, float(asked.get("epsilon", "0"))) if epsilon.isdecimal() else 0.0,
+            whole("pass", 3, range(1, 8)),
+            category if category in CATEGORIES else CATEGORIES[0],
+            whole("instance", 0, range(10)),
+            whole("elevation", 4, ELEVATIONS),
+            whole("azimuth", 0, AZIMUTHS),
+            whole("lighting", 0, LIGHTINGS),
+            gr.Tab(visible=explorer.classifier(network).image_shape[0] == 2),
+        ]
+
+    saved: dict[str, Any] = {"buttons": ["download"], "format": "png"}
+    with gr.Blocks(title="torchcaps", analytics_enabled=False) as page:
+        gr.Markdown("# torchcaps\nDraw a digit, upload an image or turn a toy. The network runs on this machine.")
+        source, state = gr.State("draw"), gr.State(None)
+        with gr.Row():
+            with gr.Column(scale=1):
+                network = gr.Dropdown(names, value=names[0], label="Network", elem_id="network")
+                with gr.Tab("Draw") as draw_tab:
+                    drawing = gr.Sketchpad(
+                        label="Your drawing",
+                        layers=False,
+                        canvas_size=(280, 280),
+                        brush=gr.Brush(default_size=22, colors=["#111111"], color_mode="fixed"),
+                        elem_id="drawing",
+                    )
+                with gr.Tab("Upload") as file_tab:
+                    file = gr.File(label="bmp, gif, jpeg, png, tiff or webp", type="filepath", elem_id="file")
+                with gr.Tab("Toy", visible=False) as toy_tab:
+                    category = gr.Dropdown(list(CATEGORIES), value=CATEGORIES[0], label="Category")
+                    instance = gr.Slider(0, 9, 0, step=1, label="Instance")
+                    elevation = gr.Slider(0, 8, 4, step=1, label="Elevation", elem_id="elevation")
+                    azimuth = gr.Slider(0, 34, 0, step=2, label="Azimuth (× 10°)", elem_id="azimuth")
+                    lighting = gr.Slider(0, 5, 0, step=1, label="Lighting")
+                rule = gr.Dropdown(label="Routing rule", elem_id="rule")
+                iterations = gr.Slider(1, 7, 3, step=1, label="Iterations", elem_id="iterations")
+                epsilon = gr.Slider(0, 0.3, 0, step=0.01, label="Attack (FGSM): ε", elem_id="epsilon")
+            with gr.Column(scale=2):
+                message = gr.Markdown(elem_id="message")
+                with gr.Row():
+                    picture = gr.Image(label="What the network sees", elem_id="picture", **saved)
+                    support = gr.Image(label="Support of the class", elem_id="support", **saved)
+                with gr.Row():
+                    class_name = gr.Dropdown(label="Class", elem_id="class")
+                    number = gr.Slider(1, 3, 3, step=1, label="Routing pass", elem_id="pass")
+                bars = gr.Label(label="Class capsules", num_top_classes=10, elem_id="bars")
+                reconstruction = gr.Image(
+                    label="Reconstruction from the winning capsule", elem_id="reconstruction", visible=False, **saved
+                )
+                with gr.Accordion("Pose of the winning capsule", open=False):
+                    poses = [
+                        gr.Slider(-1, 1, 0, step=0.01, label=f"{index + 1}", visible=False, elem_id=f"pose-{index}")
+                        for index in range(SLIDERS)
+                    ]
+        toy = [category, instance, elevation, azimuth, lighting]
+        inputs = [network, source, drawing, file, rule, iterations, epsilon, number, class_name, *toy]
+        outputs = [message, picture, support, bars, class_name, number, reconstruction, state, *poses]
+        quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
+        to_url = {"fn": None, "inputs": [network, rule, iterations, epsilon, number, *toy], "js": TO_URL}
+        for tab, name in ((draw_tab, "draw"), (file_tab, "file"), (toy_tab, "toy")):
+            tab.select(lambda name=name: name, None, source, **quick).then(show_best, inputs, outputs, **quick)
+        for new_image in (drawing.change, file.change, category.input, instance.input):
+            new_image(show_best, inputs, outputs, **quick).then(**to_url)
+        for changed in (class_name, rule, iterations, epsilon, number, elevation, azimuth, lighting):
+            changed.input(show, inputs, outputs, **quick).then(**to_url)
+        network.input(choose, network, [rule, iterations, toy_tab, message], **quick).then(
+            show_best, inputs, outputs, **quick
+        ).then(**to_url)
+        for slider in poses:
+            slider.input(draw_pose, [state, *poses], reconstruction, **quick)
+        page.load(None, js=TAKE_BRUSH)
+        page.load(from_url, None, [network, rule, iterations, epsilon, number, *toy, toy_tab], show_progress="hidden")
+    return page
+
+
+def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
+    """Serve the page until it is interrupted.
+
+    Raises:
+        BadInput: the port is taken.
+    """
+    page = build(explorer)
+    theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    try:
+        page.launch(
+            server_name="127.0.0.1",
+            server_port=port,
+            inbrowser=open_browser,
+            share=False,
+            quiet=True,
+            ssr_mode=False,
+            enable_monitoring=False,
+            max_file_size="50mb",
+            footer_links=[],
+            theme=theme,
+            app_kwargs={"middleware": [Middleware(SameOrigin)]},
+        )
+    except OSError as error:
+        raise BadInput(f"port {port} cannot be opened ({error}): choose another with --port") from error

@@ -1,0 +1,169 @@
+"""Support of classes in an image, pass by pass; the explorer without its page."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from torchcaps import Classifier, Inspection, Preparation, Routing, create_model, inspect
+from torchcaps.data.mnist_5k import load_mnist_5k
+from torchcaps.errors import BadInput
+from torchcaps.explore import Explorer, redrawn, sources_of, toy_views
+from torchcaps.inspection import recorded
+from torchcaps.routing import ROUTINGS
+from torchcaps.routing import votes as routing_votes
+
+WEIGHTS = Path(__file__).parents[1] / "weights"
+SMALL = {
+    "capsnet": {"convolution_channels": 8, "primary_types": 2},
+    "matrix-capsnet": {"widths": [8, 4, 4, 4]},
+}
+
+
+def classifier(name: str = "capsnet", **options) -> Classifier:
+    torch.manual_seed(0)
+    model = create_model(name, image_shape=(1, 28, 28), num_classes=3, **SMALL.get(name, {}), **options).eval()
+    return Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preparation())
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+@pytest.mark.parametrize("name", SMALL)
+def test_support_sums_to_one_per_class_and_pass(name, rule):
+    found = inspect(classifier(name, routing=Routing(rule)), torch.rand(1, 28, 28))
+    assert found.support.shape[1:] == (3, 28, 28)
+    torch.testing.assert_close(found.support.sum(dim=(2, 3)), torch.ones(found.support.shape[:2]))
+    assert found.support.min() >= 0
+
+
+@torch.no_grad()
+def test_support_is_the_share_of_the_mean_vote():
+    network = classifier("capsnet")
+    with recorded(network.model) as layers:
+        prediction = network.model(torch.rand(1, 1, 28, 28))
+    (layer,) = layers
+    children, transform = layer.children, network.model.class_capsules.transform
+    assert len(layer.passes) == 3
+    couplings = layer.passes[2].votes.couplings(layer.passes[2].agreement)[0]
+    direction = prediction.capsules.pose[0, 0, :, 0] / prediction.scores[0, :, None]
+    expected = torch.zeros(3, children.activation.shape[1], children.activation.shape[2])
+    for parent in range(3):
+        for site in range(expected.shape[1]):
+            for kind in range(expected.shape[2]):
+                vote = children.pose[0, site, kind, 0] @ transform[site, kind, parent]
+                expected[parent, site, kind] = couplings[parent, site, kind] * (vote @ direction[parent])
+    expected = expected.clamp_min(0) / expected.clamp_min(0).sum(dim=(1, 2), keepdim=True)
+    torch.testing.assert_close(layer.support(2), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_shares_of_a_parents_mass_sum_to_one():
+    model = classifier("matrix-capsnet").model
+    with recorded(model) as layers, torch.inference_mode():
+        model(torch.rand(1, 1, 28, 28))
+    assert [layer.name.split(".")[0] for layer in layers] == ["first_capsules", "second_capsules", "class_capsules"]
+    for layer in layers:
+        parents = layer.passes[-1].votes.routing_map.edges[:, 1]
+        shares = layer.shares(len(layer.passes) - 1)
+        sums = torch.zeros(layer.parents.activation.shape[1], len(shares)).index_add(0, parents, shares.sum(dim=2).mT)
+        torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
+def test_recording_changes_nothing_and_ends():
+    model, images = classifier().model, torch.rand(2, 1, 28, 28)
+    before = model(images).scores
+    with recorded(model):
+        assert torch.equal(model(images).scores, before)
+    assert routing_votes.observer is None
+    with pytest.raises(RuntimeError), recorded(model):
+        model(torch.rand(1, 2, 28, 28))
+    assert routing_votes.observer is None
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_the_support_of_a_digit_is_where_the_digit_is():
+    images, _ = load_mnist_5k()
+    left, right = (int((images.labels == digit).nonzero()[0]) for digit in (3, 8))
+    strip = torch.cat([images.pixels[left], images.pixels[right]], dim=2)
+    explorer = Explorer({"strips": WEIGHTS / "digit-strips"})
+    view = explorer.view("strips", strip, "dynamic", 3, 0.0)
+    columns = torch.arange(56.0)
+    centres = [(view.found.support[-1, digit].sum(dim=0) * columns).sum() for digit in (3, 8)]
+    assert centres[0] < 28 < centres[1]
+    assert view.order == ["3", "8"]
+    assert view.sentence() == "From left to right: 3, 8"
+
+
+def test_a_network_without_capsules_is_refused():
+    with pytest.raises(BadInput, match="no capsules"):
+        inspect(classifier("baseline-cnn"), torch.rand(1, 28, 28))
+
+
+def test_figure_and_command(call, refused, tmp_path):
+    found = inspect(classifier("capsnet"), torch.zeros(1, 28, 28, dtype=torch.uint8))
+    assert isinstance(found, Inspection)
+    assert len(found.figure().axes) == 15
+    digit = tmp_path / "digit.png"
+    Image.fromarray(np.pad(np.full((20, 4), 255, np.uint8), ((4, 4), (12, 12)))).save(digit)
+    code, out, _ = call("inspect", WEIGHTS / "matrix-capsnet-mnist", digit, "--out", tmp_path / "seen.png")
+    assert code == 0
+    assert out.startswith("1 (")
+    with Image.open(tmp_path / "seen.png") as picture:
+        assert picture.width > 300
+    for words, message in (
+        ((WEIGHTS / "matrix-capsnet-mnist", digit, "--out", tmp_path / "seen.txt"), "ends in .png"),
+        ((WEIGHTS / "matrix-capsnet-mnist", digit, "--out", tmp_path / "no" / "seen.png"), "does not exist"),
+        ((WEIGHTS / "matrix-capsnet-mnist", tmp_path / "none.png"), "none.png"),
+        ((tmp_path, digit), str(tmp_path)),
+    ):
+        assert message in refused("inspect", *words)
+
+
+def test_the_explorer_offers_the_rules_that_fit_the_weights():
+    explorer = Explorer({"digits": WEIGHTS / "digit-strips", "toys": WEIGHTS / "matrix-capsnet-toys"})
+    fitting, own, iterations = explorer.rules("digits")
+    assert {"dynamic", "uniform"} <= set(fitting)
+    assert (own, iterations) == ("dynamic", 3)
+    assert "em" not in fitting
+    assert explorer.rules("toys")[1:] == ("em", 3)
+    pixels = explorer.drawn("digits", np.pad(np.full((200, 30), 255.0), ((40, 40), (125, 125))))
+    views = [explorer.view("digits", pixels, *routing, 0.0) for routing in (("dynamic", 3), ("uniform", 0))]
+    assert not torch.equal(views[0].found.scores, views[1].found.scores)
+    assert len(explorer.view("digits", pixels, "dynamic", 5, 0.0).found.support) == 5
+    attacked = explorer.view("digits", pixels, "dynamic", 3, 0.1)
+    assert 0.05 < (attacked.found.image - views[0].found.image).abs().max() <= 0.1 + 1e-6
+    assert attacked.found.scores.max() < views[0].found.scores.max()
+    assert views[0].picture().shape == views[0].support(3, "1").shape == (280, 280, 3)
+    assert sum(views[0].bars().values()) > 0
+
+
+def test_the_explorer_draws_from_a_moved_pose(tmp_path):
+    classifier().save_pretrained(tmp_path)
+    explorer = Explorer({"net": tmp_path})
+    view = explorer.view("net", torch.zeros(1, 28, 28, dtype=torch.uint8), "dynamic", 3, 0.0)
+    pose = view.found.poses[int(view.found.scores.argmax())].flatten().tolist()
+    same, moved = (
+        redrawn(explorer.classifier("net"), view.found, [value + step for value in pose]) for step in (0.0, 2.0)
+    )
+    assert same.shape == (280, 280, 3)
+    assert (same != moved).any()
+    with pytest.raises(BadInput, match="no decoder"):
+        redrawn(classifier("capsnet", decoder=False), view.found, pose)
+
+
+def test_every_view_of_a_toy_is_another_picture():
+    views = toy_views(4, 0)
+    assert views.shape == (9, 18, 6, 2, 48, 48)
+    assert not torch.equal(views[0, 0, 0], views[8, 9, 0])
+
+
+def test_the_explorer_needs_a_network(tmp_path, monkeypatch, refused):
+    with pytest.raises(BadInput, match="no network"):
+        sources_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInput, match="no folder weights/"):
+        sources_of(None)
+    assert sources_of(WEIGHTS / "digit-strips") == {"digit-strips": WEIGHTS / "digit-strips"}
+    classifier("baseline-cnn").save_pretrained(tmp_path / "cnn")
+    with pytest.raises(BadInput, match="no capsule network"):
+        Explorer({"cnn": tmp_path / "cnn"}).rules("cnn")
