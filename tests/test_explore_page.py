@@ -70,7 +70,7 @@ def page(browser, address):
     yield page
     hosts = {re.match(r"\w+://([^/]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}
     assert hosts == {address.removeprefix("http://")}
-    assert errors == []
+    assert [error for error in errors if "aborted" not in error] == []  # of requests that a new address ended
     page.close()
 
 
@@ -91,7 +91,7 @@ def draw_one(page) -> None:
 
 def answer_of(page, words: str) -> str:
     page.wait_for_function(ANSWER.format(words), timeout=20_000)
-    return page.locator("#message").inner_text()
+    return page.locator("#message").inner_text().splitlines()[-1]  # above it, Gradio's progress
 
 
 def test_draw_switch_attack_and_save(page, tmp_path):
@@ -106,10 +106,9 @@ def test_draw_switch_attack_and_save(page, tmp_path):
     choose(page, "rule", "uniform")
     page.wait_for_function("text => document.querySelector('#message').innerText !== text", arg=before)
     page.wait_for_url(re.compile("rule=uniform"))
+    assert answer_of(page, "(").startswith("1 (")
     with page.expect_download() as download:
-        page.locator("#picture").get_by_role("button", name="Download").or_(
-            page.locator("#picture a[download]")
-        ).first.click()
+        page.locator("#picture a[download]").click()
     download.value.save_as(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
@@ -134,7 +133,7 @@ def test_the_pose_redraws_the_reconstruction(page):
     choose(page, "network", "untrained")
     draw_one(page)
     answer_of(page, "(")
-    page.get_by_text("Pose of the winning capsule").click()
+    page.get_by_text("Change the pose").click()
     before = page.locator("#reconstruction img").get_attribute("src")
     page.locator("#pose-0 input[type=number]").fill("1")
     page.locator("#pose-0 input[type=number]").press("Enter")

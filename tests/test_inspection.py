@@ -127,7 +127,7 @@ def test_the_explorer_offers_the_rules_that_fit_the_weights():
     assert "em" not in fitting
     assert explorer.rules("toys")[1:] == ("em", 3)
     pixels = explorer.drawn("digits", np.pad(np.full((200, 30), 255.0), ((40, 40), (125, 125))))
-    views = [explorer.view("digits", pixels, *routing, 0.0) for routing in (("dynamic", 3), ("uniform", 0))]
+    views = [explorer.view("digits", pixels, *routing, 0.0) for routing in (("dynamic", 3), ("uniform", 3))]
     assert not torch.equal(views[0].found.scores, views[1].found.scores)
     assert len(explorer.view("digits", pixels, "dynamic", 5, 0.0).found.support) == 5
     attacked = explorer.view("digits", pixels, "dynamic", 3, 0.1)
@@ -135,6 +135,7 @@ def test_the_explorer_offers_the_rules_that_fit_the_weights():
     assert attacked.found.scores.max() < views[0].found.scores.max()
     assert views[0].picture().shape == views[0].support(3, "1").shape == (280, 280, 3)
     assert sum(views[0].bars().values()) > 0
+    assert views[0].pose().shape == (80, 80 * views[0].found.poses.shape[2], 3)
 
 
 def test_the_explorer_draws_from_a_moved_pose(tmp_path):

@@ -17,6 +17,7 @@ from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS, render_toy
 from torchcaps.errors import BadInput
 from torchcaps.inspection import Inspection, inspect
 from torchcaps.models import PooledCapsNet
+from torchcaps.options import kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
 SIDE = 280
@@ -106,14 +107,23 @@ class Explorer:
         return isinstance(self.classifier(name).model, PooledCapsNet)
 
     def view(self, name: str, pixels: UInt8[Tensor, "C H W"], rule: str, iterations: int, epsilon: float) -> "View":
-        """Run a network on an image, attacked by the fast gradient sign method where ε is above 0.
+        """Run a network on an image, attacked by the fast gradient sign method if ε is above 0.
+
+        Arguments:
+            name: of the network.
+            pixels: its stored image, from `read` or `drawn`.
+            rule: routing rule, one of those in `rules`.
+            iterations: of the rule; ignored if it has no such option.
+            epsilon: ε of the attack, the largest change of a pixel in [0, 1]; 0 for none.
 
         Raises:
             BadInput: the rule or the number of iterations does not fit the network.
         """
-        rules = self.rules(name)
-        own = rule == rules.own and iterations == rules.iterations
-        classifier = self.classifier(name) if own else self.classifier(name, rule, iterations)
+        own, own_iterations = self.rules(name)[1:]
+        if rule not in ROUTINGS or "iterations" not in kinds_of(ROUTINGS[rule]):
+            iterations = 0
+        unchanged = (rule, iterations) == (own, own_iterations)
+        classifier = self.classifier(name) if unchanged else self.classifier(name, rule, iterations)
         inputs = classifier.preparation.plain(pixels[None])[0]
         if epsilon > 0:
             inputs = attacked(classifier, pixels, epsilon)
@@ -158,6 +168,15 @@ class View(NamedTuple):
     def picture(self) -> UInt8[np.ndarray, "H W 3"]:
         """The network's input, enlarged."""
         return enlarged(self.found.image)
+
+    def pose(self) -> UInt8[np.ndarray, "H W 3"]:
+        """The pose of the winning capsule as a picture: blue is negative, red positive."""
+        from matplotlib import colormaps
+
+        pose = self.found.poses[int(self.found.scores.argmax())]
+        share = 0.5 + 0.5 * pose / pose.abs().max().clamp_min(1e-12)
+        colours = torch.from_numpy(colormaps["coolwarm"](share.numpy())[..., :3]).float().permute(2, 0, 1)
+        return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
     def support(self, number: int, class_name: str) -> UInt8[np.ndarray, "H W 3"]:
         """The picture with the support of a class in one pass, in colour."""
@@ -205,12 +224,14 @@ def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth 
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
 
-def enlarged(image: Float[Tensor, "C H W"], spread_out: bool = True) -> UInt8[np.ndarray, "height width 3"]:
-    """An image in whole pixels, `SIDE` high; with `spread_out` its range becomes black to white."""
+def enlarged(
+    image: Float[Tensor, "C H W"], spread_out: bool = True, side: int = SIDE
+) -> UInt8[np.ndarray, "height width 3"]:
+    """An image about `side` pixels high, in whole pixels; with `spread_out` its range becomes black to white."""
     image = image if image.shape[0] == 3 else image[:1].expand(3, -1, -1)
     if spread_out:
         image = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
-    times = max(1, round(SIDE / image.shape[1]))
+    times = max(1, round(side / image.shape[1]))
     large = image.repeat_interleave(times, dim=1).repeat_interleave(times, dim=2)
     return (255 * large.clamp(0, 1)).round().to(torch.uint8).permute(1, 2, 0).numpy()
 

@@ -112,6 +112,7 @@ def build(explorer: Explorer) -> Any:
             view.picture(),
             view.support(int(number), chosen),
             view.bars(),
+            view.pose(),
             gr.Dropdown(choices=list(names_of_classes), value=chosen),
             gr.Slider(maximum=max(2, passes), value=min(int(number), passes)),
             gr.Image(value=drawn, visible=drawable),
@@ -124,7 +125,8 @@ def build(explorer: Explorer) -> Any:
 
     def nothing(sentence: str) -> list[Any]:
         hidden = [gr.Slider(visible=False)] * SLIDERS
-        return [sentence, None, None, None, gr.skip(), gr.skip(), gr.Image(value=None, visible=False), None, *hidden]
+        unseen = gr.Image(value=None, visible=False)
+        return [sentence, None, None, None, None, gr.skip(), gr.skip(), unseen, None, *hidden]
 
     def draw_pose(state: Any, *pose: float) -> Any:
         if state is None:
@@ -208,17 +210,19 @@ def build(explorer: Explorer) -> Any:
                     class_name = gr.Dropdown(label="Class", elem_id="class")
                     number = gr.Slider(1, 3, 3, step=1, label="Routing pass", elem_id="pass")
                 bars = gr.Label(label="Class capsules", num_top_classes=10, elem_id="bars")
-                reconstruction = gr.Image(
-                    label="Reconstruction from the winning capsule", elem_id="reconstruction", visible=False, **saved
-                )
-                with gr.Accordion("Pose of the winning capsule", open=False):
+                with gr.Row():
+                    pose = gr.Image(label="Pose of the winning capsule", elem_id="pose", **saved)
+                    reconstruction = gr.Image(
+                        label="Reconstruction from this pose", elem_id="reconstruction", visible=False, **saved
+                    )
+                with gr.Accordion("Change the pose (networks with a decoder)", open=False):
                     poses = [
                         gr.Slider(-1, 1, 0, step=0.01, label=f"{index + 1}", visible=False, elem_id=f"pose-{index}")
                         for index in range(SLIDERS)
                     ]
         toy = [category, instance, elevation, azimuth, lighting]
         inputs = [network, source, drawing, file, rule, iterations, epsilon, number, class_name, *toy]
-        outputs = [message, picture, support, bars, class_name, number, reconstruction, state, *poses]
+        outputs = [message, picture, support, bars, pose, class_name, number, reconstruction, state, *poses]
         quick: dict[str, Any] = {"show_progress": "hidden", "trigger_mode": "always_last"}
         to_url = {"fn": None, "inputs": [network, rule, iterations, epsilon, number, *toy], "js": TO_URL}
         for tab, name in ((draw_tab, "draw"), (file_tab, "file"), (toy_tab, "toy")):
