@@ -86,9 +86,10 @@ def efficient_capsnet_mnist() -> Recipe:
 
     Losses and augmentation follow the authors, except for shifts of up to 2 pixels. The authors train for 150 epochs
     with batches of 16 and multiply the learning rate by 0.97 per epoch, from 5e-4. In this recipe it falls from 5e-3
-    along a cosine. Among 1e-3, 3e-3 and 8e-3, the two larger values had the lower validation loss after 5 epochs. For
-    the authors' values, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential --set decay_rate=0.97
-    --set decay_steps=3375``.
+    along a cosine. Among 1e-3, 3e-3 and 8e-3, the two larger values had the lower validation loss after 5 epochs. The
+    last epoch is kept: with a tenth of the images for validation, it had the lowest validation loss, and the best
+    validation accuracy was chance. For the authors' values, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set
+    schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",
@@ -102,7 +103,9 @@ def efficient_capsnet_mnist() -> Recipe:
         learning_rate=5e-3,
         schedule="cosine",
         batch_size=64,
-        epochs=40,
+        validation_fraction=0.02,
+        choose="last",
+        epochs=30,
     )
 
 
