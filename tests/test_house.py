@@ -37,6 +37,7 @@ FLOORS = {
     "recipe": 4,
     "model_card": 4,
     "run_folder": 4,
+    "run_report": 4,
     "training": 4,
     "training_module": 4,
     "recipes": 5,

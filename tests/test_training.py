@@ -42,6 +42,7 @@ def test_a_run_folder_is_complete(finished):
     assert names == {
         *("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "model.safetensors"),
         *("config.json", "reconstructions.png", "confusion.png", "tensorboard", "image-digests.safetensors", ".lock"),
+        *("curves.png", "worst.png"),
     }
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["test_accuracy_percent"] == 100 - metrics["test_error_percent"]

@@ -1,6 +1,6 @@
 """Capsules, predictions and operations on poses: squash, length and Coordinate Addition.
 
-Every docstring, annotation and einsum of this library uses these letters for shapes:
+In this library, docstrings, annotations and einsums name the dimensions of tensors with these letters:
 
 ====== ==========================================================================
 letter meaning
@@ -17,7 +17,7 @@ letter meaning
 ``N``  columns of a vote and of a parent's pose
 ====== ==========================================================================
 
-A pose has shape ``R×Q``, a transform ``Q×N`` and a vote ``R×N``.
+A child's pose has shape ``R×Q``, a transform ``Q×N``, and a vote or a parent's pose ``R×N``.
 """
 
 import math
@@ -54,8 +54,8 @@ class Prediction(NamedTuple):
     """Output of a model for a batch of images.
 
     Arguments:
-        scores: ``[B, classes]``: activations of the class capsules in [0, 1], or logits. The class with the largest
-            score is the predicted class.
+        scores: ``[B, classes]``: one score per class, either an activation in [0, 1] or a logit. The class with the
+            largest score is the predicted class.
         capsules: the class capsules; None for a network without capsules.
         reconstruction: ``[B, channels, height, width]`` in [0, 1]; None for a network without a decoder.
 
@@ -102,7 +102,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     ::
 
         sabour         v = |s|² / (1 + |s|²) · s / |s|       Sabour, Frosst & Hinton 2017, equation 1
-        su             v = |s|² / (1/2 + |s|²) · s / |s|     Su 2018: up to twice as long near zero
+        su             v = |s|² / (1/2 + |s|²) · s / |s|     Su 2018: up to twice as long as sabour
         exponential    v = (1 - e^-|s|) · s / |s|            Mazzia, Salvetti & Chiaberge 2021
         unit           v = s / |s|
         none           v = s
@@ -111,7 +111,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose
-            must fit the dtype.
+            must not overflow the dtype.
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
 
     Raises:
@@ -134,7 +134,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 
 
 def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classes"]:
-    """Encode labels as one-hot vectors. Unlike `torch.nn.functional.one_hot`, it works under `torch.func`.
+    """Encode labels as one-hot vectors. Unlike `torch.nn.functional.one_hot`, this works under `torch.func`.
 
     Arguments:
         labels: ``[B]``, integers in [0, num_classes).
@@ -164,9 +164,9 @@ def coordinate_addition(
     """Add the position of each child to its votes (Coordinate Addition).
 
     Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
-    right-hand column of each vote. A vote remains the product of pose and transform, so every rule and kernel can
-    compute it: the pose gains columns that hold the coordinates, and the transform gains rows that add them to the
-    vote::
+    right-hand column of each vote. Each vote is still the product of a pose and a transform, so every rule and kernel
+    can compute it. For this, the pose gains columns that contain the coordinates, and the transform gains rows that add
+    the coordinates to the vote::
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
 
@@ -178,10 +178,10 @@ def coordinate_addition(
         coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
 
     Returns:
-        The extended pose and transform. Q is larger by 1, or by 2 if R = 1.
+        The extended pose and the extended transform. Q has grown by 1, or by 2 if R = 1.
 
     Raises:
-        ValueError: R = 1 and N is not the square of an integer of at least 2.
+        ValueError: R = 1 and N is not a perfect square (4, 9, 16, …).
 
     Example:
         >>> pose, transform = coordinate_addition(torch.zeros(1, 1, 1, 2, 2), torch.zeros(1, 1, 1, 2, 2),
@@ -196,7 +196,7 @@ def coordinate_addition(
         side = math.isqrt(columns)
         if side < 2 or side * side != columns:
             raise ValueError(
-                f"transform must have a square N, as 4 or 16, to add coordinates to vector votes; got N={columns}: "
+                f"N of transform must be 4, 9, 16, … (a square) to add coordinates to vector votes; got {columns}: "
                 "change the pose size or leave the coordinates out"
             )
         place = [side - 1, 2 * side - 1]

@@ -1,4 +1,4 @@
-"""Checkpoints that are written atomically, carry a checksum, and are read without pickle."""
+"""Checkpoints that are written atomically, contain a checksum, and are read without pickle."""
 
 import hashlib
 import io
@@ -15,16 +15,22 @@ from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 
 SEAL = b"\nsha256:"
-"""Separates the bytes of `torch.save` from their hexadecimal SHA-256 checksum. `torch.load` ignores both."""
+"""Separator between the bytes from `torch.save` and their hexadecimal SHA-256 checksum.
+
+`torch.load` ignores the separator and the checksum.
+"""
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Write each checkpoint to a temporary file and rename it; verify the checksum at every read."""
+    """Lightning plugin that writes each checkpoint to a temporary file, which is then renamed.
+
+    The checksum is verified at every read.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A thread, because Ctrl-C inside torch.save raises RuntimeError or ends the process.
+        # torch.save runs in a thread, because Ctrl-C inside torch.save raises RuntimeError or ends the process.
         with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
             thread.submit(_save_sealed, checkpoint, stream).result()
 
@@ -33,9 +39,10 @@ class AtomicCheckpoints(TorchCheckpointIO):
 
 
 class RunCheckpoint(ModelCheckpoint):
-    """A `ModelCheckpoint` that keeps its best score when the run folder was renamed, copied or mounted elsewhere.
+    """A `ModelCheckpoint` that keeps its best score if the run folder is renamed, copied or mounted elsewhere.
 
-    Lightning's callback drops the best score if the path of the folder has changed. This one updates the saved paths.
+    Lightning's own callback forgets the best score if the path of the folder has changed. This class replaces the saved
+    paths with the new path.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,7 +89,7 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
     """Read a checkpoint and check that its weights have the names and shapes of the module's weights.
 
     Raises:
-        BadInput: the checkpoint cannot be read, or belongs to another model.
+        BadInput: the checkpoint cannot be read or belongs to another model.
     """
     checkpoint = read_checkpoint(path)
     expected = {name: value.shape for name, value in module.state_dict().items()}
@@ -99,7 +106,7 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
 
 
 class _Hashing(io.RawIOBase):
-    """Write bytes to a stream, hash them, and keep the error of a failed write."""
+    """Stream that writes bytes to another stream, hashes the bytes, and keeps the error of a failed write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
@@ -122,6 +129,6 @@ def _save_sealed(checkpoint: dict[str, Any], stream: BinaryIO) -> None:
     hashing = _Hashing(stream)
     try:
         torch.save(checkpoint, cast(BinaryIO, hashing))
-    except RuntimeError as error:  # torch raises RuntimeError for any error of the stream
+    except RuntimeError as error:  # torch replaces every error of the stream with RuntimeError
         raise hashing.error or error from error
     stream.write(SEAL + hashing.digest.hexdigest().encode())

@@ -1,4 +1,4 @@
-"""Checks of arguments. Every error message names the argument, the value it got and the cure."""
+"""Checks of arguments. Every error message names the argument, the value that was given and the cure."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -12,9 +12,9 @@ MOST_ITERATIONS = 1000
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the values of a tensor can be read now.
+    """Return whether the values of a tensor can be read now.
 
-    They cannot be read on the meta device, while a graph is traced, under `torch.func`, or while a CUDA graph is
+    Values cannot be read on the meta device, while a graph is traced, under `torch.func`, or while a CUDA graph is
     captured.
 
     Example:
@@ -31,7 +31,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def described(value: Any) -> str:
-    """Describe a value in an error message.
+    """Describe a value for an error message.
 
     Example:
         >>> described(torch.zeros(2, 3)), described("em")

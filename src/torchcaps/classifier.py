@@ -1,4 +1,4 @@
-"""A trained network with its preprocessing: image files in, class names out."""
+"""`Classifier`: a trained network with its image preparation, which predicts class names for image files."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +21,8 @@ class Answer(NamedTuple):
     """Predictions of a `Classifier`.
 
     Arguments:
-        class_names: per image, the name of the class with the highest score.
-        scores: ``[N, K]``, activations of the class capsules in [0, 1], or logits of a network without capsules.
+        class_names: for each image, the name of the class with the highest score.
+        scores: ``[N, K]``: activations of the class capsules, in [0, 1], or logits if the network has no capsules.
     """
 
     class_names: list[str]
@@ -33,8 +33,8 @@ class Answer(NamedTuple):
 class Classifier:
     """A network with its class names and image preparation.
 
-    `torchcaps train` saves one in the run folder, and `from_pretrained` loads it. `predict` returns the same scores as
-    the command `torchcaps predict`, bit for bit.
+    `torchcaps train` saves a classifier in the run folder, and `from_pretrained` loads that classifier. The scores of
+    `predict` equal those of the command `torchcaps predict` bit for bit.
 
     Arguments:
         model: a network of `MODELS`.
@@ -88,10 +88,10 @@ class Classifier:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: model options that replace the saved ones, such as ``im2col=True``.
+            changes: model options that replace the saved options, such as ``im2col=True``.
 
         Raises:
-            BadInput: the folder or repository does not exist, a file is missing or damaged, an option is unknown, or
+            BadInput: the folder or repository does not exist; a file is missing or damaged; an option is unknown; or
                 the network was saved without class names and preparation.
         """
         folder = local_folder(source, revision, token)
@@ -118,20 +118,23 @@ class Classifier:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
         if shape != tuple(model.options["image_shape"]) or len(saved["class_names"]) != model.options["num_classes"]:
-            raise BadInput(f"{path}: image shape or classes do not fit the network; save the classifier again")
+            raise BadInput(f"{path}: the image shape or the classes do not fit the network; save the classifier again")
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preparation)
 
     def predict(
         self, images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"]
     ) -> Answer:
-        """Predict the class of each image. Images are processed one at a time, so scores do not depend on a batch.
+        """Predict the class of each image.
+
+        The images are processed one at a time, so the scores of an image do not depend on the other images.
 
         Arguments:
-            images: one or several paths of image files, which are resized to the classifier's ``image_shape``; or a
-                uint8 tensor or array ``[N, C, H, W]`` of that shape, with pixels from 0 to 255.
+            images: the path of an image file, or a list of paths; these images are resized to the classifier's
+                ``image_shape``. Or a uint8 tensor or array ``[N, C, H, W]`` of images that have this shape, with pixels
+                from 0 to 255.
 
         Raises:
-            BadInput: a file cannot be read as an image, `images` is empty, or pixels have another dtype or shape.
+            BadInput: a file cannot be read as an image; `images` is empty; or the pixels have the wrong dtype or shape.
         """
         if isinstance(images, str | Path):
             images = [images]
@@ -156,11 +159,11 @@ class Classifier:
         """Prepare one image as input of the model.
 
         Arguments:
-            image: path of an image file; uint8 pixels of the classifier's ``image_shape``; or floating-point numbers,
-                which are taken as prepared.
+            image: the path of an image file; a uint8 tensor of the classifier's ``image_shape``; or a floating-point
+                tensor, which is used without further preparation.
 
         Raises:
-            BadInput: the file cannot be read as an image, or the pixels have another shape.
+            BadInput: the file cannot be read as an image, or the pixels have the wrong dtype or shape.
         """
         device = next(self.model.parameters()).device
         if isinstance(image, Tensor) and image.is_floating_point():

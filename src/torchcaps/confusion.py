@@ -1,4 +1,4 @@
-"""Confusion matrices: precision and recall per class, a warning, and a picture."""
+"""Confusion matrices: precision and recall, a picture of the matrix, and a warning if only one class is predicted."""
 
 import warnings
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ MOST_NUMBERED = 20
 
 
 def per_class(confusion: Int64[Tensor, "K K"], class_names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Number of images, precision and recall of each class.
+    """Compute the number of images, the precision and the recall of each class.
 
-    Precision is None for a class that is never predicted, recall is None for a class without images.
+    The precision is None for a class that is never predicted. The recall is None for a class without images.
 
     Arguments:
-        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
+        confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
         class_names: class names, in the order of rows and columns.
 
     Example:
@@ -50,12 +50,15 @@ def warn_of_one_prediction(confusion: Int64[Tensor, "K K"], class_names: Sequenc
 
 
 def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], path: Path) -> None:
-    """Draw a confusion matrix as a PNG. Colours show shares of the true class, numbers show counts of images.
+    """Draw a confusion matrix.
+
+    The number in a cell is its number of images. The colour of a cell shows the share of the true class's images that
+    are in the cell.
 
     Arguments:
-        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
+        confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
         class_names: class names, in the order of rows and columns.
-        path: file to write.
+        path: PNG file to write.
     """
     from matplotlib.figure import Figure
 

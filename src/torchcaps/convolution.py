@@ -1,4 +1,4 @@
-"""A convolution as a matrix product, for processors on which PyTorch's convolution is slow."""
+"""Convolution computed as a matrix product, for processors on which PyTorch's convolution is slow."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from torch.nn import functional
 
 
 class Im2colConv2d(nn.Conv2d):
-    """2D convolution as one matrix product of all patches with the weights; on some CPUs faster than `torch.nn.Conv2d`.
+    """2D convolution computed as one matrix product of all patches and the weights.
 
-    Chellapilla, Puri & Simard 2006, section 3. Results, weights and their names are those of `torch.nn.Conv2d`. It uses
-    more memory: the patches are saved for the backward pass, B · height · width · in_channels · kernel_size² numbers
-    with the height and width of the output.
+    Chellapilla, Puri & Simard 2006, section 3. On some CPUs it is faster than `torch.nn.Conv2d`, and it has the same
+    results and the same weights under the same names. It uses more memory, because it saves the patches for the
+    backward pass: B · height · width · in_channels · kernel_size² numbers, where height and width are the output's.
 
     Arguments:
         in_channels: number of channels in the input.

@@ -1,4 +1,4 @@
-"""The decoder: reconstructs images from class capsules."""
+"""Decoder, which reconstructs images from class capsules."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,9 +10,10 @@ from torchcaps.capsules import Capsules, Prediction, one_hot
 
 
 class Decoder(nn.Module):
-    """Reconstruct an image from the pose of one class capsule. The poses of all other classes are set to zero.
+    """Decoder that reconstructs an image from the pose of one class capsule. All other poses are set to zero.
 
-    Sabour, Frosst & Hinton 2017, section 4.1: linear layers with 512 and 1024 units and ReLU, then a sigmoid per pixel.
+    Sabour, Frosst & Hinton 2017, section 4.1: two linear layers with 512 and 1024 units, each with ReLU, then a
+    linear layer with a sigmoid per pixel.
 
     Arguments:
         num_classes: number of classes (J).
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
 
         Arguments:
             pose: ``[B, 1, J, R, N]``, poses of the class capsules.
-            of_class: ``[B]``, the class to reconstruct per sample.
+            of_class: ``[B]``, for each sample the class whose capsule is used.
 
         Raises:
             ValueError: ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
@@ -62,12 +63,12 @@ class Decoder(nn.Module):
 def prediction_of(
     capsules: Capsules, decoder: Decoder | None = None, labels: Int64[Tensor, "B"] | None = None
 ) -> Prediction:
-    """Make a prediction from class capsules; their activations are the scores.
+    """Create a prediction from class capsules. The scores are the activations of the capsules.
 
     Arguments:
         capsules: class capsules ``[B, 1, J, ...]``.
-        decoder: reconstructs the image from the capsule of the labelled class, or of the most active class without
-            labels. None gives no reconstruction.
+        decoder: decoder that reconstructs the image, or None for no reconstruction. It uses the capsule of the labelled
+            class, or without ``labels`` the most active class capsule.
         labels: ``[B]``, class of each sample.
     """
     scores = capsules.activation.squeeze(1)

@@ -1,4 +1,4 @@
-"""Versions, commit and hardware, saved with every result."""
+"""The versions, the commit and the hardware that are saved with every result."""
 
 import platform
 import shutil
@@ -11,7 +11,7 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """Versions of Python and libraries, the commit, the processor, the number of threads, and the GPU."""
+    """Return the versions of Python and the libraries, the commit, the processor, the number of threads and the GPU."""
     versions: dict[str, str | None] = {}
     for package in ("torchcaps", "torch", "lightning", "numpy"):
         try:

@@ -63,7 +63,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape control characters and invalid Unicode, so that a text fits one line of a terminal or picture.
+    """Escape control characters and invalid Unicode, so a terminal or a picture shows the text on one line.
 
     Example:
         >>> printable("a\\nb")

@@ -1,4 +1,4 @@
-"""Look inside a capsule network: which parts of an image support each class, pass by pass."""
+"""Inspection of a capsule network: which parts of an image support each class in each routing pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.classifier import Classifier
 from torchcaps.errors import BadInput, printable
+from torchcaps.pictures import as_picture
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
 from torchcaps.routing.votes import Votes
@@ -32,12 +33,12 @@ class Pass(NamedTuple):
 
 @dataclass
 class Layer:
-    """What one layer of capsules did with an image.
+    """Record of what one capsule layer computed for an image.
 
     Arguments:
-        name: of the layer's routing rule in the network, such as ``class_capsules.routing``.
-        passes: in their order.
-        children, parents: the capsules below and above.
+        name: name of the layer's routing rule in the network, such as ``class_capsules.routing``.
+        passes: the passes of the rule, in order.
+        children, parents: child capsules and parent capsules of the layer.
     """
 
     name: str
@@ -47,19 +48,22 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """The share of each parent's mass that comes from each child along each edge; 1 in all for a parent."""
+        """Compute which share of each parent's mass comes from each child along each edge, in one pass.
+
+        The shares of a parent sum to 1. ``number`` is the index of the pass.
+        """
         weights, parent = self._weights(number)
         return weights / self._at_edges(self._sums(weights, parent), parent)
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """The share of each parent's mean vote that comes from each child along each edge.
+        """Compute which share of each parent's mean vote comes from each child along each edge, in pass ``number``.
 
         ::
 
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
-        with the weight w_ij = activation_i · coupling_ij, the vote V_ij and the mean vote μ_j.
+        Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j.
         """
         weights, parent = self._weights(number)
         found = self.passes[number]
@@ -70,7 +74,7 @@ class Layer:
         return weights / self._at_edges(self._sums(weights, parent), parent)
 
     def _weights(self, number: int) -> tuple[Tensor, Tensor]:
-        """w_ij ``[J, E, C]``, and the parent of every edge."""
+        """Return the weights w_ij ``[J, E, C]``, and the parent site of every edge."""
         found = self.passes[number]
         edges = found.votes.routing_map.edges_on(found.moments.mass.device)
         return found.votes.weights(found.agreement)[0], edges[:, 1]
@@ -119,17 +123,18 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What a capsule network did with one image.
+    """Result of `inspect`: what a capsule network computed for one image.
 
     Arguments:
         image: the network's input ``[C, H, W]``.
-        class_names: one per class.
-        scores: ``[classes]``.
-        support: ``[passes, classes, H, W]``, the share of each class's support per routing pass and pixel; the values
-            of a class and pass sum to 1. A network whose first capsules have one site, such as `EfficientCapsNet`, has
-            the same value everywhere.
-        poses: of the class capsules ``[classes, R, N]``.
-        reconstruction: of the highest class, ``[C, H, W]``, or None for a network without a decoder.
+        class_names: name of each class.
+        scores: ``[classes]``, score of each class.
+        support: ``[passes, classes, H, W]``, the share of the support for each class that comes from each pixel, in
+            each routing pass. The values of one pass and class sum to 1. If the first capsules have only one site, as
+            in `EfficientCapsNet`, all pixels have the same value.
+        poses: ``[classes, R, N]``, poses of the class capsules.
+        reconstruction: ``[C, H, W]``, reconstructed from the class with the highest score; None for a network without a
+            decoder.
     """
 
     image: Float[Tensor, "C H W"]
@@ -140,14 +145,14 @@ class Inspection:
     reconstruction: Float[Tensor, "C H W"] | None
 
     def figure(self, count: int = 3) -> "Figure":
-        """The image, the scores, the support of the `count` highest classes in each pass, and the reconstruction."""
+        """Draw the image, all scores, the support for the ``count`` best classes in each pass, and a reconstruction."""
         from matplotlib.figure import Figure
 
         passes, classes = self.support.shape[:2]
         best = self.scores.argsort(descending=True)[: min(count, classes)].tolist()
         figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * len(best)), layout="constrained")
         axes = figure.subplots(len(best), passes + 2, squeeze=False)
-        picture = _picture(self.image)
+        picture = as_picture(self.image)
         for row, index in enumerate(best):
             for number in range(passes):
                 axis = axes[row, 2 + number]
@@ -160,7 +165,7 @@ class Inspection:
         axes[0, 0].imshow(picture, cmap="gray")
         axes[0, 0].set_title("image", fontsize=9)
         if self.reconstruction is not None and len(best) > 1:
-            axes[1, 0].imshow(_picture(self.reconstruction.clamp(0, 1)), cmap="gray")
+            axes[1, 0].imshow(as_picture(self.reconstruction.clamp(0, 1)), cmap="gray")
             axes[1, 0].set_title("reconstruction", fontsize=9)
         for axis in axes.flat:
             axis.set_xticks([])
@@ -180,16 +185,18 @@ class Inspection:
 def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] | Float[Tensor, "C H W"]) -> Inspection:
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
-    The couplings of each pass give the support of a class on the capsules below (`Layer.support`). The layers below
-    distribute it among their children in proportion to the mass that each child gives. The result on the grid of the
-    first capsules is interpolated to the image.
+    In each pass of the last layer, the couplings give the support of each child for a class (`Layer.support`). Every
+    layer below distributes the support of its parents among its children, in proportion to the mass that comes from
+    each child. The support on the grid of the first capsules is then interpolated to the size of the image.
 
     Arguments:
-        classifier: a trained capsule network, as `Classifier.from_pretrained` loads it.
-        image: a file; uint8 pixels of the classifier's ``image_shape``; or a float tensor, the prepared input.
+        classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
+        image: path of an image file; uint8 pixels with the classifier's ``image_shape``; or a float tensor that is
+            already prepared as the network's input.
 
     Raises:
-        BadInput: the network has no capsules, the file cannot be read, or the pixels have another shape.
+        BadInput: the network has no capsules, or the positions of its first capsules in the image are unknown; or the
+            file cannot be read, or the pixels have another shape.
 
     Example:
         >>> from torchcaps import CapsNet, Preparation
@@ -212,7 +219,7 @@ def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] |
         with recorded(model) as layers, torch.inference_mode():
             prediction = model(inputs)
             if not layers or prediction.capsules is None:
-                raise BadInput("this network has no capsules: inspect one with a routing rule")
+                raise BadInput("this network has no capsules: inspect a network with a routing rule")
             below = _support_below(layers)
     finally:
         model.train(was_training)
@@ -222,8 +229,8 @@ def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] |
     grid = next((shape for shape in reversed(grids) if shape.numel() == sites), None)
     if grid is None:
         raise BadInput(
-            f"the first capsules have {sites} sites, and no layer has a feature map of this size: their position in "
-            "the image is unknown"
+            f"the first capsules have {sites} sites, and no layer has a feature map of this size: the positions of "
+            "these capsules in the image are unknown"
         )
     maps = below.unflatten(2, tuple(grid))
     maps = functional.interpolate(maps, size=inputs.shape[2:], mode="bilinear", align_corners=False)
@@ -232,7 +239,7 @@ def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] |
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
-    """The support of every class, by its last layer's passes, at the sites of the first capsules."""
+    """Compute the support for every class at the sites of the first capsules, in each pass of the last layer."""
     last = layers[-1]
     edges = last.passes[0].votes.routing_map.edges_on(torch.device("cpu"))
     assert last.children is not None
@@ -248,7 +255,7 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
 
 
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"]) -> Float[Tensor, "K S C"]:
-    """Distribute the relevance of a layer's parents among their children, in proportion to the mass from each child."""
+    """Distribute the relevance of a layer's parents among its children, in proportion to the mass from each child."""
     edges = layer.passes[-1].votes.routing_map.edges_on(torch.device("cpu"))
     shares = layer.shares(len(layer.passes) - 1).cpu()
     given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)
@@ -268,10 +275,3 @@ def _inspection(classifier: Classifier, inputs: Tensor, prediction: Prediction, 
         prediction.capsules.pose[0].flatten(0, 1).float().cpu(),
         None if drawn is None else drawn[0].float().cpu(),
     )
-
-
-def _picture(image: Tensor) -> Any:
-    """As matplotlib draws it: three channels in colour, others by the first; any range becomes [0, 1]."""
-    image = image if image.shape[0] == 3 else image[:1]
-    low, high = image.min(), image.max()
-    return ((image - low) / (high - low).clamp_min(1e-6)).permute(1, 2, 0).squeeze(-1).numpy()

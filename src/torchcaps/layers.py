@@ -1,4 +1,4 @@
-"""Capsule layers: each combines a routing map, a transform and a routing rule."""
+"""Primary capsules, BatchNorm on poses, and capsule layers made of a routing map, transforms and a routing rule."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from torchcaps.routing_map import Constant, RoutingMap
 class PrimaryCaps(nn.Module):
     """Primary capsules: a convolution whose output channels at each position form the poses.
 
-    Sabour, Frosst & Hinton 2017, section 4: a pose is a squashed vector of ``pose_size`` *channels at one position*;
-    its length is the activation. Hinton, Sabour & Frosst 2018, section 4: the pose is a matrix, linear in the features,
-    and the activation is a sigmoid (``pose_size=(4, 4), kernel_size=1, squash_form="none", activation="sigmoid",
-    bias=False``).
+    In Sabour, Frosst & Hinton 2017, section 4, a pose is a squashed vector of ``pose_size`` *channels at one position*;
+    its length is the activation. In Hinton, Sabour & Frosst 2018, section 4, a pose is a matrix, computed by a linear
+    function from the features, and the activation is a sigmoid. For such capsules, use ``pose_size=(4, 4),
+    kernel_size=1, squash_form="none", activation="sigmoid", bias=False``.
 
     Arguments:
         in_channels: channels of the input feature map.
@@ -30,7 +30,7 @@ class PrimaryCaps(nn.Module):
         kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
-        im2col: use `Im2colConv2d`: the same convolution as one matrix product, with more memory.
+        im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
         normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` with scale and offset.
 
     Raises:
@@ -83,17 +83,17 @@ class PrimaryCaps(nn.Module):
 
 
 def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
-    """Normalise values in the dtype of the norm's statistics."""
+    """Convert values to the dtype of the norm's statistics, and normalise them."""
     return norm(values.to(getattr(norm, "running_mean", values).dtype))
 
 
 class PoseNorm(nn.Module):
-    """BatchNorm on each pose element, over samples and sites, between two capsule layers: Hahn, Pyeon & Kim 2019.
+    """BatchNorm of every pose element over samples and sites, for use between two capsule layers: Hahn et al. 2019.
 
     Arguments:
         types: number of capsule types (C).
         pose_size: length of a pose (Q), or its rows and columns (R, Q).
-        affine: learn a scale and an offset per element.
+        affine: learn a scale and an offset for every pose element.
 
     Example:
         >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
@@ -114,7 +114,7 @@ class PoseNorm(nn.Module):
 
 
 class CapsuleLayer(nn.Module):
-    """Capsule layer from a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps` and `ClassCaps`.
+    """Capsule layer made of a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps`, `ClassCaps`.
 
     Arguments:
         routing_map: which child site feeds which parent site through which transform.
@@ -123,7 +123,7 @@ class CapsuleLayer(nn.Module):
         child_pose_shape: rows and columns (R, Q) of the child poses as the rule receives them; (1, Q) by default.
 
     Raises:
-        ValueError: ``routing`` is not a known rule, or is a rule made for a layer of other sizes.
+        ValueError: ``routing`` is not a known rule, or it was created for a layer with other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -148,7 +148,7 @@ class CapsuleLayer(nn.Module):
         self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
-        """Move the layer and copy its constants to the new device, so that compiled calls do not copy them again."""
+        """Move the layer and copy its constants to the new device, so compiled calls find the copies there."""
         super()._apply(*arguments, **options)
         for constant in self._constants():
             constant.on(self.transform.device)
@@ -163,11 +163,11 @@ class CapsuleLayer(nn.Module):
 
 
 class DenseCaps(CapsuleLayer):
-    """Fully connected capsule layer with one transform per child and parent type (the paper's DigitCaps).
+    """Fully connected capsule layer with one transform for every pair of child and parent: the paper's DigitCaps.
 
-    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N). This
-    equals the authors' 0.1 on MNIST and gives parents of the same length for any number of children and classes. A
-    fixed 0.1 saturates the squash and stops learning if the layer has many children and few classes.
+    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), so
+    parents have the same length for any number of children and classes. On MNIST it is 0.1, as in the authors' code. A
+    fixed standard deviation of 0.1 saturates the squash and stops learning if there are many children and few classes.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -205,7 +205,7 @@ class DenseCaps(CapsuleLayer):
 
 
 class ConvCaps(CapsuleLayer):
-    """Convolutional capsule layer: parents see a window of child sites, with one transform per kernel offset.
+    """Convolutional capsule layer: each parent site sees a window of child sites, with one transform per kernel offset.
 
     Hinton, Sabour & Frosst 2018, section 4.
 
@@ -214,10 +214,10 @@ class ConvCaps(CapsuleLayer):
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
         kernel_size, stride, padding: size, step and border of the window, in child sites. Padding adds no children.
-        pose_size: (R, Q) of child and parent: (4, 4) with 4×4 transforms, or (1, 16) with 16×16 transforms.
+        pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
-        around_identity: initialise transforms around the identity instead of zero. Votes around zero cancel out in the
-            mean, so poses shrink from layer to layer and every routing iteration amplifies small changes of a child.
+        around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
+            cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of a child.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
@@ -257,16 +257,16 @@ class ConvCaps(CapsuleLayer):
 
 
 class ClassCaps(CapsuleLayer):
-    """Class capsules: one parent per class, with transforms shared by all positions of a child type.
+    """Class capsules: one parent per class. All positions of a child type share the same transforms.
 
-    Hinton, Sabour & Frosst 2018, section 4, with Coordinate Addition: each vote gets the position of its child.
+    Hinton, Sabour & Frosst 2018, section 4. Coordinate Addition adds the position of each child to its votes.
 
     Arguments:
         coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
-        pose_size: (R, Q) of child and parent: (4, 4) or (1, 16), for example.
-        add_coordinates: add the coordinates to the votes; without them, the positions have no effect.
+        pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
+        add_coordinates: add the coordinates to the votes. If False, the positions of the children have no effect.
         initial_std: standard deviation of the initial transforms.
         around_identity: initialise the transforms around the identity instead of zero.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
@@ -324,7 +324,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """Return the columns of a pose size (rows, columns); ValueError if these are not two integers of at least 1."""
+    """Return the columns of a pose size (rows, columns), after checking that both are integers of at least 1."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -332,7 +332,7 @@ def columns_of(pose_size: tuple[int, int]) -> int:
 
 
 def truncated_normal_(weights: Tensor, std: float) -> Tensor:
-    """Fill weights from a normal distribution truncated at two standard deviations, and return them."""
+    """Draw weights in place from a normal distribution truncated at two standard deviations, and return the weights."""
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)
 
 
@@ -347,7 +347,7 @@ def initial_transform(
 class SharedCaps(nn.Module):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
-    Su 2018, "shared" capsule layer. It works on images of any size.
+    This is the "shared" capsule layer of Su 2018. It works on images of any size.
 
     Arguments:
         child_pose_size: length of a child's pose (Q).
@@ -381,7 +381,7 @@ class SharedCaps(nn.Module):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of sites; the last one is reused if it fits."""
+        """Return a map with this number of child sites; the map of the previous call is reused if it has the same."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

@@ -19,15 +19,15 @@ def margin_loss(
     negative_margin: float = 0.1,
     negative_weight: float = 0.5,
 ) -> Float[Tensor, ""]:
-    """Margin loss on the lengths of the class capsules.
+    """Compute the margin loss on the lengths of the class capsules.
 
     Sabour, Frosst & Hinton 2017, equation 4::
 
-        L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²      sum over classes, mean over the batch
+        L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²    summed over classes, averaged over the batch
 
     Arguments:
         scores: ``[B, classes]``, lengths of the class capsules, in [0, 1].
-        target: class of each sample ``[B]``, or 0/1 per class ``[B, classes]`` if a sample has several classes.
+        target: ``[B]``, the class of each sample; or ``[B, classes]``, 1 for every class in the sample and 0 otherwise.
         positive_margin: m⁺, in (0, 1].
         negative_margin: m⁻, in [0, 1).
         negative_weight: λ, at least 0. Su 2018 uses 0.25.
@@ -49,10 +49,10 @@ def margin_loss(
 def reconstruction_loss(
     reconstruction: Float[Tensor, "B channels height width"], images: Float[Tensor, "B channels height width"]
 ) -> Float[Tensor, ""]:
-    """Reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
+    """Compute the reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
 
     Sabour, Frosst & Hinton 2017, section 4.1. The paper adds 0.0005 times this *sum* to the margin loss; for a mean
-    over 784 pixels, the weight would be 0.392. The loss is computed in the wider of the two dtypes, and at least in
+    over 784 pixels, the weight would be 0.392. The computation uses the wider dtype of the two arguments, and at least
     float32.
 
     Arguments:
@@ -71,13 +71,14 @@ def reconstruction_loss(
 def spread_loss(
     scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], margin: float = 0.9
 ) -> Float[Tensor, ""]:
-    """Spread loss: penalises every class whose activation is not below the target's by a margin.
+    """Compute the spread loss, which penalises a class unless its activation is below the target's by a margin.
 
     Hinton, Sabour & Frosst 2018, equation 3::
 
-        L = Σ_{k≠t} max(0, m - (a_t - a_k))²      mean over the batch
+        L = Σ_{k≠t} max(0, m - (a_t - a_k))²      averaged over the batch
 
-    With m = 1 this is the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; see `spread_margin`.
+    With m = 1, the spread loss is the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; see
+    `spread_margin`.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
@@ -100,8 +101,8 @@ def spread_loss(
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
     """Compute the margin of `spread_loss` at a training step.
 
-    ``linear`` rises from 0.2 at the first step to 0.9 at the last (Hinton, Sabour & Frosst 2018, section 3).
-    ``official`` follows the authors' code, ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, and ignores ``steps``.
+    ``linear`` rises from 0.2 at the first step to 0.9 at the last step (Hinton, Sabour & Frosst 2018, section 3).
+    ``official`` is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, as in the authors' code; it ignores ``steps``.
 
     Arguments:
         schedule: ``linear`` or ``official``.
@@ -123,10 +124,10 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
 
 
 def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Cross-entropy of activations normalised to sum to 1: ``-log(a_t / Σ_k a_k)``, mean over the batch.
+    """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
-    Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy on the activations without a formula; this formula is
-    ours.
+    Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy on the activations without its formula; the formula
+    here is ours.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
@@ -141,10 +142,10 @@ def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[T
 
 
 def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
-    """Softmax cross-entropy on the logits of the activations, ``log(a / (1 - a))``, mean over the batch.
+    """Compute the softmax cross-entropy of the logits of activations, ``log(a / (1 - a))``, averaged over the batch.
 
-    Unlike the spread loss, it has a gradient for every class at every activation. Activations are clamped to
-    [1e-6, 1 - 1e-6] before taking logits.
+    Unlike the spread loss, this loss has a gradient for every class at every activation. Activations are clamped to
+    [1e-6, 1 - 1e-6] before their logits are computed.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].

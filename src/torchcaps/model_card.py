@@ -1,4 +1,4 @@
-"""Publish weights: a trained network without its decoder, and a model card with data, recipe and accuracy."""
+"""Publishing of a trained network: its weights without the decoder, and a model card with data, recipe and accuracy."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ PUBLISHED = (
 
 
 def publish(run: Path, folder: Path) -> Path:
-    """Write a run's network without its decoder, and a model card as README.md.
+    """Write the network of a run, without its decoder, and a model card in README.md.
 
     Arguments:
         run: the folder of a finished training.
@@ -64,7 +64,7 @@ def publish(run: Path, folder: Path) -> Path:
         The path of README.md.
 
     Raises:
-        BadInput: the run is not finished or is damaged, `folder` is a run folder, or it cannot be written to.
+        BadInput: the run is not finished or is damaged; or `folder` is a run folder or cannot be written to.
     """
     if (folder / "recipe.json").exists():
         raise BadInput(f"{folder} is the folder of a run: use another folder for the weights")

@@ -23,15 +23,15 @@ LATER: dict[str, tuple[str, ...]] = {
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
-"""Options that were added to each kind of saved settings since the current file format was introduced. A file without
-them gets their defaults, which keep the old behaviour."""
+"""For each kind of saved settings, the options that were added after the current file format was introduced. If a file
+lacks such an option, its default applies; with the default, nothing behaves differently than before the addition."""
 
 
 def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
     """List the required options that a saved file lacks.
 
     Arguments:
-        owner: kind of settings, a key of `LATER` or any other name.
+        owner: kind of settings: a key of `LATER`, or any other name if all options are required.
         known: names of all options.
         given: names of the options in the file.
 
@@ -51,7 +51,7 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON or the command line matches an annotated type.
+    """Return whether a value from JSON or the command line matches an annotated type.
 
     A list matches a tuple type, and an integer matches ``float``. Booleans do not match numeric types, and floats must
     be finite.
@@ -123,7 +123,7 @@ def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, An
     """Check that all options are known and match their annotated types.
 
     Arguments:
-        owner: what the options belong to; the error message begins with it.
+        owner: name of what the options belong to; the error message begins with this name.
         options: value of each option by name.
         kinds: annotated type of each known option by name, as returned by `kinds_of`.
 

@@ -1,57 +1,145 @@
-"""Pictures of reconstructions."""
+"""Pictures of a training: learning curves, reconstructions, and the test images with the worst scores."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
 from torchcaps.errors import printable
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
+"""Colours that people with colour blindness can distinguish (Okabe & Ito)."""
+
+
+def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence[float] = ()) -> None:
+    """Draw loss, validation accuracy and speed over the epochs.
+
+    Arguments:
+        rows: rows of metrics.csv, one per epoch.
+        path: PNG file to write.
+        margins: margin of the spread loss at the end of each epoch. It is drawn in the panel of the loss, because the
+            loss rises with the margin.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    loss, accuracy, speed = figure.subplots(1, 3)
+    epochs = [int(row["epoch"]) for row in rows]
+    for name, colour in (("train_loss", COLOURS[0]), ("validation_loss", COLOURS[1])):
+        loss.plot(epochs, [float(row[name]) for row in rows], color=colour, marker=".", label=name.replace("_", " "))
+    loss.legend(fontsize=8)
+    loss.set_title("loss")
+    if margins:
+        right = loss.twinx()
+        right.plot(epochs, margins[: len(epochs)], color=COLOURS[3], linestyle="--")
+        right.set_ylabel("margin (dashed)")
+    accuracy.plot(epochs, [float(row["validation_accuracy_percent"]) for row in rows], color=COLOURS[1], marker=".")
+    accuracy.set_title("validation accuracy, %")
+    speed.plot(epochs, [float(row["train_images_per_second"]) for row in rows], color=COLOURS[2], marker=".")
+    speed.set_title("training images per second")
+    speed.set_ylim(bottom=0)
+    for axis in (loss, accuracy, speed):
+        axis.set_xlabel("epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    _save(figure, path)
+
 
 def save_reconstructions(
     model: nn.Module, preparation: Preparation, images: Images, path: Path, count: int = 10
 ) -> bool:
-    """Draw images above their reconstructions, one column per image. Titles are true classes, labels predictions.
+    """Draw images above their reconstructions, one column per image.
+
+    The true class is written above each column, and the predicted class below.
 
     Arguments:
-        model: takes images and returns a `Prediction`.
+        model: network that takes images and returns a `Prediction`.
         preparation: how stored images become the model's input.
-        images: the split from which evenly spaced images are drawn.
+        images: a split, from which images at regular intervals are chosen.
         path: PNG file to write.
         count: largest number of images.
 
     Returns:
         True if a picture was written, False if the model has no decoder.
     """
+    step = max(1, len(images) // count)
+    return _draw(model, preparation, images.subset(torch.arange(0, len(images), step)[:count]), path, always=False)
+
+
+def save_worst(
+    model: nn.Module,
+    preparation: Preparation,
+    images: Images,
+    margins: Float[Tensor, " N"],
+    path: Path,
+    count: int = 12,
+) -> None:
+    """Draw the images with the lowest margins, above their reconstructions if the model has a decoder.
+
+    Arguments:
+        model: network that takes images and returns a `Prediction`.
+        preparation: how stored images become the model's input.
+        images: the split.
+        margins: for each image, the score of its true class minus the highest other score.
+        path: PNG file to write.
+        count: largest number of images.
+    """
+    _draw(model, preparation, images.subset(margins.argsort(stable=True)[:count]), path)
+
+
+def _draw(model: nn.Module, preparation: Preparation, images: Images, path: Path, always: bool = True) -> bool:
+    """Draw images and their reconstructions. If the model has no decoder, draw the images only if `always` is True."""
     from matplotlib.figure import Figure
 
-    step = max(1, len(images) // count)
-    chosen = images.subset(torch.arange(0, len(images), step)[:count])
     was_training = model.training
     model.eval()
+    device = next(model.parameters()).device
     with torch.inference_mode():
-        inputs = preparation.plain(chosen.pixels)
-        prediction = model(inputs)
+        inputs = preparation.plain(images.pixels)
+        prediction = model(inputs.to(device))
     model.train(was_training)
-    if prediction.reconstruction is None:
+    drawn = prediction.reconstruction
+    if drawn is None and not always:
         return False
-    figure = Figure(figsize=(1.1 * len(chosen), 2.9), layout="constrained")
-    axes = figure.subplots(2, len(chosen), squeeze=False)
-    drawn = prediction.reconstruction.clamp(0, 1)
-    winners = prediction.scores.argmax(dim=1)
-    names = [printable(name) for name in chosen.class_names]
-    for column in range(len(chosen)):
-        for row, image in enumerate((inputs[column], drawn[column])):
-            axis = axes[row, column]
-            axis.imshow(image.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=1)
+    rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
+    figure = Figure(figsize=(1.1 * len(images), 0.4 + 1.25 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), len(images), squeeze=False)
+    names = [printable(name) for name in images.class_names]
+    for row, (label, pictures) in enumerate(rows):
+        axes[row, 0].set_ylabel(label)
+        for axis, image in zip(axes[row], pictures, strict=True):
+            axis.imshow(as_picture(image), cmap="gray", vmin=0, vmax=1)
             axis.set_xticks([])
             axis.set_yticks([])
-        axes[0, column].set_title(names[int(chosen.labels[column])], fontsize=9, parse_math=False)
-        axes[1, column].set_xlabel(names[int(winners[column])], fontsize=9, parse_math=False)
-    axes[0, 0].set_ylabel("image")
-    axes[1, 0].set_ylabel("reconstruction")
+    for column, winner in enumerate(prediction.scores.argmax(dim=1).tolist()):
+        axes[0, column].set_title(names[int(images.labels[column])], fontsize=9, parse_math=False)
+        axes[-1, column].set_xlabel(names[winner], fontsize=9, parse_math=False)
+    _save(figure, path)
+    return True
+
+
+def as_picture(image: Float[Tensor, "C H W"]) -> Any:
+    """Convert an image to an array for matplotlib: three channels become a colour image, else the first becomes grey.
+
+    If values are outside [0, 1], as in standardised images, all values are scaled linearly to [0, 1].
+
+    Example:
+        >>> as_picture(torch.tensor([[[0.0, 0.5]], [[9.0, 9.0]]])).tolist()
+        [[0.0, 0.5]]
+    """
+    image = image if image.shape[0] == 3 else image[:1]
+    if image.min() < 0 or image.max() > 1:
+        image = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
+    return image.permute(1, 2, 0).squeeze(-1).numpy()
+
+
+def _save(figure: "Figure", path: Path) -> None:
     with atomically(path) as stream:
         figure.savefig(stream, format="png", dpi=120)
-    return True

@@ -1,4 +1,4 @@
-"""The settings of a training."""
+"""`Recipe`: the settings of a training."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,9 +22,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 """Name → optimiser. ``sgd`` has momentum 0.9."""
 FUSED = ("adam", "adamw", "sgd")
-"""Optimisers with a fused kernel, which updates all weights at once. With it, Lightning cannot clip gradients."""
+"""Optimisers with a fused kernel, which updates all weights at once.
+
+Lightning cannot clip gradients if the fused kernel is used.
+"""
 LARGEST = 2**53
-"""Largest integer in a recipe. Every JSON reader represents integers up to it exactly."""
+"""Largest integer in a recipe. Every JSON reader represents integers up to this value exactly."""
 Schedule = Literal["exponential", "cosine"]
 Choose = Literal["best", "last"]
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
@@ -38,48 +41,58 @@ class Recipe:
         name: name of the recipe.
         model: a key of `MODELS`.
         data: a key of `DATASETS`, or the path of a folder of images.
-        model_options: arguments of the model, except image shape and number of classes, which come from the data. The
-            entry ``routing`` is the name of a routing rule; without it, the model uses its default rule.
+        model_options: arguments of the model. Image shape and number of classes come from the data and are not given
+            here. The entry ``routing`` is the name of a routing rule; without this entry, the model uses its default
+            rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
         loss: a key of `LOSSES`.
         loss_options: arguments of the loss.
-        margin_schedule: of the spread loss. ``none`` keeps the margin constant; ``linear`` raises it from 0.2 to 0.9
-            over the training; ``official`` is that of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+        margin_schedule: schedule of the margin of the spread loss. ``none`` keeps the margin constant. ``linear``
+            raises the margin from 0.2 to 0.9 over the training. ``official`` is the schedule of the authors' code,
+            0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
-        standardise: ``none`` keeps pixels in [0, 1]. ``first`` and ``last`` give each image mean 0 and variance 1,
-            before or after crop, brightness and contrast.
-        crop: side of the crop in pixels: random in training, central otherwise; 0 keeps the whole image.
-        flip: mirror half of the training images left to right. Stereo pairs also swap their channels.
-        brightness: largest number that is added to or subtracted from a training image, in [0, 10].
-        contrast: in [0, 1]; a training image's distances from its mean are multiplied by a random factor in
-            [1 - contrast, 1 + contrast].
+        standardise: ``none`` keeps pixels in [0, 1]. ``first`` gives each image mean 0 and variance 1 before crop,
+            brightness and contrast; ``last`` does so after crop, brightness and contrast.
+        crop: side of the crop in pixels. The crop has a random position in training, and is central otherwise. 0 keeps
+            the whole image.
+        flip: whether to mirror half of the training images left to right. In stereo pairs, the channels are swapped
+            too.
+        brightness: largest number that is added to or subtracted from all pixels of a training image, in [0, 10].
+        contrast: largest relative change of contrast, in [0, 1]. The differences of a training image's pixels from
+            their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
-        squeeze: largest share by which a training image becomes narrower, in [0, 0.9].
-        erase: side in pixels of a square set to 0 in each training image; 0 is off.
-        test_crops: test scores are the mean over test_crops² evenly spaced crops, 1 to 32; 1 uses the central crop.
+        squeeze: largest share of its width by which a training image becomes narrower, in [0, 0.9].
+        erase: side in pixels of a square that is set to 0 in each training image; 0 is off.
+        test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
+            test_crops² evenly spaced crops; 1 uses only the central crop.
         optimizer: a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
-        schedule: of the learning rate. ``exponential`` multiplies the initial rate by decay_rate^(step / decay_steps);
-            ``cosine`` lowers it along half a cosine to 0 at the last step.
-        decay_rate: factor of the exponential schedule per ``decay_steps`` steps, above 0.
-        decay_steps: number of steps of the exponential schedule, at least 1.
-        warm_up_epochs: number of epochs, at least 0, in which the learning rate rises linearly from 0 to the schedule.
-        mixup: α of mixup, Zhang et al. 2018 (arXiv 1710.09412). Each image and its loss are mixed with those of another
-            image. The share is drawn from Beta(α, α) once per batch; 0 is off.
+        schedule: schedule of the learning rate. ``exponential`` multiplies the initial learning rate by
+            decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last step.
+        decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
+            above 0.
+        decay_steps: number of steps after which the exponential schedule has applied ``decay_rate`` once, at least 1.
+        warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
+            multiplied by a factor that rises linearly from 0 to 1.
+        mixup: α of mixup, Zhang et al. 2018 (arXiv 1710.09412). Each image is mixed with another image of the batch,
+            and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn from
+            Beta(α, α) once per batch; 0 is off.
         gradient_clip: largest norm of the gradient; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of passes over the training split.
-        patience: stop after this many epochs without a better validation accuracy; 0 is off.
-        validation_fraction: share of the training data held out for validation, in (0, 0.5].
-        validation_attribute: attribute by which validation images are held out, such as ``instance`` of toys and
-            smallNORB; if empty, images are held out at random. Per class, all images with one value of the attribute
-            are held out, and the seed chooses the value. Validation then shows new objects, as the test split does.
-        choose: the epoch to keep: ``best`` in validation, or ``last``.
-        seed: random seed of validation split, initial weights, image order and augmentation.
-        precision: bf16, float32, or auto: bf16 if the hardware supports it natively, else float32.
+        patience: number of epochs without a better validation accuracy after which training stops; 0 is off.
+        validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
+        validation_attribute: attribute by which validation images are held out, such as ``instance`` of the toys and
+            smallNORB. If empty, images are held out at random. Otherwise the seed chooses one value of the attribute
+            per class, and all images of the class with this value are held out. The validation split then shows objects
+            that are not in the training split, as the test split does.
+        choose: epoch to keep: ``best`` keeps the epoch with the best validation accuracy, ``last`` the last epoch.
+        seed: random seed of the validation split, the initial weights, the image order and the augmentation.
+        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
+            float32.
 
     Raises:
         BadInput: a setting has the wrong type or is out of range, or two settings exclude each other.
@@ -155,8 +168,8 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread without loss.margin; change these, "
-                "or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread and no loss.margin: change the "
+                "loss settings, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in ("scores", "target")}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
@@ -169,11 +182,11 @@ class Recipe:
             )
 
     def plain(self) -> dict[str, Any]:
-        """The settings as plain data, as read back from JSON."""
+        """Return the settings as plain data: the result of writing them as JSON and reading them back."""
         return json.loads(json.dumps(asdict(self)))
 
     def preparation(self) -> Preparation:
-        """The image preparation that the settings describe."""
+        """Return the image preparation that the settings describe."""
         return Preparation.of(vars(self))
 
 

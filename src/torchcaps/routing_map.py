@@ -13,10 +13,10 @@ from torchcaps.kernels import in_onnx_export
 
 
 class Constant:
-    """A constant tensor with one cached copy per device. It is not trained and not part of a state dict.
+    """A constant tensor with one cached copy per device. The tensor is not trained and not part of a state dict.
 
-    Unlike a buffer, it does not change when a module is moved, cast or emptied. Copies made while a graph is traced are
-    not cached.
+    Unlike a buffer, it does not change when the module is moved, cast or passed through ``to_empty()``. Copies made
+    while a graph is traced are not cached.
 
     Arguments:
         values: the constant tensor.
@@ -31,7 +31,7 @@ class Constant:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device | str) -> Tensor:
-        """Return the tensor on a device."""
+        """Return the copy of the tensor on a device."""
         device = torch.device(device)
         if device == self.values.device:
             return self.values
@@ -51,7 +51,7 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class RoutingMap:
-    """Bipartite graph from child sites to parent sites, with a transform index per edge.
+    """Bipartite graph from child sites to parent sites. Each edge has the index of a transform.
 
     Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ only
     in their map. An edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
@@ -65,12 +65,13 @@ class RoutingMap:
         child_sites: number of child sites S, at least 1. Child sites in the edges are in [0, S).
         parent_sites: number of parent sites P, at least 1. Parent sites in the edges are in [0, P).
         transforms: number of transforms K, at least 1. Transforms in the edges are in [0, K).
-        parent_grid: (height, width) of the parent sites, numbered row by row; height × width = P.
+        parent_grid: (height, width) of the grid of parent sites, numbered row by row; height × width = P.
 
     Attributes:
         constant: the edges, with one cached copy per device.
-        edge_lists, place_by_child: the edges sorted for the fused kernels.
-        own_transforms: whether every transform is used by one child site only.
+        edge_lists: the edges, sorted in the orders that the fused kernels need.
+        place_by_child: for each edge, its position when the edges are sorted by child site.
+        own_transforms: whether every transform is used by only one child site.
         most_edges: largest number of edges that start at one child site.
 
     Raises:
@@ -143,11 +144,16 @@ class RoutingMap:
                 )
 
     def _sorted(self, by_child: Tensor) -> Int32[Tensor, " lists"]:
-        """Concatenate the edge lists that the fused kernels read.
+        """Concatenate the lists that the fused kernels read.
 
-        In this order: the three columns of the edges sorted by child site; the offset of each child site's first edge;
-        the offset of each parent site's first edge in a list of edges sorted by parent site, then that list; and the
-        same offsets and list for transforms.
+        The lists come in this order:
+
+        - the three columns of the edges, sorted by child site;
+        - for each child site, the offset of its first edge in these columns;
+        - for each parent site, the offset of its first edge in the next list;
+        - the indices of the edges, sorted by parent site;
+        - for each transform, the offset of its first edge in the next list;
+        - the indices of the edges, sorted by transform.
         """
         lists = [*by_child.unbind(1), self._begins(by_child[:, 0], self.child_sites)]
         for column, count in ((1, self.parent_sites), (2, self.transforms)):
@@ -160,7 +166,7 @@ class RoutingMap:
         return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
-        """Return the edges on a device. They are copied to each device once."""
+        """Return the copy of the edges on a device. Each device gets only one copy."""
         return self.constant.on(device)
 
     @classmethod
@@ -177,7 +183,9 @@ class RoutingMap:
 
     @classmethod
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
-        """Create a map with one parent site and one transform for all child sites (K = 1), so that S may vary.
+        """Create a map with one parent site and one transform for all child sites (K = 1).
+
+        Because the transform does not depend on the child site, it fits any number of child sites.
 
         Arguments:
             child_sites: number of child sites S.
@@ -188,17 +196,17 @@ class RoutingMap:
         return cls(edges, child_sites, 1, 1, (1, 1))._set(own_transforms=child_sites == 1, most_edges=1)
 
     def _set(self, own_transforms: bool, most_edges: int) -> "RoutingMap":
-        """Set the attributes of the same names; see `RoutingMap`."""
+        """Set the attributes with these names, which `RoutingMap` documents, and return the map."""
         object.__setattr__(self, "own_transforms", own_transforms)
         object.__setattr__(self, "most_edges", most_edges)
         return self
 
     @classmethod
     def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
-        """Create a convolutional map: parents see a window of child sites, one transform per offset (K = kernel_size²).
+        """Create a convolutional map: each parent site sees a window of child sites.
 
-        Sites and kernel offsets are numbered row by row. Padding adds no edges: a window across the border has fewer
-        children.
+        Each offset in the window has its own transform (K = kernel_size²). Sites and offsets are numbered row by row.
+        Padding adds no edges: a window that extends beyond the child grid has fewer children.
 
         Arguments:
             child_grid: (height, width) of the grid of child sites.
@@ -241,14 +249,15 @@ class RoutingMap:
     ) -> Float[Tensor, "B J E C R N"]:
         """Materialise all votes: ``V = pose · transform`` for every edge and parent type.
 
-        Parent types come before edges, so that the votes for one parent are contiguous in memory.
+        The dimension of parent types comes before that of edges, so the votes for one parent type are contiguous in
+        memory.
 
         Arguments:
             pose: ``[B, S, C, R, Q]``, poses of the children.
             transform: ``[K, C, J, Q, N]``, transforms of the map.
 
         Raises:
-            ValueError: ``pose`` or ``transform`` does not fit the map, or they do not fit each other.
+            ValueError: ``pose`` or ``transform`` does not fit the map, or their shapes do not fit each other.
         """
         self.check(pose, transform)
         child, _, kernel = self.edges_on(pose.device).unbind(1)
@@ -259,8 +268,8 @@ class RoutingMap:
         """Check that pose ``[B, S, C, R, Q]`` and transform ``[K, C, J, Q, N]`` fit the map.
 
         Raises:
-            ValueError: the shapes do not fit, ``pose`` or ``transform`` is not a floating-point tensor, or they are on
-                different devices.
+            ValueError: the shapes do not fit the map or each other; ``pose`` or ``transform`` is not a floating-point
+                tensor; or the two tensors are on different devices.
         """
         if not isinstance(pose, Tensor):
             cure = ": pass children.pose" if hasattr(pose, "pose") else ""
@@ -276,13 +285,13 @@ class RoutingMap:
             check_floating(name, tensor)
             if 0 in tensor.shape[1:]:
                 raise ValueError(
-                    f"every dimension of {name} except the batch must be at least 1; got {list(tensor.shape)}"
+                    f"every dimension of {name} after the first must be at least 1; got {list(tensor.shape)}"
                 )
         check_device("transform", transform, pose)
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
                 f"the map has {self.child_sites} child sites and {self.transforms} transforms; "
-                f"pose has {pose.shape[1]} sites and transform has {transform.shape[0]}"
+                f"pose has {pose.shape[1]} sites and transform has {transform.shape[0]} transforms"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
@@ -293,11 +302,11 @@ class RoutingMap:
     def log_couplings(
         self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
     ) -> Float[Tensor, "B J E C"]:
-        """Compute the log-softmax per child over all its parents: all types at all sites that it has edges to.
+        """Compute the log-softmax of each child over its parents: all parent types at the sites that it has edges to.
 
         Arguments:
             logits: ``[B, J, E, C]``.
-            none_of_the_above: include an extra parent with logit 0 in the softmax, and drop it (leaky routing).
+            none_of_the_above: include an extra parent with logit 0 in the softmax, not in the result (leaky routing).
         """
         total = logits.logsumexp(dim=1)
         if self.most_edges != 1:
@@ -325,7 +334,7 @@ class RoutingMap:
         return values.index_select(2, self.edges_on(values.device)[:, 1])
 
     def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:
-        """Compute the maximum per parent over all its children."""
+        """Compute the largest of the values from all children of each parent."""
         per_edge = values.amax(dim=3)
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
         parent = self.edges_on(values.device)[:, 1]

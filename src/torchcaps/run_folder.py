@@ -1,4 +1,7 @@
-"""The files of a run: recipe.json, image digests, metrics.csv and metrics.json. Each is written atomically."""
+"""Reading and writing the files of a run: recipe.json, image digests, metrics.csv and metrics.json.
+
+Each file is written atomically.
+"""
 
 import csv
 import json
@@ -42,9 +45,9 @@ class Run:
         recipe: all settings of the training.
         class_names: class names, in the order of the labels.
         image_shape: (channels, height, width) of the stored images, before cropping.
-        data: class names, and per split the number of images and a checksum, as `fingerprint` returns them.
+        data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
-        earlier_environments: the same for the sessions before the run was resumed.
+        earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.
     """
 
     recipe: Recipe
@@ -105,10 +108,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def existing_run(folder: Path, resume: bool) -> Run | None:
-    """Read the run that a folder holds; None if the folder is empty or absent.
+    """Read the run in a folder; return None if the folder is empty or does not exist.
 
     Raises:
-        BadInput: the folder holds a run and `resume` is False, or it holds files that do not belong to a run.
+        BadInput: the folder contains a run and `resume` is False, or the folder contains files that do not belong to a
+            run.
     """
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if not name.startswith(".") and not LEFTOVER.fullmatch(name)]
@@ -130,8 +134,8 @@ class Begun(NamedTuple):
 
     Arguments:
         run: content of recipe.json.
-        digests: per split, the checksums of its images.
-        last: checkpoint to resume from; None to start from the first epoch.
+        digests: for each split, the checksums of its images.
+        last: checkpoint to resume from; None to start with the first epoch.
     """
 
     run: Run
@@ -143,8 +147,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     """Check that a run can be started or resumed in a folder. Nothing is written.
 
     Raises:
-        BadInput: the folder holds a run and `resume` is False, or files that do not belong to a run; the run was
-            started with other settings or data; a checkpoint or metrics.csv is missing or damaged.
+        BadInput: the folder contains a run and `resume` is False; the folder contains files that do not belong to a
+            run; the run was started with other settings or data; a checkpoint or metrics.csv is missing or damaged.
     """
     before = existing_run(folder, resume)
     data, digests = fingerprint(splits)
@@ -159,7 +163,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         earlier = [*before.earlier_environments, before.environment]
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
     last, rows = folder / "last.ckpt", len(read_rows(folder / "metrics.csv"))
-    first = rows < 2 and not last.exists()  # killed after the row of epoch 1, before its checkpoint
+    # The process may have been killed after it wrote the row of epoch 1 and before it wrote the checkpoint of epoch 1.
+    first = rows < 2 and not last.exists()
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
@@ -176,7 +181,7 @@ def begin_run(folder: Path, begun: Begun) -> None:
     """Write recipe.json and the image digests. Remove temporary files that a killed process left behind."""
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
-    # recipe.json first: it marks the folder as a run
+    # recipe.json is written first, because it marks the folder as a run.
     write_json(folder / "recipe.json", {**vars(begun.run), "recipe": begun.run.recipe.plain()})
     with atomically(folder / DIGESTS) as stream:
         stream.write(safetensors.numpy.save(begun.digests))
@@ -184,7 +189,7 @@ def begin_run(folder: Path, begun: Begun) -> None:
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     one, other = before.plain(), recipe.plain()
-    for key in one.keys() - {"epochs", "data"}:  # the data may have moved: `check_run` compares checksums
+    for key in one.keys() - {"epochs", "data"}:  # the data may be in another folder: `check_run` compares checksums
         if one[key] != other[key]:
             raise BadInput(f"{folder} was started with {key}={one[key]}, not {other[key]}: resume with the same value")
     if one["epochs"] == other["epochs"]:
@@ -192,7 +197,7 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     if recipe.margin_schedule == "linear":
         raise BadInput(
             f"{folder} was started with epochs={before.epochs}, not {recipe.epochs}: the margin rises linearly over "
-            "all epochs, so their number cannot change; train again in another folder"
+            "all epochs, so the number of epochs cannot change; train again in another folder"
         )
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:
@@ -200,7 +205,9 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Read metrics.json of a run that is finished; None if results are missing or the recipe has other epochs.
+    """Read metrics.json of a finished run.
+
+    Return None if a result file is missing or the recipe has another number of epochs.
 
     Raises:
         BadInput: metrics.json is damaged.
@@ -245,7 +252,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Read the rows of metrics.csv; an empty list if the file does not exist.
+    """Read the rows of metrics.csv; return an empty list if the file does not exist.
 
     Raises:
         BadInput: metrics.csv is damaged.
@@ -264,12 +271,15 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 class EpochLog(Callback):
-    """Callback that writes one row of metrics.csv and prints one line per epoch. A resumed run keeps earlier rows.
+    """Callback that writes one row of metrics.csv and prints one line per epoch.
+
+    When a run is resumed, the rows of its earlier epochs are kept.
 
     Arguments:
-        path: metrics.csv.
+        path: path of metrics.csv.
         images: number of training images.
-        measure: called with the model in evaluation mode after every epoch; its values are added to the row.
+        measure: function that is called after every epoch with the model in evaluation mode. The values that the
+            function returns are added to the row.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Tests for routing rules, those of this library and your own: properties that hold on every routing map.
+"""Tests for the routing rules of this library and for your own. Each tested property holds on every routing map.
 
-A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds these three
-arguments.
+A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds the three
+arguments of such a function.
 """
 
 import copy
@@ -20,7 +20,7 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """Arguments of a routed function. It computes the activations of the children itself.
+    """Arguments of a ``Routed`` function, which computes the activations of the children itself.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``.
@@ -47,7 +47,7 @@ def couplings_of_children(rule: Routed, case: Case) -> Tensor:
 
 
 def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """The couplings of a child sum to 1 over all its parents, or to at most 1 with leaky routing."""
+    """Check that the couplings of a child sum to 1 over all its parents, or to at most 1 with leaky routing."""
     total = couplings_of_children(rule, case)
     reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
     reached[case.routing_map.edges[:, 0]] = True
@@ -59,7 +59,7 @@ def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
 
 
 def invariant_to_order_of_children(rule: Routed, case: Case) -> None:
-    """Permuting child sites, child types and edges does not change the parents."""
+    """Check that permuting child sites, child types and edges does not change the parents."""
     pose, transform, routing_map = case
     sites, types = torch.randperm(pose.shape[1]), torch.randperm(pose.shape[2])
     edges = routing_map.edges.clone()
@@ -71,7 +71,7 @@ def invariant_to_order_of_children(rule: Routed, case: Case) -> None:
 
 
 def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
-    """Permuting the parent types permutes the parents."""
+    """Check that permuting the parent types permutes the parents in the same way."""
     order = torch.randperm(case.transform.shape[2])
     moved, moved_couplings = rule(case.pose, case.transform[:, :, order], case.routing_map)
     parents, couplings = rule(*case)
@@ -81,7 +81,7 @@ def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
 
 
 def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
-    """A sample gives the same result alone as in a batch."""
+    """Check that a sample gives the same result alone as in a batch."""
     together = rule(*case)[0]
     for sample in range(case.pose.shape[0]):
         alone = rule(case.pose[sample : sample + 1], case.transform, case.routing_map)[0]
@@ -90,7 +90,7 @@ def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
 
 
 def zero_poses_are_finite(rule: Routed, case: Case) -> None:
-    """Zero poses give finite values and gradients."""
+    """Check that zero poses give finite values and gradients."""
     pose = torch.zeros_like(case.pose, requires_grad=True)
     transform = case.transform.clone().requires_grad_()
     parents, couplings = rule(pose, transform, case.routing_map)
@@ -101,7 +101,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
 
 
 def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
-    """Removing a child with activation 0 does not change the parents."""
+    """Check that removing a child with activation 0 does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
@@ -112,7 +112,7 @@ def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
 
 
 def gradients_are_right(rule: Routed, case: Case, fast: bool = False) -> None:
-    """Gradients match finite differences in float64."""
+    """Check that gradients match finite differences in float64."""
     pose = case.pose.double().requires_grad_()
     transform = case.transform.double().requires_grad_()
 
@@ -124,7 +124,7 @@ def gradients_are_right(rule: Routed, case: Case, fast: bool = False) -> None:
 
 
 def same_input_same_bits(rule: Routed, case: Case) -> None:
-    """Two calls with the same input give bitwise equal results."""
+    """Check that two calls with the same input give bitwise equal results."""
     first, again = rule(*case), rule(*case)
     assert torch.equal(first[0].pose, again[0].pose)
     assert torch.equal(first[1], again[1])
@@ -138,7 +138,7 @@ ALL = [
     a_silent_child_counts_for_nothing,
     same_input_same_bits,
 ]
-"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have more arguments."""
+"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more."""
 
 
 MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}
@@ -151,14 +151,14 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
-    - Zero poses, and a single active child, give finite values and gradients.
+    - Values and gradients are finite if all poses are zero, and if only one child is active.
     - A child with activation 0 has no effect, if the rule weights votes with activations.
     - Two calls with the same input give bitwise equal results.
-    - Fused kernels and reference implementation give the same values and gradients, if the rule has a ``backend`` and
-      the kernels can run.
+    - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
+      ``backend`` and the kernels can run.
     - Gradients match finite differences.
-    - The result has the dtype of the inputs, for float32 and float64.
-    - The rule compiles to one graph with `torch.compile` and gives the same values.
+    - With float32 and with float64 inputs, the result has the dtype of the inputs.
+    - `torch.compile` compiles the rule to one graph, and the compiled rule gives the same values.
 
     Arguments:
         make: creates a new rule for a layer with the given `LayerShape`, such as

@@ -24,18 +24,19 @@ from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import Pretrained, create_model, routing_of
+from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.training_module import TrainingModule
 
 
 class ImageBatches(Dataset):
-    """Batches of an in-memory split: augmented for training if `variation` is given, else prepared as test views.
+    """Dataset of batches of a split in memory: augmented if `variation` is given, else prepared for evaluation.
 
     Arguments:
         images: the split.
         preparation: how stored images become the model's input.
-        variation: random augmentation of one epoch; None for validation and test.
+        variation: random numbers for the augmentation in one epoch; None for validation and test.
     """
 
     def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
@@ -52,9 +53,10 @@ class ImageBatches(Dataset):
 
 
 def batch_starts(images: int, batch_size: int) -> range:
-    """Index of the first image of each batch of an epoch.
+    """Return the index of the first image of each batch of an epoch.
 
-    A last batch of one image is merged into the batch before it, because BatchNorm can fail on a single image.
+    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
+    single image.
 
     Arguments:
         images: number of images in the split.
@@ -73,13 +75,16 @@ def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLo
 
 
 class SplitBatches(lightning.LightningDataModule):
-    """Batches of training, validation and test. Each device gets its share of every split.
+    """Data module with the batches of the training, validation and test splits.
 
-    Order and augmentation of the training images depend only on seed, epoch and image index.
+    Each device gets a share of every split.
+
+    The order of the training images depends only on the seed and the epoch. The augmentation of a training image
+    depends only on the seed, the epoch and the index of the image.
 
     Arguments:
         splits: training, validation and test images.
-        recipe: gives batch size, seed and image preparation.
+        recipe: recipe that sets the batch size, the seed and the image preparation.
     """
 
     def __init__(self, splits: Splits, recipe: Recipe) -> None:
@@ -119,32 +124,34 @@ def fit(
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
-    """Train a model, choose the best epoch, evaluate it once on the test split, and write the run folder.
+    """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
-    If epochs have the same validation accuracy, the one with the lowest validation loss is kept. A finished run is not
-    trained again, unless the recipe has more epochs than the run was started with. Then training continues, and the
-    test split is evaluated again.
+    The best epoch is the one with the highest validation accuracy and, among equals, the lowest validation loss. A
+    finished run is not trained again, unless the recipe has more epochs than the run was started with. In that case,
+    training continues, and the model is evaluated on the test split again.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
         splits: training, validation and test images.
-        folder: run folder; created if absent. It must be empty or hold a run. `fit` writes recipe.json,
+        folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
             image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json,
-            tensorboard/, confusion.png, and reconstructions.png if the model has a decoder. Other files are left alone.
-        devices: number of processes that train together (DistributedDataParallel); must divide the batch size.
+            tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
+            Other files are left alone.
+        devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
         resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
-        on_epoch_end: called with the model in evaluation mode after every epoch. Its values are written to metrics.csv.
+        on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
+            function returns are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
 
     Returns:
         The content of metrics.json.
 
     Raises:
-        BadInput: a setting is invalid; a split has no images; the folder holds a run and `resume` is False, or files
-            that do not belong to a run; the run was started with other data or settings; a file cannot be read or
-            written.
+        BadInput: a setting is invalid; a split has no images; the folder contains a run and `resume` is False; the
+            folder contains files that do not belong to a run; the run was started with other data or settings; a file
+            cannot be read or written.
         Diverged: the loss is not finite.
-        KeyboardInterrupt: the training was interrupted, as by Ctrl-C.
+        KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
     """
     check_devices(devices, recipe)
     for name, images in vars(splits).items():
@@ -238,8 +245,12 @@ def _train(
         classifier = Classifier(module.model, names, splits.train.image_shape, recipe.preparation())
         classifier.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")
+        save_curves(rows, folder / "curves.png", module.margins_per_epoch())
         if splits.test.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
+            if devices == 1:
+                margins = torch.cat(module.margins)
+                save_worst(module.model, recipe.preparation(), splits.test, margins, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
     return metrics
@@ -308,7 +319,7 @@ class MeanScores(nn.Module):
         self.models = nn.ModuleList(models)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
-        """Mean scores, without capsules or reconstruction. `labels` is ignored; all models accept it."""
+        """Return the mean scores, without capsules or reconstruction. `labels` is ignored."""
         return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
@@ -317,7 +328,7 @@ class Evaluation(NamedTuple):
 
     Arguments:
         accuracy_percent: percentage of images whose true class has the highest score.
-        confusion: ``[K, K]``, numbers of images; rows are true classes, columns predicted classes.
+        confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
     """
 
     accuracy_percent: float
@@ -332,14 +343,16 @@ def evaluate(
     batch_size: int = 128,
     precision: str = "auto",
 ) -> Evaluation:
-    """Compute accuracy and confusion matrix of a model on a split, on one device.
+    """Compute the accuracy and the confusion matrix of a model on a split, using one device.
 
     Arguments:
-        model: a model of `MODELS`, or a `MeanScores` of several.
+        model: a model of `MODELS`, or a `MeanScores` of several models.
         images: the split.
-        preparation: how stored images become the model's input; by default the whole image with pixels in [0, 1].
-        batch_size: images per batch; the result does not depend on it.
-        precision: bf16, float32, or auto: bf16 if the hardware supports it natively, else float32.
+        preparation: how stored images become the model's input. By default, the input is the whole image with pixels
+            in [0, 1].
+        batch_size: images per batch; the result does not depend on the batch size.
+        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
+            float32.
 
     Raises:
         BadInput: `precision` is not auto, bf16 or float32.

@@ -23,14 +23,19 @@ class TrainingModule(lightning.LightningModule):
     """A model with the loss, optimiser and learning rate schedule of a recipe.
 
     Arguments:
-        model: takes images and labels and returns a `Prediction`.
-        recipe: gives loss, mixup, optimiser and schedules.
+        model: network that takes images and labels and returns a `Prediction`.
+        recipe: recipe that sets the loss, mixup, the optimiser and the schedules.
         num_classes: number of classes.
-        steps: number of steps of the whole training; learning rate and margin schedules depend on it.
+        steps: number of steps of the whole training, on which the schedules of learning rate and margin depend.
     """
 
     tested: Int64[Tensor, "K K"]
-    """Confusion matrix of the last test: rows are true classes, columns predicted classes."""
+    """Confusion matrix of the last test. Rows are true classes, and columns are predicted classes."""
+    margins: list[Tensor]
+    """One tensor per batch of the last test.
+
+    It contains, for each image, the score of its true class minus the highest other score.
+    """
 
     def __init__(self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1) -> None:
         super().__init__()
@@ -54,7 +59,7 @@ class TrainingModule(lightning.LightningModule):
         return loss, scores
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
-        """The loss of a batch and the model's scores; mixup is applied if `train` is True."""
+        """Compute the loss of a batch and the model's scores. Mixup is applied only if `train` is True."""
         recipe = self.recipe
         others, share = labels, 1.0
         if recipe.mixup and train:
@@ -74,11 +79,11 @@ class TrainingModule(lightning.LightningModule):
         return loss, prediction.scores
 
     def scores(self, images: Tensor) -> Tensor:
-        """The model's scores for prepared images."""
+        """Compute the model's scores for prepared images."""
         return self.model(images).scores
 
     def count(self, scores: Tensor, labels: Tensor) -> None:
-        """Add a batch to the confusion matrix."""
+        """Add the predictions for a batch to the confusion matrix."""
         self.confusion.update(scores.argmax(dim=1) if scores.ndim == 2 else scores, labels)
 
     def _first_not_finite(self, images: Tensor, labels: Tensor) -> str:
@@ -118,13 +123,20 @@ class TrainingModule(lightning.LightningModule):
         accuracy = accuracy_percent(self.confusion.compute())
         loss = self.trainer.callback_metrics["validation_loss"]
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
-        # -(100 - accuracy): values near 0, where float32 resolves the small differences in loss
+        # -(100 - accuracy) is near 0, where float32 is fine enough to show small differences in the loss.
         self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))
         self.confusion.reset()
 
+    def on_test_epoch_start(self) -> None:
+        self.margins = []
+
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        views = torch.stack([self.scores(view) for view in batch[0]])
-        self.count(views.mean(dim=0), batch[1])
+        scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
+        self.count(scores, labels)
+        if labels.ndim == 1 and scores.ndim == 2:
+            own = scores.gather(1, labels[:, None])
+            others = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
+            self.margins.append((own.squeeze(1) - others).float().cpu())
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()
@@ -132,12 +144,23 @@ class TrainingModule(lightning.LightningModule):
         self.confusion.reset()
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-        """Seed dropout from seed, epoch and rank. Hooks before this one run too early in a resumed epoch."""
+        """Seed dropout from the recipe's seed, the epoch and the rank of the process.
+
+        Lightning's earlier hooks cannot do this, because they run too early when a training is resumed.
+        """
         if batch_index == 0:
             key = [self.recipe.seed, self.current_epoch, self.global_rank]
             torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             if self.current_epoch:
-                torch.empty((), dtype=torch.int64).random_()  # as the data loader draws in every epoch after the first
+                torch.empty((), dtype=torch.int64).random_()  # the data loader draws this in each later epoch
+
+    def margins_per_epoch(self) -> list[float]:
+        """Return the margin of the spread loss at the end of each epoch, or an empty list without a margin schedule."""
+        recipe, per_epoch = self.recipe, self.steps // max(1, self.recipe.epochs)
+        if recipe.margin_schedule == "none":
+            return []
+        steps = (per_epoch * (epoch + 1) for epoch in range(recipe.epochs))
+        return [spread_margin(recipe.margin_schedule, step, self.steps) for step in steps]  # type: ignore[arg-type]
 
     def save_picture(self, images: Images, path: Path) -> None:
         """Draw images and their reconstructions; do nothing if the model has no decoder."""
@@ -154,7 +177,7 @@ class TrainingModule(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def _rate(self, step: int) -> float:
-        """Factor of the learning rate at a step."""
+        """Return the factor by which the learning rate is multiplied at a step."""
         recipe = self.recipe
         if recipe.schedule == "cosine":
             rate = (1 + math.cos(math.pi * min(1.0, step / max(1, self.steps)))) / 2
@@ -165,5 +188,5 @@ class TrainingModule(lightning.LightningModule):
 
 
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
-    """Percentage of images on the diagonal."""
+    """Return the percentage of images on the diagonal of a confusion matrix."""
     return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())

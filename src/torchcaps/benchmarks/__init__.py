@@ -1,4 +1,4 @@
-"""Benchmarks of speed and memory: medians with percentiles, and ratios between alternatives timed in one run."""
+"""Benchmarks of speed and memory. Alternatives are timed in the same run and compared by their median times."""
 
 import csv
 import ctypes
@@ -25,20 +25,20 @@ Way = Callable[[], object]
 def compare(
     case: str, ways: Mapping[str, Way], *, images: int, repeats: int, warm_ups: int = 2
 ) -> list[dict[str, Any]]:
-    """Time several ways of computing the same result, alternating between them.
+    """Time several ways of computing the same result, alternating between the ways.
 
-    Alternation makes a slowdown of the machine affect all ways equally.
+    Because of the alternation, a slowdown of the machine affects all ways equally.
 
     Arguments:
         case: name of the computation.
-        ways: functions to time, by name; ratios are relative to the first.
+        ways: name → function to time; ratios are relative to the first function.
         images: number of images that one call processes.
         repeats: number of timed calls per way.
         warm_ups: number of calls per way before timing starts.
 
     Returns:
-        One row per way: median time and its 10th and 90th percentiles in milliseconds, images per second, and the ratio
-        of its median to that of the first way.
+        One row per way: the median, the 10th percentile and the 90th percentile of its times in milliseconds; the
+        images per second; and the ratio of its median time to the median time of the first way.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
@@ -73,7 +73,7 @@ def progress(line: str) -> None:
 
 
 def peak_bytes(work: Way) -> int:
-    """Return the number of bytes by which a call raises the peak memory of this process. Linux only.
+    """Return by how many bytes the memory of this process rises, at its peak, during a call of `work`. Linux only.
 
     Raises:
         BadInput: ``/proc`` is not available.
@@ -92,7 +92,7 @@ def peak_bytes(work: Way) -> int:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
-    """Write rows to a CSV file atomically, and add the command, commit, hardware and versions to each row."""
+    """Write rows to a CSV file atomically. The command, commit, hardware and versions are added to each row."""
     here = environment()
     beside = {"command": command, "seed": 0, "torch": torch.__version__}
     beside |= {name: here[name] for name in ("commit", "processor", "threads", "gpu")}

@@ -1,4 +1,4 @@
-"""Peak memory of routing for growing batch size, grid size, capsule types and iterations."""
+"""Benchmark of the peak memory of routing as batch size, grid size, capsule types or iterations grow."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ WAYS = ("fused", "reference", "materialised votes")
 
 
 def bench_memory() -> list[dict[str, Any]]:
-    """Measure the peak memory of forward and backward of the small network's ConvCaps stack, and of a training step.
+    """Measure the peak memory of routing in the small network's two ConvCaps layers, and of one training step.
 
-    The batch size is 16 unless it is the size that grows. ``held`` is the peak memory, including the leaf tensors that
-    are allocated before, divided by the size of leaves, outputs and their gradients, which every implementation has to
-    hold.
+    Routing is measured forward and backward, with a batch size of 16 unless the batch size is what grows. ``held`` is
+    the peak memory divided by the memory that every implementation has to hold: leaves, outputs and their gradients.
+    For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
     """
     rows = []
     for what, points in GROWTH.items():

@@ -1,4 +1,4 @@
-"""Fused routing compared with the reference implementation and with materialised votes.
+"""Benchmark of fused routing against the reference implementation and against materialised votes.
 
 Most implementations of capsule networks materialise the votes.
 """
@@ -26,9 +26,9 @@ class Problem(NamedTuple):
 
     Arguments:
         leaves: tensors that require gradients.
-        ways: functions that route the leaves, by name.
+        ways: name → function that routes the leaves.
         agreeing: pairs of functions whose outputs and gradients must agree.
-        flops: floating-point operations per image; a multiply-add counts as two.
+        flops: floating-point operations per image; a multiply-add counts as two operations.
     """
 
     leaves: list[Tensor]
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
 def em_stack(
     batch: int, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16), iterations: int = ITERATIONS
 ) -> Problem:
-    """Create the two ConvCaps layers of the small network: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
+    """Create the problem of the small network's two ConvCaps layers: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
     torch.manual_seed(0)
     layers, size = [], (grid, grid)
     for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
@@ -108,7 +108,7 @@ def em_stack(
 def em_materialised_votes(
     pose: Tensor, activation: Tensor, transform: Tensor, grid: tuple[int, int], stride: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute all votes ``[B, P, K · C, J, 16]`` and the activations of their children, with unfold and one einsum."""
+    """Compute all votes ``[B, P, K · C, J, 16]`` with unfold and one einsum, and the activations of their children."""
     batch, _, types = activation.shape
     planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
     patches = functional.unfold(planes, 3, stride=stride).unflatten(1, (17 * types, 9))
@@ -122,7 +122,10 @@ def em_materialised_votes(
 def em_of_votes(
     votes: Tensor, activation: Tensor, beta_u: Tensor, beta_a: Tensor, mean_data: float, iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """EM routing as in most implementations: each iteration reads all votes, and the softmax is over types only."""
+    """Route materialised votes by EM routing, as most implementations do.
+
+    Each iteration reads all votes, and the softmax of the couplings runs only over the parent types at one site.
+    """
     couplings = votes.new_full(votes.shape[:4], 1 / votes.shape[3])
     mean, parents = votes, activation
     for iteration in range(iterations):
@@ -141,7 +144,7 @@ def em_of_votes(
 
 
 def dynamic_layer(batch: int) -> Problem:
-    """The class capsules of CapsNet on MNIST: 1152 capsules of 8 numbers → 10 of 16."""
+    """Create the problem of CapsNet's class capsules: 1152 capsules of 8 numbers → 10 capsules of 16 numbers."""
     torch.manual_seed(0)
     pose = (0.3 * torch.randn(batch, 36, 32, 1, 8)).requires_grad_()
     transform = (0.05 * torch.randn(36, 32, 10, 8, 16)).requires_grad_()
@@ -162,7 +165,7 @@ def dynamic_layer(batch: int) -> Problem:
 
 
 def dynamic_with_materialised_votes(pose: Tensor, transform: Tensor) -> Tensor:
-    """Dynamic routing with one einsum for all votes, as in most implementations."""
+    """Compute all votes with one einsum, and route them by dynamic routing, as most implementations do."""
     votes = torch.einsum("bscq,scjqn->bscjn", pose[:, :, :, 0], transform).flatten(1, 2)
     logits = votes.new_zeros(votes.shape[:3])
     parents = votes
@@ -184,9 +187,9 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 def bench_routing(
     repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
 ) -> list[dict[str, Any]]:
-    """Time forward, and forward and backward, of each problem in each way.
+    """Time every way of every problem: first the forward pass alone, then the forward and the backward pass.
 
-    The peak speed of the processor is measured several times in between, and the highest value is reported.
+    The peak speed of the processor is measured between the timings, and the highest measured speed is reported.
 
     Raises:
         BadInput: two ways that must agree return different values or gradients.
@@ -224,10 +227,10 @@ def both(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None
 
 
 def check_agreement(name: str, problem: Problem) -> None:
-    """Check that the ways of a problem that must agree compute the same values and gradients.
+    """Check that the two functions of each pair in ``problem.agreeing`` compute the same values and gradients.
 
     Raises:
-        BadInput: outputs or gradients of two such ways differ by 1 % of their norm or more.
+        BadInput: outputs or gradients of such a pair differ by 1 % of their norm or more.
     """
     for one, other in problem.agreeing:
         found, right = (_values_and_gradients(problem.leaves, way) for way in (one, other))

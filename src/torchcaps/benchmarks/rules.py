@@ -1,7 +1,8 @@
-"""Routing rules with fused kernels, the reference implementation and materialised votes, on two ConvCaps layers.
+"""Benchmark of routing rules on the two ConvCaps layers of the small network.
 
-The layers are those of the small network. Materialised votes are computed with unfold and one einsum, and compete over
-the types at one site, as in most implementations. The other ways use the same competition, so that all ways compute the
+Fused kernels are compared with the reference implementation and with materialised votes. Materialised votes are
+computed with unfold and one einsum. The softmax of the couplings runs over the parent types at one site, as in most
+implementations. The fused kernels and the reference implementation use the same softmax here, so all ways compute the
 same result.
 """
 
@@ -100,7 +101,7 @@ MATERIALISED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16)) -> Problem:
-    """Create 14×14×8 → 6×6×16 → 4×4×16 matrix capsules with the routing rule `name`, a key of `MATERIALISED`."""
+    """Create the problem 14×14×8 → 6×6×16 → 4×4×16 matrix capsules for the routing rule `name` of `MATERIALISED`."""
     torch.manual_seed(0)
     layers: list[Any] = []
     size = (grid, grid)

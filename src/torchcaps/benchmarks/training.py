@@ -1,4 +1,4 @@
-"""Training steps with fused routing and with the reference implementation, in float32 and bf16."""
+"""Benchmark of training steps with fused routing and with the reference implementation, in float32 and bf16."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from torchcaps.routing import Routing
 
 
 def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
-    """Time a training step of CapsNet on MNIST-sized images and of the small MatrixCapsNet on smallNORB-sized crops."""
+    """Time a training step of CapsNet on MNIST-sized images, and a step of the small MatrixCapsNet on 32×32 crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
         "fused, unfolded convolutions": capsnet_step("fused", im2col=True),

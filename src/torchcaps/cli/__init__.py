@@ -1,4 +1,4 @@
-"""Entry point of the command line `torchcaps`. The commands are imported from `torchcaps.cli.commands` when it runs."""
+"""Entry point of the command line `torchcaps`. `torchcaps.cli.commands` is imported only when a command runs."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ class Interrupted(Exception):
 def main() -> None:
     """Run `torchcaps` with the arguments in `sys.argv`.
 
-    Bad input prints one line on standard error and exits with code 2. An interruption prints one line and exits with
-    code 130.
+    On bad input, prints one line on standard error and exits with code 2. On an interruption, prints one line and exits
+    with code 130.
     """
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     interrupt = _OneInterrupt()
@@ -30,7 +30,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
-    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # drawn as a box
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for a missing glyph
     first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
     fabric = "lightning.fabric.utilities"
@@ -89,7 +89,7 @@ def _refuse(message: str) -> int:
 
 
 class _OneInterrupt:
-    """Signal handler: the first Ctrl-C stops the command, later ones are ignored so that cleanup can finish."""
+    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -106,6 +106,6 @@ def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Do not print an OSError of a thread: the thread that waits for it raises the same error."""
+    """Print an exception of a thread unless it is an OSError, which the waiting thread raises again."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)

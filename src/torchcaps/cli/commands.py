@@ -1,4 +1,4 @@
-"""The commands: recipes, train, evaluate, predict, inspect, explore, publish, data, experiment, bench, info."""
+"""The commands: recipes, train, evaluate, predict, inspect, report, explore, publish, data, experiment, bench, info."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, run_folder, setting, writable
 from torchcaps.cli.experiment import experiment
-from torchcaps.cli.look import explore, inspect
+from torchcaps.cli.look import explore, inspect, report
 from torchcaps.errors import BadInput, DataWarning, nearest
 
 app = typer.Typer(
@@ -47,20 +47,20 @@ def train(
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of your own images.")] = None,
     data_dir: DataDir = Path("data"),
     out: Annotated[
-        Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default runs/RECIPE-seedN.")
+        Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default: runs/RECIPE-seedN.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training images.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Batch size, over all devices.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of passes over the training images.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Batch size, summed over all devices.")] = None,
     lr: Annotated[float | None, typer.Option(help="Initial learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Any setting, as key=value; can be repeated.")
+        list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
-    """Train a recipe. Validation images choose the epoch; test images are read once, at the end."""
+    """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
     from torchcaps.recipes import create_recipe
     from torchcaps.run_folder import existing_run
@@ -108,7 +108,9 @@ def train(
         if classes is not None:
             _print_classes(classes)
         for name, what in (
+            ("curves.png", "learning curves"),
             ("confusion.png", "confusion matrix"),
+            ("worst.png", "test images with the worst scores"),
             ("reconstructions.png", "images and reconstructions"),
         ):
             if (folder / name).exists():
@@ -117,7 +119,7 @@ def train(
 
 @app.command()
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Run folder; several are evaluated as an ensemble.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folder; several run folders are evaluated as an ensemble.")],
     data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
@@ -125,7 +127,7 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble: their scores are averaged, on the dataset of the first run.
+    Several runs are evaluated as an ensemble: their scores are averaged. The default dataset is that of the first run.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
@@ -176,14 +178,14 @@ def evaluate(
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
                 f"of these {len(test):,} images, {folder} has seen {counts} images in its training: "
-                "its accuracy on new images can be lower",
+                "the accuracy on new images can be lower",
                 DataWarning,
                 stacklevel=1,
             )
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
-    """Properties, by name, that must be the same for all runs whose scores are averaged."""
+    """Return the properties, by name, that must be the same for all runs whose scores are averaged."""
     return {
         "model": type(classifier.model).__name__,
         "class_names": classifier.class_names,
@@ -195,9 +197,9 @@ def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
 @app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
-    images: Annotated[list[Path], typer.Argument(help="Image files; resized to the size of the training images.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files; each is resized like the training images.")],
 ) -> None:
-    """Print the class of each image with its score, and the runner-up.
+    """Print, for each image, the class with the highest score and the runner-up.
 
     A network for stereo pairs gets the same image in both channels.
     """
@@ -213,6 +215,7 @@ def predict(
 
 
 app.command()(inspect)
+app.command()(report)
 app.command()(explore)
 
 
@@ -221,7 +224,7 @@ def publish(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="Folder for the weights, such as weights/NAME.")],
 ) -> None:
-    """Write the weights of a run for sharing: its network without the decoder, and a model card."""
+    """Write the weights of a run for sharing, without the decoder, and a model card."""
     from torchcaps.model_card import publish as publish_run
 
     writable(folder, "FOLDER")
@@ -238,12 +241,12 @@ def bench(
     what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train or memory.")],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
-        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: system default.")
+        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: use the system default.")
     ] = "warm",
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
-    """Measure time and memory of routing (fused, reference, materialised votes), and time of training steps."""
+    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps."""
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
@@ -274,7 +277,7 @@ def bench(
 
 @app.command()
 def info() -> None:
-    """Print versions, hardware, precision, and the fused kernels that are built."""
+    """Print the versions, the hardware, the precision, and the fused kernels that are built."""
     from torchcaps.environment import environment
     from torchcaps.kernels import cpu_instruction_sets
     from torchcaps.recipe import resolve_precision
@@ -286,7 +289,7 @@ def info() -> None:
 
 
 def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
-    """Print images, precision and recall per class; if there are many classes, those with the lowest recall."""
+    """Print the images, precision and recall per class; of many classes, only those with the lowest recall."""
     lowest = sorted(classes, key=lambda name: classes[name]["recall_percent"] or 0)[:MOST_CLASSES]
     shown = [name for name in classes if name in lowest]
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"

@@ -28,14 +28,14 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: st
 
 
 def run_folder(text: str) -> Path:
-    """Parse the path of a run folder. An empty path is rejected: it is most likely an unset shell variable."""
+    """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():
         raise typer.BadParameter("the name is empty; give the name of the run folder.")
     return Path(text)
 
 
 def setting(text: str) -> tuple[str, str]:
-    """Parse the value of `--set`."""
+    """Parse the value of `--set`, written as key=value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
@@ -54,7 +54,7 @@ def keep_heap_warm() -> None:
 
 
 def writable(folder: Path, option: str = "--out") -> None:
-    """Check before a long training that the folder given by `option` can be written to."""
+    """Check, before a long computation starts, that the folder given by `option` can be written to."""
     existed = folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The commands `torchcaps data`."""
+"""The commands of `torchcaps data`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ def data_render(
     name: str,
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Height and width in pixels: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Seed of the toys; train on them with data.render_seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the toys; for training, set data.render_seed to the same.")] = 0,
 ) -> None:
     """Render the toys in the file format of smallNORB; the same seed gives the same bytes."""
     from torchcaps.data import render_toys
@@ -50,9 +50,9 @@ def data_render(
 def data_show(
     name: Annotated[str, typer.Argument(help="Name of a dataset, or a folder of images.")],
     data_dir: DataDir = Path("data"),
-    out: Annotated[Path | None, typer.Option(help="Picture to write; default NAME.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Picture to write; default: NAME.png.")] = None,
     columns: Annotated[int, typer.Option(help="Images per class.", min=1)] = 10,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Data option, as data.key=value.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Data option, written as data.key=value.")] = None,
 ) -> None:
     """Draw some training images of each class in one picture."""
     from torchcaps.data import load_splits, save_contact_sheet

@@ -11,23 +11,23 @@ from torchcaps.errors import BadInput, nearest
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="Name of an experiment, or list, or report.")],
+    name: Annotated[str, typer.Argument(help="Name of an experiment; or list; or report.")],
     budget: Annotated[
-        str, typer.Option(help="quick: minutes, to see it run; standard: about an hour; paper: the published scale.")
+        str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
     ] = "quick",
-    data: Annotated[str | None, typer.Option(help="Another dataset, if the experiment supports it.")] = None,
+    data: Annotated[str | None, typer.Option(help="Dataset to use instead of the usual one.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings per network, with seeds 0, 1, …")] = 1,
     data_dir: DataDir = Path("data"),
-    out: Annotated[Path, typer.Option(help="Folder for the runs, one per experiment and budget.")] = Path(
+    out: Annotated[Path, typer.Option(help="Folder for the runs; each experiment and budget has a subfolder.")] = Path(
         "runs/experiments"
     ),
     results: Annotated[Path, typer.Option(help="Folder for the results and their pictures.")] = Path("results"),
     report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
     page: Annotated[
-        list[Path] | None, typer.Option(help="Page whose tables `experiment report` fills; can be repeated.")
+        list[Path] | None, typer.Option(help="Page whose tables `experiment report` writes; can be repeated.")
     ] = None,
 ) -> None:
-    """Repeat a table or figure of a paper. Finished parts are not computed again."""
+    """Repeat a table or figure of a paper. Parts that are finished are not computed again."""
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 
@@ -40,7 +40,7 @@ def experiment(
         print(f"{write_report(results, report, titles)} experiments in {report}")
         if page:
             write_pages(results, page)
-            print(f"tables filled in {', '.join(map(str, page))}")
+            print(f"tables written to {', '.join(map(str, page))}")
         return
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")

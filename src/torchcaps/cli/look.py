@@ -1,4 +1,4 @@
-"""The commands `torchcaps inspect` and `torchcaps explore`."""
+"""The commands `torchcaps inspect`, `torchcaps report` and `torchcaps explore`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,7 @@ def inspect(
     image: Annotated[Path, typer.Argument(help="Image file.")],
     out: Annotated[Path, typer.Option(help="Picture to write, a .png file.")] = Path("inspection.png"),
 ) -> None:
-    """Draw which parts of an image support each class, pass by pass."""
+    """Draw which parts of an image support each class, in each routing pass."""
     from torchcaps.classifier import Classifier
     from torchcaps.data.files import atomically
     from torchcaps.inspection import inspect as look
@@ -30,6 +30,20 @@ def inspect(
     print(f"{found.class_names[best]} ({found.scores[best]:.3f}); the picture: {out}")
 
 
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder of `torchcaps train`.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; default: RUN/report.html.")] = None,
+) -> None:
+    """Write one HTML page with the metrics, pictures, recipe and environment of a run."""
+    from torchcaps.run_report import write_run_report
+
+    out = run / "report.html" if out is None else out
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise BadInput(f"--out is {out}: give a file that ends in .html")
+    write_run_report(run, out)
+    print(f"the report: {out}")
+
+
 def explore(
     source: Annotated[
         Path | None, typer.Argument(help="Run folder or folder of weights; default: all networks in weights/.")
@@ -37,7 +51,7 @@ def explore(
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Port on 127.0.0.1.")] = 7860,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
-    """Open a trained network in the browser: draw, upload, change routing, attack."""
+    """Open a trained network in the browser: draw or upload an image, change the routing, attack the image."""
     if find_spec("gradio") is None:
         raise BadInput("the explorer needs Gradio: pip install 'torchcaps[explore]'")
     from torchcaps.explore import Explorer, sources_of
@@ -45,5 +59,5 @@ def explore(
     explorer = Explorer(sources_of(source))
     from torchcaps.explore.page import serve
 
-    print(f"http://127.0.0.1:{port} (Ctrl-C ends it)", flush=True)
+    print(f"http://127.0.0.1:{port} (Ctrl-C stops the server)", flush=True)
     serve(explorer, port, open_browser=browser)

@@ -1,4 +1,4 @@
-"""Data: datasets by name, folders of your own images, and training, validation and test splits."""
+"""Load datasets by name or folders of your own images, and split them for training, validation and test."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -68,7 +68,7 @@ class Dataset:
     """A named dataset: how to load, download and check it.
 
     Arguments:
-        load: function that takes the data folder and the `options` and returns `(train, test)`.
+        load: function that takes the data folder and the keyword arguments in `options`; returns `(train, test)`.
         description: content of the dataset, in one line.
         source: reference to cite, in one line.
         splits: sizes and origin of the splits, in one line.
@@ -142,7 +142,7 @@ DATASETS: dict[str, Dataset] = {
 """Datasets by name."""
 
 IMBALANCE = 10
-"""`load_splits` warns if a class has more than this many times the training images of another class."""
+"""`load_splits` warns if one class has more than this many times as many training images as another."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """Options that `load_splits` accepts for a folder of images."""
 
@@ -158,26 +158,29 @@ def load_splits(
 ) -> Splits:
     """Load a named dataset or a folder of images as training, validation and test splits.
 
-    The validation images are held out from the training images, class by class. `seed` changes only which ones: the
-    test images are the same for every seed. If a folder contains `val/` (or `valid/`, `validation/`) next to `train/`
-    and `test/`, its images are the validation split and no training images are held out.
+    The validation images are held out from the training images, class by class. `seed` changes only the choice of
+    validation images; the test images are the same for every seed. If a folder contains `val/` (or `valid/`,
+    `validation/`) next to `train/` and `test/`, the images in `val/` are the validation split, and no training images
+    are held out.
 
     Arguments:
-        name_or_folder: a name in `DATASETS`, or the path of a folder with one subfolder of images per class, or with
-            `train/` and `test/` that each contain these subfolders. A name takes precedence over a folder.
+        name_or_folder: a name in `DATASETS`, or the path of a folder. The folder contains either one subfolder of
+            images per class, or `train/` and `test/`, each with one subfolder of images per class. If there is a
+            dataset and a folder of the same name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
         validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
-        validation_attribute: attribute of a named dataset, such as "instance". If given, all training images with one
-            of its values are held out for each class, and `validation_fraction` is not used.
-        seed: seed of the choice of validation images, 0 or greater.
+        validation_attribute: attribute of a named dataset, such as "instance". If given, one value of the attribute is
+            chosen for each class, and all training images of the class with this value are held out.
+            `validation_fraction` is then not used.
+        seed: seed for choosing the validation images, 0 or greater.
         options: for a folder, `image_size`, `channels` and `test_fraction`, as in `load_image_folder`; for a named
             dataset, the options listed in `DATASETS[name].options`.
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder; the dataset does not accept an option or the
             attribute; a value is out of its range; a split has no images; or a file is missing or damaged.
     Warns:
-        DataWarning: a class has no training images, or more than ten times as many as another class; or files of the
-            folder are skipped, distorted by resizing, or nearly black.
+        DataWarning: a class has no training images; one class has more than ten times as many training images as
+            another; files of the folder are skipped; or images are distorted by resizing or nearly black.
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -219,14 +222,14 @@ def load_splits(
 
 
 def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:
-    """Warning texts about classes with no or few training images."""
+    """Yield warning texts about classes that have no training images, or far fewer than another class."""
     counts = train.labels.flatten().bincount(minlength=len(train.class_names))
     absent = [train.class_names[label] for label in (counts == 0).nonzero().flatten().tolist()]
     if absent:
         more = f" and {len(absent) - 3:,} more" if len(absent) > 3 else ""
         yield (
-            f"{name}: no training image of class {', '.join(absent[:3])}{more}, so it cannot be learnt; add images or"
-            " remove the class"
+            f"{name}: no training image of class {', '.join(absent[:3])}{more}, so the network cannot learn it; add"
+            " images or remove the class"
         )
     most, least = int(counts.argmax()), int(counts.where(counts > 0, counts.max()).argmin())
     if counts[most] > IMBALANCE * counts[least]:

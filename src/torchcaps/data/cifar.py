@@ -27,8 +27,8 @@ PARTS = {"train": [f"data_batch_{number}.bin" for number in range(1, 6)], "test"
 def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
     """Load CIFAR-10 as `(train, test)`: 50,000 and 10,000 photographs, uint8 `[N, 3, 32, 32]`, ten classes.
 
-    The archive is downloaded if it is missing, and its checksum is verified on every load. It is read without being
-    unpacked to disk.
+    The archive is downloaded if it is missing. Its checksum is verified on every load. The images are read from the
+    archive; no files are unpacked to disk.
 
     Arguments:
         data_dir: data folder; the archive is `data_dir/cifar-10/cifar-10-binary.tar.gz`.
@@ -73,8 +73,8 @@ def read_cifar10(archive: Path) -> tuple[Images, Images]:
     Arguments:
         archive: path of the tar.gz file, with `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
     Raises:
-        BadInput: the archive cannot be read; one of the six files is missing; or one is not 1 to 10,000 images, or has
-            a label above 9.
+        BadInput: the archive cannot be read; one of the six files is missing; a file does not consist of 1 to 10,000
+            images; or a label is above 9.
     Example:
         >>> train, test = read_cifar10(Path("cifar-10-binary.tar.gz"))  # doctest: +SKIP
     """
@@ -99,10 +99,12 @@ def read_cifar10(archive: Path) -> tuple[Images, Images]:
 
 
 def _rows(content: bytes, name: str) -> np.ndarray:
-    """Rows of one label and the pixels of one image, ``[N, 3073]``."""
+    """Convert the content of a file to rows ``[N, 3073]``: the label and the 3,072 pixel values of each image."""
     if not content or len(content) % (IMAGE_BYTES + 1) or len(content) > 10_000 * (IMAGE_BYTES + 1):
-        raise BadInput(f"{name} is not 1 to 10,000 images of {IMAGE_BYTES + 1} bytes; download the archive again")
+        raise BadInput(
+            f"{name} does not consist of 1 to 10,000 images of {IMAGE_BYTES + 1} bytes; download the archive again"
+        )
     rows = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES + 1)
     if rows[:, 0].max() >= len(CLASS_NAMES):
-        raise BadInput(f"{name} has a label of {rows[:, 0].max()}, not 0 to 9; download the archive again")
+        raise BadInput(f"{name} has the label {rows[:, 0].max()}; labels are 0 to 9; download the archive again")
     return rows

@@ -1,4 +1,4 @@
-"""A contact sheet: some images of each class in one picture."""
+"""Draw a contact sheet: one picture with some images of each class."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
     Arguments:
         images: images to choose from, with one label per image.
         path: file to write.
-        columns: images per class, 1 or more; all images of a class that has fewer.
-        seed: seed of the choice of images.
+        columns: images per class, 1 or more. A class with fewer images shows all of its images.
+        seed: seed for choosing the images.
     Returns:
         The number of classes drawn, such as "10 classes" or "the first 100 of 700 classes".
     Raises:
@@ -61,7 +61,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
 
 
 def _mosaic(images: Images, rows: int, columns: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """The sheet on white, one row per class, and the height and width of one tile including its margin."""
+    """Arrange images on a white sheet, one row per class; returns the sheet and the height and width of a tile."""
     channels, height, width = images.image_shape
     scale = min(1.0, TILE / max(height, width))
     height, width = max(round(height * scale), 1), max(round(width * scale), 1)

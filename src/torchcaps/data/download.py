@@ -1,4 +1,4 @@
-"""Download a file from the first mirror whose content has the right checksum."""
+"""Download a file from the first mirror whose copy has the right checksum."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +14,9 @@ from torchcaps.data.files import CHUNK, uncompressed_md5
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
-"""Seconds without data before a connection is given up."""
+"""A connection is given up after this many seconds without data."""
 ATTEMPTS = 3
-"""Connections per mirror; each continues where the previous one was cut."""
+"""Largest number of connections per mirror; each one continues where the previous connection was cut off."""
 
 
 def download(
@@ -26,11 +26,12 @@ def download(
     progress: bool = True,
     digest: Callable[[Path], str] = uncompressed_md5,
 ) -> None:
-    """Download a file to `path` from the first mirror whose content has the right checksum.
+    """Download a file to `path` from the first mirror whose copy has the right checksum.
 
-    Data is written to `path` + ".part". If a connection was cut, in this call or an earlier one, an HTTP Range request
-    continues from there. The part is renamed to `path` only once its checksum is right, so `path` is always complete. A
-    part with a wrong checksum is deleted. Do not download the same file in several processes at once.
+    Data is written to a partial file, `path` + ".part". If a connection was cut off, in this call or an earlier one, an
+    HTTP Range request continues where the partial file ends. The partial file is renamed to `path` only if its checksum
+    is right, so `path` is always complete. A partial file with a wrong checksum is deleted. Do not download the same
+    file in several processes at once.
 
     Arguments:
         urls: mirrors of the file, http or https, tried in order.
@@ -68,7 +69,7 @@ def download(
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:
-    """Fill `part` from one mirror; returns None if the checksum is right, else the reason of the failure."""
+    """Download to `part` from one mirror; returns None if the checksum is right, else the reason for the failure."""
     reason = "no attempt"
     for _ in range(ATTEMPTS):
         begun = part.stat().st_size if part.exists() else 0
@@ -88,12 +89,12 @@ def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable
         part.unlink()
         reason = fault
         if not resumed:
-            return reason  # all bytes came from this mirror in one go, so another attempt would give the same
+            return reason  # all bytes came from this mirror in one go, so another attempt would give the same bytes
     return reason
 
 
 def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
-    """Download to `part` until the mirror has sent everything; returns whether the bytes already there were kept."""
+    """Download to `part` until the mirror has sent everything; returns whether earlier bytes of `part` were kept."""
     request = Request(url, headers={"User-Agent": "torchcaps", **({"Range": f"bytes={begun}-"} if begun else {})})
     try:
         response: HTTPResponse = urlopen(request, timeout=TIMEOUT)
@@ -101,7 +102,7 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
         if error.code != 416 or not begun:
             raise
         error.close()
-        return True  # `part` may be complete already: its checksum decides
+        return True  # `part` may be complete already: the caller verifies its checksum
     with response:
         resumed = response.status == 206
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {begun}-"):

@@ -1,4 +1,4 @@
-"""Reading files that may be gzipped, and writing files completely or not at all."""
+"""Read files that may be gzipped, and write files either completely or not at all."""
 
 import gzip
 import hashlib
@@ -17,14 +17,14 @@ CHUNK = 1 << 20
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
-    """Read the uncompressed content of a file, at most one chunk beyond the length declared by its header.
+    """Read the uncompressed content of a file, but at most one chunk more than the length that its header declares.
 
     Arguments:
         path: the file, raw or gzipped.
-        header_bytes: bytes of the header.
-        promised: function that returns the length of the uncompressed file, given its header.
+        header_bytes: length of the header in bytes.
+        promised: function that takes the header and returns the length of the uncompressed file in bytes.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or `promised` rejects the header.
+        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or `promised` rejects the header.
     """
     try:
         with _uncompressed(path) as stream:
@@ -45,7 +45,7 @@ def uncompressed_md5(path: Path) -> str:
     Arguments:
         path: the file, raw or gzipped.
     Raises:
-        BadInput: the file cannot be read, or its gzip stream is cut or corrupt.
+        BadInput: the file cannot be read, or its gzip stream is truncated or corrupt.
     Example:
         >>> uncompressed_md5(Path("train-labels-idx1-ubyte.gz"))  # doctest: +SKIP
         'a25bea736e30d166cdddb491f175f624'
@@ -80,7 +80,7 @@ def present(path: Path) -> Path | None:
 
 @contextmanager
 def atomically(path: Path) -> Iterator[BinaryIO]:
-    """Open a stream that replaces the file at `path` completely or not at all.
+    """Open a stream that replaces the file at `path` either completely or not at all.
 
     The data is written to a temporary file in the same folder, flushed to disk, and renamed to `path`.
 
@@ -98,7 +98,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
         raise BadInput(
             f"{path} could not be written ({error.strerror or error}): free disk space or choose another folder, then "
-            "try again (a training: with --resume); the previous file is unchanged"
+            "try again (a training with --resume); the previous file is unchanged"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file completely or not at all."""
+    """Write a JSON file either completely or not at all."""
     with atomically(path) as stream:
         stream.write((json.dumps(content, indent=2) + "\n").encode())
 

@@ -1,4 +1,4 @@
-"""Checksums of the images of a run, to detect later whether they have changed."""
+"""Compute checksums of the images of a run, to detect later whether the images have changed."""
 
 import hashlib
 from typing import Any
@@ -30,7 +30,7 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
 
 
 def fingerprint(splits: Splits) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
-    """Summarise the splits of a run: number of images, and a checksum of their pixels, labels and order.
+    """Summarise each split of a run: the number of images, and a checksum of their pixels, labels and order.
 
     Arguments:
         splits: training, validation and test images.
@@ -53,7 +53,7 @@ def fingerprint(splits: Splits) -> tuple[dict[str, Any], dict[str, UInt64[np.nda
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """Describe how the data of a run have changed; None if they have not.
+    """Describe how the data of a run have changed; returns None if the data are the same.
 
     Arguments:
         before, now: summaries returned by `fingerprint`.

@@ -1,4 +1,4 @@
-"""The IDX file format of MNIST, for uint8 only. Format: LeCun, Cortes, Burges, "The MNIST database"."""
+"""Read the IDX file format of MNIST, for uint8 only. Format: LeCun, Cortes, Burges, "The MNIST database"."""
 
 import math
 import struct
@@ -11,7 +11,7 @@ from torchcaps.data.files import content_of
 from torchcaps.errors import BadInput
 
 DIMENSIONS = {0x00000801: 1, 0x00000803: 3}
-"""Magic number → number of dimensions: labels `[N]`, images `[N, H, W]`."""
+"""Number of dimensions for each magic number: 1 for labels `[N]`, 3 for images `[N, H, W]`."""
 LARGEST = 2**31
 """Largest array in bytes; a header that declares a larger one is treated as damaged."""
 
@@ -47,8 +47,8 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     Arguments:
         path: the file. Its first bytes show whether it is gzipped; its name does not matter.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or its content is not an IDX array of
-            uint8.
+        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or its content is not an IDX array
+            of uint8.
     Example:
         >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
         (60000, 28, 28)
@@ -57,7 +57,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
 
 def idx_content(path: Path) -> bytearray:
-    """Read the uncompressed content of an IDX file, at most one chunk beyond the length declared by its header."""
+    """Read the uncompressed content of an IDX file, but at most one chunk more than the length in its header."""
 
     def promised(header: bytes) -> int:
         sizes = _sizes(header, str(path))

@@ -1,4 +1,4 @@
-"""Reading one image file."""
+"""Read one image file."""
 
 import warnings
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ FORMATS = {
     ".tiff": "TIFF",
     ".webp": "WEBP",
 }
-"""Supported file extensions, in lower case, and their format in Pillow."""
+"""Name of the image format in Pillow for each supported file extension, in lower case."""
 LONGEST_SIDE = 10_000
 """Largest side, in pixels, that an image can be resized to."""
 
@@ -57,8 +57,8 @@ def read_image(
 
     Arguments:
         path: the file.
-        channels: 1 for greyscale, 3 for RGB; None for 1 if the file is greyscale, else 3.
-        image_size: side of a square, or (height, width), in pixels from 1 to 10,000; None to keep the size of the file.
+        channels: 1 for greyscale, 3 for RGB. None uses 1 if the file is greyscale, else 3.
+        image_size: side of a square, or (height, width), in pixels from 1 to 10,000. None keeps the size of the file.
     Raises:
         BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; the file does not exist, has another
             format, is damaged, or has more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not
@@ -73,7 +73,7 @@ def read_image(
 def read_with_facts(
     path: Path, channels: int | None, size: tuple[int, int] | None
 ) -> tuple[UInt8[Tensor, "C H W"], Facts]:
-    """Read an image as `read_image` does; returns its pixels and the facts of the file."""
+    """Read an image as `read_image` does; returns the pixels and the `Facts` of the file."""
     if find_spec("PIL") is None:
         raise BadInput(f"{path}: reading images needs Pillow; install torchcaps[train]")
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -88,11 +88,12 @@ def read_with_facts(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # such as warnings about metadata
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # A stream, not the path: Pillow 13 memory-maps uncompressed TIFFs and garbles those with an EXIF rotation.
+            # Opens a stream: if Pillow 13 gets the path, it memory-maps uncompressed TIFFs, and garbles a TIFF that has
+            # an EXIF rotation.
             with path.open("rb") as stream, Image.open(stream, formats=tuple(FORMATS.values())) as file:
                 file.load()
                 picture = ImageOps.exif_transpose(file)
-                # MPO: a JPEG from a camera with a preview or a depth map, which is not another frame.
+                # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
                 several = file.format != "MPO" and getattr(file, "is_animated", False)
             deep = picture.mode.startswith("I")
             largest = int(np.asarray(picture).max()) if deep else None
@@ -113,10 +114,10 @@ def read_with_facts(
 
 
 def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """Convert the option `image_size` to `(height, width)`, or to None if it is None.
+    """Convert the option `image_size` to `(height, width)`; None stays None.
 
     Raises:
-        BadInput: `image_size` is not None, one whole number from 1 to 10,000, or a list or tuple of two.
+        BadInput: `image_size` is neither None, nor a whole number from 1 to 10,000, nor a list or tuple of two of them.
     """
     if image_size is None:
         return None

@@ -1,4 +1,4 @@
-"""Your own images: one folder per class, in a single tree or in train/ and test/."""
+"""Read your own images: one folder per class, either in a single tree or in both train/ and test/."""
 
 import math
 import os
@@ -17,13 +17,13 @@ from torchcaps.data.images import Images, Splits, cut_indices
 from torchcaps.errors import BadInput, DataWarning
 
 VALIDATION = ("val", "valid", "validation")
-"""Accepted names of the folder of validation images next to train/ and test/."""
+"""Accepted names of the folder of validation images, which lies next to train/ and test/."""
 CLUTTER = ("thumbs.db", "desktop.ini")
-"""Files that operating systems create, in lower case; skipped without a warning, like hidden files."""
+"""Names, in lower case, of files that operating systems create. Like hidden files, they are skipped without warning."""
 MANY = 2_000
-"""A progress bar is drawn for more files than this."""
+"""A progress bar is drawn if there are more files than this."""
 DISTORTION = 1.05
-"""A warning counts the images whose aspect ratio is changed by more than this factor."""
+"""A warning gives the number of images whose aspect ratio is changed by more than this factor."""
 
 Tree = dict[str, list[Path]]
 """Image files by class; classes and files are sorted by name."""
@@ -40,10 +40,10 @@ def load_image_folder(
 ) -> tuple[Images, Images]:
     """Read a folder with one subfolder of images per class as `(train, test)`.
 
-    Two layouts are accepted. With `root/train/<class>/*` and `root/test/<class>/*`, the folders are the splits. With
-    `root/<class>/*`, `test_fraction` of each class is held out as the test split. The names of the class folders are
-    the class names, sorted. Images in `root/val/` (or `valid/`, `validation/`) are not read here, only by
-    `load_splits`.
+    Two layouts are accepted. With `root/train/<class>/*` and `root/test/<class>/*`, the two folders are the splits.
+    With a single tree, `root/<class>/*`, the fraction `test_fraction` of each class is held out as the test split. The
+    sorted names of the class folders are the class names. This function does not read images in `root/val/` (or
+    `valid/`, `validation/`); `load_splits` does.
 
     Files that end in bmp, gif, jpeg, jpg, png, tif, tiff or webp are read in the order of their names. Images are
     rotated upright by their EXIF orientation, transparent pixels are blended with black, and only the first frame or
@@ -52,16 +52,17 @@ def load_image_folder(
 
     Arguments:
         root: the folder.
-        image_size: side of a square, or (height, width), in pixels from 1 to 10,000, to which every image is resized;
-            None if all images have the same size.
-        channels: 1 for greyscale, 3 for RGB; None for 1 if all files are greyscale, else 3.
-        seed: seed of the choice of test images in a single tree, 0 or greater.
-        test_fraction: fraction of each class to hold out in a single tree, above 0 and below 1.
+        image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
+            10,000. None keeps the sizes, which must then be the same for all images.
+        channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
+        seed: for a single tree, seed for choosing the test images, 0 or greater.
+        test_fraction: for a single tree, fraction of each class to hold out, above 0 and below 1.
         progress: draw a progress bar on standard error if there are more than 2,000 files.
     Raises:
-        BadInput: the folder has neither layout; there are fewer than two classes; a class has no images, or only one in
-            a single tree; a class is in only one of train/ and test/; sizes differ and `image_size` is None; a file
-            cannot be read; an argument is out of its range; or the images do not fit into memory.
+        BadInput: the folder has neither layout; there are fewer than two classes; a class has no images; a class of a
+            single tree has only one image; a class is in only one of train/ and test/; the images have different sizes
+            and `image_size` is None; a file cannot be read; an argument is out of its range; or the images do not fit
+            into memory.
     Warns:
         DataWarning: files or folders are skipped; a file has several frames; resizing changes the aspect ratio by more
             than 5 %; 16-bit images are nearly black; or two class names look the same.
@@ -83,12 +84,12 @@ def read_folder(
     progress: bool = True,
     validation: tuple[float, int] | None = None,
 ) -> tuple[Splits, list[str]]:
-    """Read the splits that `load_image_folder` describes; returns them and the texts of the warnings to give.
+    """Read the splits that `load_image_folder` describes; returns the splits and the texts of the warnings.
 
     Arguments:
         root, image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
-        validation: fraction and seed to hold out validation images from the training images, if there is no folder of
-            validation images; None for an empty validation split.
+        validation: `(fraction, seed)` for holding out validation images from the training images; used if there is no
+            folder of validation images. None leaves the validation split empty.
     """
     size = height_and_width(image_size)
     if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
@@ -112,7 +113,8 @@ def read_folder(
         for name, members in trees["train"].items():
             if len(members) == 1:
                 raise BadInput(
-                    f"{members[0]}: the only image of class {name}, but train and test need one each; add one"
+                    f"{members[0]}: the only image of class {name}, but the training and test splits"
+                    " need one each; add an image"
                 )
         rows["train"], rows["test"] = cut_indices(labels, test_fraction, seed)
     if "validation" not in rows:
@@ -128,7 +130,7 @@ def read_folder(
 
 
 def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
-    """The folder of each split (only "train" for a single tree), and other folders of images next to them."""
+    """Find the folder of each split (only "train" for a single tree), and the folders of images that are not read."""
     halves = [half for half in ("train", "test") if (root / half).is_dir() and _folders(root / half)]
     if not halves:
         return {"train": root}, []
@@ -203,7 +205,7 @@ def _read_all(
     size: tuple[int, int] | None,
     progress: bool,
 ) -> tuple[list[Tensor], list[Facts]]:
-    """Read each file directly into the tensor of its split; returns the pixels per split and the facts per file."""
+    """Read each file directly into the tensor of its split; returns the pixels per split and the `Facts` per file."""
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
     pixels: list[Tensor] = []
     facts: list[Facts] = []
@@ -216,8 +218,8 @@ def _read_all(
         first_height, first_width = pixels[0].shape[2:]
         if (height, width) != (first_height, first_width):
             raise BadInput(
-                f"{files[0]} is {first_width} x {first_height} pixels but {file} is {width} x {height}; resize all of"
-                " them with --set data.image_size=N (in Python, image_size=N)"
+                f"{files[0]} is {first_width} x {first_height} pixels but {file} is {width} x {height}; resize all"
+                " images with --set data.image_size=N (in Python, image_size=N)"
             )
         if count > pixels[0].shape[1]:
             pixels = [part.expand(-1, count, -1, -1).contiguous() for part in pixels]
@@ -248,7 +250,7 @@ def _tracked(files: list[Path], shown: bool) -> Iterable[Path]:
 def _remarks_on_folders(
     root: Path, skipped: Sequence[Path], ignored: Sequence[Path], class_names: Sequence[str]
 ) -> Iterator[str]:
-    """Warning texts about skipped files and folders, and about class names that look the same."""
+    """Yield warning texts about skipped files and folders, and about class names that look the same."""
     folders, loose = [path for path in skipped if path.is_dir()], [path for path in skipped if _is_image(path)]
     others = len(skipped) - len(folders) - len(loose)
     parts = []
@@ -282,7 +284,7 @@ def _remarks_on_folders(
 def _remarks_on_files(
     root: Path, files: Sequence[Path], facts: Sequence[Facts], size: tuple[int, int] | None
 ) -> Iterator[str]:
-    """Warning texts about files with several frames, nearly black images, and changed aspect ratios."""
+    """Yield warning texts about files with several frames, nearly black images, and changed aspect ratios."""
     several = [file for file, image in zip(files, facts, strict=True) if image.several]
     if several:
         have = "1 file has" if len(several) == 1 else f"{len(several):,} files have"
@@ -291,7 +293,7 @@ def _remarks_on_files(
     if largest is not None and largest < 4096:
         yield (
             f"{root}: the largest value of the 16-bit images is {largest:,} of 65,535, as in {largest.bit_length()}-bit"
-            " data, so they are nearly black; scale them to the full 16 bits"
+            " data, so these images are nearly black; scale them to the full 16 bits"
             f" (multiply by {65_535 // max(largest, 1):,})"
         )
     if size is not None:
@@ -313,5 +315,5 @@ def _listed(paths: Sequence[Path]) -> str:
 
 
 def _shown(path: Path | str) -> str:
-    """The path as printable text; bytes that are not UTF-8 are escaped."""
+    """Convert a path to printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")

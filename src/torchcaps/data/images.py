@@ -1,4 +1,4 @@
-"""Labelled images in memory: containers, splits and shifts."""
+"""Hold labelled images in memory, split them into parts, and shift them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Images:
         Arguments:
             allowed: accepted values of each attribute, such as `azimuth=[0, 2, 34]`.
         Raises:
-            BadInput: the images have no attribute of a given name.
+            BadInput: `allowed` names an attribute that the images do not have.
         Example:
             >>> azimuth = {"azimuth": torch.tensor([0, 2, 4])}
             >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("car",), azimuth)
@@ -87,12 +87,12 @@ class Images:
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The three splits of a dataset, which have no image in common.
+    """The three splits of a dataset. No image is in more than one split.
 
     Arguments:
         train: images to train on.
-        validation: images to choose the epoch and the settings by.
-        test: images to report the accuracy on.
+        validation: images on which the epoch and the settings are chosen.
+        test: images on which the reported accuracy is measured.
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))
         >>> len(Splits(images.subset([0]), images.subset([1]), images.subset([2])).test)
@@ -113,7 +113,7 @@ def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
     Arguments:
         images: images to split, with labels `[N]`.
         fraction: fraction of each class to hold out, above 0 and below 1.
-        seed: seed of the choice, 0 or greater.
+        seed: seed for choosing the images, 0 or greater.
     Raises:
         BadInput: `fraction` or `seed` is out of its range.
     Example:
@@ -128,15 +128,15 @@ def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
 def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
     """Hold out one value of an attribute per class; returns `(rest, held_out)`, both in the original order.
 
-    For each class, all images with one value of the attribute are held out, for example all views of one toy out of
-    five. The choice within a class does not depend on the other classes.
+    For each class, one value of the attribute is chosen, and all images of the class with this value are held out: for
+    example, all views of one toy out of five. The choice within a class does not depend on the other classes.
 
     Arguments:
         images: images to split, with labels `[N]`.
         attribute: name of the attribute, a key of `images.attributes`.
-        seed: seed of the choice, 0 or greater.
+        seed: seed for choosing the value of each class, 0 or greater.
     Raises:
-        BadInput: the images have no attribute of this name, or all images of a class have the same value of it.
+        BadInput: the images have no attribute of this name, or all images of a class have the same value.
     Example:
         >>> labels, toy = torch.tensor([0, 0, 1, 1]), {"toy": torch.tensor([4, 5, 4, 6])}
         >>> images = Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels, ("cat", "dog"), toy)
@@ -163,7 +163,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
 def cut_indices(
     labels: Int64[Tensor, " N"], fraction: float, seed: int
 ) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " M"]]:
-    """Indices of the images that `cut` keeps and holds out, both ascending."""
+    """Compute the indices of the images that `cut` keeps, and of those that it holds out, both in ascending order."""
     if not 0 < fraction < 1:
         raise BadInput(f"fraction is {fraction}; give a number above 0 and below 1")
     if seed < 0:

@@ -20,11 +20,11 @@ from torchcaps.errors import BadInput
 
 @dataclass(frozen=True)
 class IdxFiles:
-    """Source of a dataset that is stored in four files like MNIST.
+    """Source of a dataset that, like MNIST, is stored in four IDX files.
 
     Arguments:
-        mirrors: URLs of folders that serve each file with `.gz` appended.
-        md5: checksum of the uncompressed content of each file.
+        mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
+        md5: checksum of the uncompressed content of each file, by file name.
         class_names: names of the classes, in the order of the labels.
     """
 
@@ -63,7 +63,7 @@ FILES = {
         ),
     ),
 }  # fmt: skip
-"""Sources by the name of the dataset."""
+"""Source of each dataset, by name."""
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
@@ -143,8 +143,8 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
         labels: IDX file of labels `[N]`, raw or gzipped.
         class_names: names of the classes, in the order of the labels.
     Raises:
-        BadInput: a file cannot be read or is damaged; the files are in the wrong order; the numbers of images and
-            labels differ; or a label is not an index of `class_names`.
+        BadInput: a file cannot be read or is damaged; the two files are swapped; the numbers of images and labels
+            differ; or a label is not an index of `class_names`.
     Example:
         >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
     """

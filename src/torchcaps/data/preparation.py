@@ -1,4 +1,4 @@
-"""Preparation of stored images as the input of a network: random augmentation, standardisation and crops."""
+"""Prepare stored images as the input of a network: random augmentation, standardisation and crops."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,10 +22,10 @@ class Variation(NamedTuple):
 
     Arguments:
         offsets: shifts down and to the right, in pixels, ``[N, 2]``; None if images are not shifted.
-        uniform: ``[N, 4]`` in [0, 1): vertical and horizontal position of the crop, brightness, contrast; None if none
-            of them is used.
-        warp: ``[N, 4]``: rotation and squeeze in [-1, 1], vertical and horizontal position of the erased square in
-            [0, 1); None if none of them is used.
+        uniform: four numbers in [0, 1) per image, ``[N, 4]``: vertical and horizontal position of the crop, brightness,
+            contrast. None if the preparation uses none of the four.
+        warp: four numbers per image, ``[N, 4]``: rotation and squeeze in [-1, 1]; vertical and horizontal position of
+            the erased square in [0, 1). None if the preparation uses none of the four.
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
     Example:
         >>> Preparation(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
@@ -38,7 +38,7 @@ class Variation(NamedTuple):
     mirrored: Bool[Tensor, " N"] | None = None
 
     def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
-        """Return the rows at `indices`."""
+        """Return the random numbers of the images at `indices`."""
         return Variation(*(None if part is None else part[indices] for part in self))
 
 
@@ -46,7 +46,7 @@ class Variation(NamedTuple):
 class Preparation:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
-    Pixels are scaled to [0, 1]. With the default arguments, nothing else is done. Rotation, squeeze and erase are the
+    Pixels are scaled to [0, 1]. With the default arguments, this is the only step. Rotation, squeeze and erase are the
     augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
@@ -54,22 +54,23 @@ class Preparation:
             2017).
         standardise: when to scale each image, over all its channels, to mean 0 and variance 1. "first": before crop,
             brightness and contrast, as in the text of Hinton, Sabour & Frosst 2018; "last": after all other steps, as
-            in the code of these authors; "none": never.
-        crop: height and width of the crop, in pixels; at a random position in training, else in the centre. 0 keeps the
-            whole image.
-        flip: training only; mirror half of the images left to right. The channels of a stereo pair are then swapped, as
-            the two cameras are in a mirror.
-        brightness: training only; a random number from -brightness to brightness is added to all pixels; 0 to 10.
-        contrast: training only; differences from the mean of an image are multiplied by a random factor from
-            1 - contrast to 1 + contrast; 0 to 1.
+            in the code of the same authors; "none": never.
+        crop: height and width of the crop, in pixels. The crop is at a random position in training, else in the centre.
+            0 keeps the whole image.
+        flip: training only; mirror half of the images left to right. If an image is a stereo pair, its two channels are
+            swapped too, because a mirror swaps left and right cameras.
+        brightness: training only; a random number from -brightness to brightness is added to all pixels of an image.
+            The range of this option is 0 to 10.
+        contrast: training only; the difference of each pixel from the mean of its image is multiplied by a random
+            factor from 1 - contrast to 1 + contrast. The range of this option is 0 to 1.
         rotation: training only; largest angle in degrees, 0 to 180. Half of the images are rotated. Angles are normally
-            distributed, with a standard deviation of a third of the largest angle, and clipped to it.
+            distributed, with a standard deviation of a third of the largest angle, and clipped to the largest angle.
         squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Fractions are
-            absolute values of a normal distribution, with a standard deviation of a third of the largest fraction, and
-            clipped to it.
-        erase: training only; height and width in pixels of a square that is set to 0, at a random position whose
+            absolute values of normally distributed numbers, with a standard deviation of a third of the largest
+            fraction, and clipped to the largest fraction.
+        erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
-        test_crops: evaluation only; scores are averaged over test_crops² evenly spaced crops, 1 to 32. 1 uses only the
+        test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
             centre crop.
     Raises:
         BadInput: a value has another type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
@@ -106,7 +107,7 @@ class Preparation:
         return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
 
     def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Shape `(C, H, W)` of the network's input.
+        """Compute the shape `(C, H, W)` of the network's input.
 
         Arguments:
             stored: shape `(C, H, W)` of the stored images.
@@ -126,7 +127,7 @@ class Preparation:
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
         """Draw the random numbers for the augmentation of `count` images in one epoch.
 
-        Row i depends only on `seed`, `epoch` and i.
+        Row i of each tensor depends only on `seed`, `epoch` and i.
         """
         varied = self.crop or self.brightness or self.contrast
         uniform = np.random.default_rng([seed, epoch, 2]).random((count, 4), dtype=np.float32) if varied else None
@@ -146,7 +147,7 @@ class Preparation:
         return torch.from_numpy(np.concatenate([amounts, uniform[:, :2]], axis=1)).float()
 
     def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
-        """Convert a batch for training, with the augmentation given by the rows of `variation`."""
+        """Convert a batch for training; row i of `variation` determines the augmentation of image i."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
         if variation.mirrored is not None:

@@ -1,4 +1,4 @@
-"""Shapes of the fifty rendered toys: each is built of solids with random sizes and angles, in five categories."""
+"""Build the shapes of the fifty rendered toys in five categories. A toy consists of solids of random size and angle."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ import numpy as np
 from torchcaps.data.norb import CATEGORIES
 
 Draw = Callable[[float | int, float | int], float]
-"""Function that draws a number between low and high."""
+"""Function that takes two numbers, low and high, and draws a random number between them."""
 Vector = tuple[float | int, float | int, float | int]
 
 
@@ -24,7 +24,7 @@ class Solid:
         centre: position `(x, y, z)`.
         half_sizes: half of the size along x, y and z, before the rotation.
         angles: rotation in degrees, about x, then y, then z.
-        taper: width of the top of a cylinder, relative to its bottom.
+        taper: width of the top of a cylinder, divided by the width of its bottom.
     """
 
     kind: Literal["ellipsoid", "box", "cylinder"]
@@ -34,7 +34,7 @@ class Solid:
     taper: float = 1.0
 
     def rotation(self) -> np.ndarray:
-        """Rotation matrix `[3, 3]` of `angles`."""
+        """Compute the rotation matrix `[3, 3]` of `angles`."""
         turned = np.eye(3)
         for axis, angle in enumerate(np.radians(self.angles)):
             turn = np.eye(3)

@@ -1,7 +1,7 @@
-"""Rendered toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
+"""Render toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
 
-They replace smallNORB if its files are not available, and their viewpoints are known exactly. Each toy consists of
-solids (see `toy_shapes.py`) and is rendered by ray casting.
+The toys replace smallNORB if its files are not available. The viewpoint of each image is known exactly. A toy consists
+of solids (see `toy_shapes.py`) and is rendered by ray casting.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ INSTANCES = {"train": (4, 6, 7, 8, 9), "test": (0, 1, 2, 3, 5)}
 ELEVATIONS, AZIMUTHS, LIGHTINGS = range(9), range(0, 36, 2), range(6)
 SIZES = (48, 96)
 SUMS = "toys-{0}x{0}-md5.json"
-"""Name of the file of checksums for images of a size; it is written last, when the rendering is complete."""
+"""Name of the file of checksums for one image size. It is written last: without it, the rendering is incomplete."""
 DISTANCE, HALF_WIDTH, BASELINE = 6.0, 1.3, 0.35
-"""Distance of the camera from the centre of the toy, half the width of the view there, and distance between the
-cameras. A toy has radius 1."""
+"""Distance of the camera from the centre of the toy, half the width of the view at that distance, and distance between
+the two cameras. A toy has radius 1."""
 NOISE = 2.0
-"""Standard deviation of the noise, in grey levels of 255."""
+"""Standard deviation of the noise in grey levels, from 0 (black) to 255 (white)."""
 VIEWS_AT_ONCE = 18
 
 
@@ -40,13 +40,13 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
 
     Five categories with ten toys each are seen from 9 elevations and 18 azimuths under 6 lightings. The same `size` and
     `seed` always give the same bytes. The rows of a file cycle through the five categories; within a category, they are
-    ordered by instance, elevation, azimuth and lighting. A file of checksums is written last: without it,
-    the rendering is incomplete and is repeated by `load_toys`.
+    ordered by instance, elevation, azimuth and lighting. A file of checksums is written last. If this file
+    is missing, the rendering is incomplete, and `load_toys` repeats it.
 
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
         size: height and width of the images in pixels, 48 or 96.
-        seed: seed of shapes and noise, 0 or greater; another seed gives fifty other toys.
+        seed: seed of the shapes and the noise, 0 or greater. Every seed gives fifty different toys.
         progress: draw a progress bar on standard error.
     Returns:
         The folder of the files.
@@ -90,7 +90,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
 
 
 def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -> np.ndarray:
-    """Render all views of one toy, uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
+    """Render all views of one toy as uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
 
     Arguments:
         category: index in `CATEGORIES`, 0 to 4.
@@ -143,7 +143,7 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
 
 
 def verify_toys(data_dir: Path) -> list[tuple[str, str]]:
-    """Check the files of all toys in a data folder; returns `(file, "ok" or the problem)` for each."""
+    """Check all files of rendered toys in a data folder; returns `(file, "ok" or the problem)` for each file."""
     found = []
     for folder in sorted(data_dir.glob("toys*")):
         for size in SIZES:
@@ -196,10 +196,10 @@ def cast(
 
     Arguments:
         solids: solids of one toy.
-        cameras: per camera its position and the unit vectors right, up and towards the camera.
+        cameras: for each camera, its position and three unit vectors: to the right, up, and towards the camera.
         width: rays per row and per column.
     Returns:
-        The unit normal of the surface for each ray, and whether the ray hits a surface.
+        For each ray, the unit normal of the surface that it hits, and whether it hits a surface.
     """
     place, right, up, towards = (
         torch.tensor(np.stack(part), dtype=torch.float32) for part in zip(*cameras, strict=True)
@@ -224,7 +224,7 @@ def cast(
 
 
 def _product(vectors: Tensor, matrix: Tensor) -> Tensor:
-    """``matrix · vector`` for each row, summed in a fixed order, so that all machines round in the same way."""
+    """Compute ``matrix · vector`` for each row, adding in a fixed order so that all machines round in the same way."""
     terms = vectors[:, None, :] * matrix[None]
     return terms[..., 0] + terms[..., 1] + terms[..., 2]
 
@@ -278,11 +278,12 @@ def _meet_cylinder(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Te
 
 
 MEETINGS = {"ellipsoid": _meet_ellipsoid, "box": _meet_box, "cylinder": _meet_cylinder}
-"""Intersection functions by kind of solid: ray start, ray direction and taper → distance and normal, at unit size."""
+"""Functions that intersect rays with a solid of unit size. Arguments: start and direction of the rays, and the taper of
+the solid. Results: the distance to the surface and the normal of the surface."""
 
 
 def _shade(normals: Float[Tensor, "views 3 rays"], hit: Bool[Tensor, "views rays"]) -> Float[Tensor, "views L rays"]:
-    """Grey in [0, 1] under each lighting: matte surfaces, some ambient light, a uniform background."""
+    """Compute grey in [0, 1] under each lighting: matte surfaces, some ambient light, and a uniform background."""
     shades = []
     for lighting in LIGHTINGS:
         lights = _lights(lighting)
@@ -308,7 +309,7 @@ def _camera(elevation: int, azimuth: int, camera: int) -> tuple[np.ndarray, ...]
 
 
 def _lights(lighting: int) -> list[tuple[np.ndarray, float | int]]:
-    """Direction to each light, and its strength."""
+    """Return the direction and the strength of each light in one lighting."""
     places = [(60, 40), (35, 160), (50, 280), (75, 0)]
     strengths = [
         (0.9, 0, 0, 0.1),

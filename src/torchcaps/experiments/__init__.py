@@ -1,4 +1,4 @@
-"""Experiments that reproduce tables and figures of papers, one module per experiment, and their registry."""
+"""Experiments that reproduce tables and figures of papers. `EXPERIMENTS` lists them by name."""
 
 import json
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class Experiment:
         run: function that takes the study and returns the outcome.
         title: one-line description.
         paper: source of the experiment.
-        standard: whether `results/` of the repository holds the result of the standard budget.
+        standard: whether the folder `results/` of the repository contains the result for the budget ``standard``.
     """
 
     run: Callable[[Study], Outcome]
@@ -144,7 +144,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "health": Experiment(
         health.run,
-        "Dead capsules, entropy of couplings and gradients, compared with uniform couplings",
+        "Dead capsules, entropy of couplings and gradients: routing against uniform couplings",
         "Our own experiment, after published criticism of routing",
     ),
 }
@@ -166,8 +166,8 @@ def run_experiment(
     Arguments:
         name: a key of `EXPERIMENTS`.
         budget: ``quick``, ``standard`` or ``paper``.
-        data: name of a dataset to use instead of the experiment's own; None for its own.
-        seeds: number of seeds to train each network with.
+        data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
+        seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.
         out: folder for the training runs, which are saved in ``out/NAME-BUDGET``, or in ``out/NAME-BUDGET-DATA``
             if `data` is given.

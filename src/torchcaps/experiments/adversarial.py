@@ -18,9 +18,9 @@ from torchcaps.recipe import Recipe
 
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
-"""ε of targeted attacks in the paper's text."""
+"""ε for which the paper's text reports targeted attacks."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
-"""Losses that attacks maximise. With a margin below 1, the spread loss has no gradient for confident predictions."""
+"""Losses that the attacks use. With a margin below 1, the spread loss has no gradient for confident predictions."""
 ATTACKS: dict[str, Callable[..., Tensor]] = {"FGSM": fgsm, "BIM": bim}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 UNTARGETED = {
@@ -33,7 +33,7 @@ TARGETED = {("FGSM", "CNN"): "59", ("FGSM", "capsules"): "19", ("BIM", "CNN"): "
 
 
 def classifier(model: nn.Module, preparation: Preparation) -> Classifier:
-    """Return a model with its preparation as a function of images in [0, 1]."""
+    """Return a function that prepares images in [0, 1] and computes the model's scores for them."""
     return lambda images: model(preparation.plain_of(images)).scores
 
 
@@ -47,9 +47,9 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
 
 
 def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) -> dict[str, Any]:
-    """Attack a network and measure its gradients.
+    """Attack the network `target`, and measure the gradients of its loss with respect to the images.
 
-    Black-box attacks are computed on the network `other`, with its cross-entropy.
+    Black-box attacks are computed on the network `other`, using the cross-entropy of its scores.
     """
     found: dict[str, Any] = {"untargeted": {}, "black box": {}, "targeted": {}, "targeted, as the paper": {}}
     for name, attack in ATTACKS.items():
@@ -72,7 +72,10 @@ def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) 
 
 
 def success(target: Classifier, loss: Loss, images: Images, attack: Callable[..., Tensor], epsilon: float) -> float:
-    """Return the share of images classified as the target, averaged over all wrong classes, in per cent."""
+    """Return the percentage of targeted attacks after which the image is classified as the target class.
+
+    Every image is attacked once for each wrong class.
+    """
     classes, hits = len(images.class_names), []
     for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True):
         for step in range(1, classes):
@@ -85,7 +88,7 @@ def success(target: Classifier, loss: Loss, images: Images, attack: Callable[...
 
 PAPER_SIZES = ((2_000, 5, 200), (21_870, 10, 500), (21_870, 20, None))
 RECENT_SIZES = ((2_000, 5, 200), (21_870, 4, 200), (21_870, 4, None))
-"""Training images, epochs and attacked test images (None: all) per budget (quick, standard, paper)."""
+"""For each budget (quick, standard, paper): numbers of training images, epochs and attacked test images (None: all)."""
 
 
 def run(
@@ -93,7 +96,10 @@ def run(
     recipe_of: Callable[..., Recipe] = Study.of_toys,
     sizes: Sequence[tuple[int, int, int | None]] = PAPER_SIZES,
 ) -> Outcome:
-    """Attack capsules, capsules with uniform couplings and the CNN; black-box attacks come from a second CNN."""
+    """Attack the capsules, the capsules with uniform couplings, and the CNN.
+
+    Black-box attacks are computed on a second CNN.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     images, epochs, count = study.choose(*sizes)
     for seed in range(study.seeds):
@@ -131,16 +137,17 @@ def run(
         rows.append(Row(f"{name}, mean gradient norm per image", [one["gradient length"] for one in results], unit=""))
     notes = [
         f"Trained on {images:,} images for {epochs} epochs. Attacks on {len(attacked):,} test images maximise "
-        "the cross-entropy of the CNN and the spread loss of the capsules. The margin of that loss is 1, because with "
-        "the training margin of 0.9 it has no gradient for confident predictions."
+        "the cross-entropy of the CNN and the spread loss of the capsules. The margin of the spread loss is 1 in the "
+        "attacks, because with the training margin of 0.9 the loss has no gradient for confident predictions."
     ]
     return Outcome(rows, draw(found), [*notes, *study.notes_on_toys()])
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Draw accuracy, targeted success and accuracy under transferred attacks over ε.
+    """Draw three panels over ε, each with one line per network and attack.
 
-    Each panel has one line per network and attack.
+    The panels show the accuracy under untargeted attacks, the success of targeted attacks, and the accuracy under
+    black-box attacks.
     """
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     axes = figure.subplots(1, 3, sharey=True)

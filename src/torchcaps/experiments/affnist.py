@@ -31,10 +31,11 @@ def moved(images: Images, seed: int | None) -> Images:
 
 
 def affine(images: Images, seed: int) -> Images:
-    """Transform digits by random affine maps, drawn from the published ranges of affNIST, into 40×40 images.
+    """Transform digits into 40×40 images by random affine maps from the published ranges of affNIST.
 
-    Rotation by up to ±20°, shear by up to ±0.2, scaling of each axis by 0.8 to 1.2, then a shift of up to ±6 pixels
-    along each axis, limited so that the digit stays inside the frame. Interpolation is bilinear.
+    Digits are rotated by up to ±20°, sheared by up to ±0.2, scaled along each axis by 0.8 to 1.2, and then shifted by
+    up to ±6 pixels along each axis. The shift is limited so that the digit stays inside the frame. Interpolation is
+    bilinear.
     """
     random = np.random.default_rng(seed)
     count = len(images)
@@ -72,7 +73,9 @@ def read_affnist(path: Path) -> Images:
 
 
 def affnist_test(data_dir: Path) -> Images | None:
-    """Read the original affNIST test split from ``affnist/test.mat`` or ``affnist/test_batches/*.mat``, or return None.
+    """Read the original affNIST test split from ``affnist/test.mat`` or ``affnist/test_batches/*.mat``.
+
+    Return None if these files do not exist.
 
     Arguments:
         data_dir: folder of the datasets.
@@ -87,7 +90,7 @@ def affnist_test(data_dir: Path) -> Images | None:
 
 
 def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tensor:
-    """Limit offsets along an axis so that all nonzero pixels stay inside the frame."""
+    """Limit the shifts along an axis so that all nonzero pixels stay inside the frame."""
     ink = (pixels > 0).any(dim=1).any(dim=2 - axis)
     places = torch.arange(ink.shape[1])
     first = torch.where(ink, places, ink.shape[1]).amin(dim=1)
@@ -97,7 +100,7 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
 
 
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Outcome:
-    """Compare the networks at the epochs with matched accuracy on translated digits, as in the paper."""
+    """Compare the networks at epochs in which they are equally accurate on translated digits, as in the paper."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     train = study.at_most(train, source)
@@ -135,8 +138,8 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
             Row(f"{name}, affine digits", [pair[1] for pair in chosen], paper[1]),
         ]
     notes = [
-        f"Trained on {train:,} {source} digits for {epochs} epochs. Translated validation digits choose the epochs to "
-        "compare. "
+        f"Trained on {train:,} {source} digits for {epochs} epochs. The epochs to compare are chosen on translated "
+        "validation digits. "
         + (
             "The affine digits are the original affNIST test split."
             if real
@@ -150,7 +153,10 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
 
 
 def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:
-    """Draw affine digits, and the accuracy on them over the accuracy on translated digits, one point per epoch."""
+    """Draw some affine digits, and plot the accuracy on affine digits over the accuracy on translated digits.
+
+    The plot has one point per network and epoch.
+    """
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     sheet = some(examples, 40).pixels[:, 0].unflatten(0, (5, 8)).permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)

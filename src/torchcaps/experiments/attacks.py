@@ -1,4 +1,4 @@
-"""Gradient attacks on any classifier that is a function of images in [0, 1], and statistics of its gradients."""
+"""Gradient attacks on any classifier of images in [0, 1], and statistics of the classifier's gradients."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -33,7 +33,9 @@ def fgsm(
     targeted: bool = False,
     loss: Loss = functional.cross_entropy,
 ) -> Float[Tensor, "B C H W"]:
-    """Fast gradient sign method: Goodfellow, Shlens & Szegedy 2015 (arXiv 1412.6572), section 4.
+    """Attack images with the fast gradient sign method.
+
+    Goodfellow, Shlens & Szegedy 2015 (arXiv 1412.6572), section 4.
 
     ::
 
@@ -67,10 +69,10 @@ def bim(
     targeted: bool = False,
     loss: Loss = functional.cross_entropy,
 ) -> Float[Tensor, "B C H W"]:
-    """Basic iterative method: Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2.
+    """Attack images with the basic iterative method.
 
-    Applies `fgsm` `steps` times with a step size of ε / steps, and clips each result to within ε of the image and to
-    [0, 1].
+    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. Applies `fgsm` with a step size of ε / steps,
+    `steps` times. After each step, every pixel is clipped to [0, 1] and to at most ε from its original value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
@@ -94,11 +96,11 @@ def bim(
 
 
 class GradientHealth(NamedTuple):
-    """Statistics of the input gradients, which are all that an attack uses.
+    """Statistics of the gradients of the loss with respect to the images. Attacks use only these gradients.
 
     Arguments:
-        zero: share of the pixels with a gradient of exactly 0, in per cent.
-        norm: mean Euclidean norm of an image's gradient.
+        zero: percentage of pixels with a gradient of exactly 0.
+        norm: Euclidean norm of an image's gradient, averaged over the images.
     """
 
     zero: float

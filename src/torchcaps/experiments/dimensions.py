@@ -15,9 +15,9 @@ STEPS = torch.linspace(-0.25, 0.25, 11)
 
 
 def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B dimension step C H W"]:
-    """Reconstruct images from their longest class capsule, with one dimension at a time changed.
+    """Reconstruct images from their longest class capsule while one dimension at a time is changed.
 
-    The change ranges from -0.25 to 0.25 in steps of 0.05.
+    The added value ranges from -0.25 to 0.25 in steps of 0.05.
     """
     assert model.decoder is not None
     with torch.inference_mode():
@@ -34,7 +34,7 @@ def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B 
 
 
 def run(study: Study) -> Outcome:
-    """Sweep each capsule dimension for the first correctly classified test image of each class."""
+    """Change each capsule dimension for the first correctly classified test image of each class."""
     study.one_seed()
     name, images, epochs = study.choose(
         ("capsnet-mnist-5k", 3_600, 4), ("capsnet-mnist", 54_000, 5), ("capsnet-mnist", 54_000, 10)
@@ -55,7 +55,7 @@ def run(study: Study) -> Outcome:
     change = (drawings[:, :, -1] - drawings[:, :, 0]).abs().mean(dim=(0, 2, 3, 4))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]], "99.75")]
     rows += [
-        Row(f"dimension {number + 1}: mean pixel difference between -0.25 and 0.25", [100 * value])
+        Row(f"dimension {number + 1}: mean pixel difference between changes of -0.25 and 0.25", [100 * value])
         for number, value in enumerate(change.tolist())
     ]
     notes = [f"Trained on {len(splits.train):,} {recipe.data} images for {epochs} epochs."]

@@ -11,7 +11,7 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, scores_of
 
 
 def mnist(study: Study) -> Outcome:
-    """Train the small network on MNIST, with two routing iterations and with uniform couplings."""
+    """Train the small network on MNIST twice: once with two routing iterations and once with uniform couplings."""
     images, epochs = study.choose((4_000, 4), (54_000, 8), (54_000, 30))
     return compared(study, "mnist", images, epochs, "99.56", 64)
 
@@ -19,14 +19,14 @@ def mnist(study: Study) -> Outcome:
 def cifar10(study: Study) -> Outcome:
     """Train the small network on CIFAR-10, with the paper's 256 channels in its first convolution.
 
-    It is trained with two routing iterations and with uniform couplings.
+    The network is trained twice: once with two routing iterations and once with uniform couplings.
     """
     images, epochs = study.choose((2_000, 4), (45_000, 8), (45_000, 60))
     return compared(study, "cifar-10", images, epochs, "88.1", 256)
 
 
 def compared(study: Study, data: str, images: int, epochs: int, paper: str, channels: int) -> Outcome:
-    """Compare two routing iterations with uniform couplings."""
+    """Compare two routing iterations against uniform couplings."""
     images = study.at_most(images, study.data or data)
     rows, wrong = [], None
     for name, iterations in (("T = 2", 2), ("uniform couplings", 1)):

@@ -45,7 +45,7 @@ def recipe_of(study: Study, name: str, seed: int, images: int, epochs: int) -> R
 
 
 def run(study: Study) -> Outcome:
-    """Train a network per row of the table."""
+    """Train one network for each row of the table and each seed."""
     images, epochs = study.choose((1_500, 2), (6_000, 8), (21_870, 20))
     found: dict[str, list[float]] = {name: [] for name in PAPER}
     for seed in range(study.seeds):
@@ -55,7 +55,8 @@ def run(study: Study) -> Outcome:
             values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. The network has widths 64/8/16/16, the paper's 32/32/32/32."
+        f"Trained on {images:,} images for {epochs} epochs. The widths of the network are 64/8/16/16; those of the "
+        "paper's network are 32/32/32/32."
     ]
     return Outcome(rows, draw(rows), [*notes, *study.notes_on_toys()])
 

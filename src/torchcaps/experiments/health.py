@@ -1,6 +1,7 @@
-"""Health of routing: dead capsules, entropy of couplings and gradients, with routing and with uniform couplings.
+"""Health of routing: dead capsules, entropy of couplings and gradients, for routing and for uniform couplings.
 
-Our own experiment, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu & Tresp.
+This is our own experiment, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu &
+Tresp.
 """
 
 from dataclasses import replace
@@ -20,11 +21,11 @@ DEAD = 0.01
 
 
 def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Measure each capsule layer: share of dead parents, normalised entropy of couplings, gradient norm of transforms.
+    """Measure dead parents, the normalised entropy of couplings and the gradient norm of transforms in each layer.
 
-    A parent type at a site is dead if its activation is at most 0.01 for every image. The entropy of a child's
-    couplings is divided by that of uniform couplings, and averaged over children, weighted by their activations. It is
-    1 for uniform couplings, and 0 if each child couples to one parent only.
+    A parent type at a site is dead if its activation is at most 0.01 for every image. The normalised entropy of a
+    child's couplings is their entropy divided by the entropy of uniform couplings; the mean over the children is
+    weighted by their activations. This mean is 1 for uniform couplings, and 0 if each child couples to one parent only.
     """
     found: dict[str, dict[str, float]] = {}
     most: dict[str, Tensor] = {}
@@ -62,7 +63,7 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
 
 
 def run(study: Study) -> Outcome:
-    """Measure CapsNet on digits and matrix capsules on toys, with routing and with uniform couplings."""
+    """Measure CapsNet on digits and matrix capsules on toys, each with routing and with uniform couplings."""
     images, epochs = study.choose((2_000, 4), (21_870, 8), (21_870, 20))
     digits = study.choose("capsnet-mnist-5k", "capsnet-mnist-5k", "capsnet-mnist")
     toys = study.toys("matrix-capsnet")

@@ -1,4 +1,4 @@
-"""Reader for a struct of arrays in a MATLAB file that also rejects damaged files, some of which crash SciPy."""
+"""Reader for a struct of arrays in a MATLAB file. Damaged files are rejected; some of them would crash SciPy."""
 
 import math
 import struct
@@ -17,19 +17,19 @@ STRUCT = 2
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 """NumPy dtype of the stored numbers, by element type."""
 CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
-"""NumPy dtype of the values, by matrix class. MATLAB stores doubles with integer values in fewer bytes."""
+"""NumPy dtype of the values, by matrix class. MATLAB stores a double whose value is an integer in fewer bytes."""
 
 
 def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray]:
     """Read numeric fields of a 1×1 struct from a file in MATLAB's format 5 (`save -v6` or `-v7`).
 
     Arguments:
-        path: the file.
+        path: path of the file.
         name: name of the struct.
-        fields: names of the fields; the result has their order.
+        fields: names of the fields to read. The arrays are returned in this order.
 
     Raises:
-        BadInput: the file has another format or is damaged, or does not contain the struct or one of the fields.
+        BadInput: the file has another format or is damaged, or the struct or one of the fields is missing.
 
     Example:
         >>> images, labels = read_struct(Path("test.mat"), "affNISTdata", ["image", "label_int"])  # doctest: +SKIP
@@ -66,7 +66,7 @@ def _elements(data: memoryview) -> Iterator[tuple[int, memoryview]]:
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<II", data, at)
         start = at + 8
-        if kind >> 16:  # at most four bytes: the first word holds length and type, the second the content
+        if kind >> 16:  # an element of 4 bytes or less: one word with length and type, then the content
             kind, length, start = kind & 0xFFFF, kind >> 16, at + 4
         end = start + length
         if end > len(data) or (start == at + 4 and length > 4):

@@ -25,7 +25,7 @@ PAPER = {"CNN": "91.9", "capsules": "94.8", "uniform couplings": "92.5"}
 
 
 def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"]) -> Images:
-    """Overlay pairs of digits of different classes: each is shifted at random, then both are added and clipped.
+    """Overlay pairs of digits of different classes: shift each digit at random, add the two, and clip the sum.
 
     Arguments:
         images: 28×28 digits.
@@ -56,7 +56,7 @@ def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"
 
 
 class PairClassifier(StripClassifier):
-    """Trains on pairs of digits, and reconstructs each digit from its own class capsule."""
+    """Training module for pairs of digits, which reconstructs each digit from its own class capsule."""
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         both, digits = images[:, :1], images[:, 1:]
@@ -82,7 +82,7 @@ class PairClassifier(StripClassifier):
 
 PAPER_SIZES = ((6_000, 1_000, 4), (108_000, 10_000, 3), (540_000, 10_000, 20))
 RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
-"""Training pairs, test pairs and epochs per budget (quick, standard, paper)."""
+"""For each budget (quick, standard, paper): numbers of training pairs, test pairs and epochs."""
 
 
 def run(
@@ -91,7 +91,10 @@ def run(
     recipe_of: Callable[..., Recipe] = Study.of_digits,
     sizes: Sequence[tuple[int, int, int]] = PAPER_SIZES,
 ) -> Outcome:
-    """Train networks on pairs with the paper's shifts, and test them on the shifts of the paper and of its code."""
+    """Train networks on pairs with the paper's shifts.
+
+    Test the networks with the paper's shifts and with the shifts of the authors' code.
+    """
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     count, tested, epochs = study.choose(*sizes)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in networks}
@@ -133,7 +136,7 @@ def run(
 
 
 def pair_accuracy(model: torch.nn.Module, images: Images) -> float:
-    """Return the share of pairs whose two digits have the two highest scores, in per cent."""
+    """Return the percentage of pairs whose two digits have the two highest scores."""
     return percent(named_alike(scores_of(model, images.pixels[:, :1]), images.labels))
 
 

@@ -14,7 +14,7 @@ FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
     "elevation": ("elevation", (0, 1, 2)),
 }
-"""Attribute of each split, and its values in training, in smallNORB's units."""
+"""For each split by viewpoint: the attribute that is split, and its values in training, in smallNORB's units."""
 PAPER = {
     ("azimuth", "CNN"): ("96.3", "80.0"),
     ("azimuth", "capsules"): ("96.3", "86.5"),
@@ -32,7 +32,10 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
 
 
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outcome:
-    """Compare capsules with the CNN, at the epoch whose familiar-viewpoint accuracy is closest to the CNN's."""
+    """Compare the capsules against the CNN on novel viewpoints.
+
+    The capsules are evaluated at the epoch whose accuracy on familiar viewpoints is closest to that of the CNN.
+    """
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
     curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
@@ -84,9 +87,9 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outco
                 Row(f"{split}, {name}: novel viewpoints", [pair[1] for pair in pairs], paper[1]),
             ]
     notes = [
-        "Validation images of familiar viewpoints choose the epoch of the CNN. The epoch of the capsules is the one "
-        "whose accuracy on familiar viewpoints of the test split is closest to the CNN's, as in the paper. Novel "
-        "viewpoints choose nothing."
+        "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsules is the "
+        "one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as in the "
+        "paper. No epoch is chosen on novel viewpoints."
     ]
     return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
 

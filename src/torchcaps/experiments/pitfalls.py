@@ -12,8 +12,8 @@ from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
 UNNORMALISED: dict[str, Any] = {"normalise_data": False, "inverse_temperature": 0.01, "initial_beta_a": -1500.0}
-"""Options without normalisation by the number of data. They use the paper's inverse temperature λ = 0.01, and a β_a
-that has the same weight, λ β_a = -15, as -15 with λ = 1."""
+"""Options that switch off the normalisation by the number of data. The inverse temperature is the paper's, λ = 0.01.
+The initial β_a is chosen so that λ β_a is -15, as it is for β_a = -15 and λ = 1."""
 OFF: dict[str, dict[str, Any]] = {
     "all corrections": {},
     "no variance floor": {"variance_floor": 0.0},
@@ -24,7 +24,7 @@ OFF: dict[str, dict[str, Any]] = {
 
 
 def run(study: Study) -> Outcome:
-    """Switch off each correction alone, and all together, for one to three routing iterations."""
+    """Switch off each correction in turn, and then all corrections together, for one to three routing iterations."""
     images, epochs = study.choose((1_000, 2), (6_000, 6), (21_870, 20))
     rows, curves, broken = [], {}, []
     for iterations in ITERATIONS:
@@ -50,10 +50,10 @@ def run(study: Study) -> Outcome:
             paper = PAPER[iterations] if name == "all corrections" else None
             rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. The validation split chooses the reported epoch. The test "
-        "accuracies of all epochs in the figure choose nothing.",
-        "The variance floor is 0.01; Gritzman's is 0.0001. The rows without normalised data use the paper's inverse "
-        "temperature λ = 0.01.",
+        f"Trained on {images:,} images for {epochs} epochs. The reported epoch is chosen on the validation split. The "
+        "figure shows the test accuracy of every epoch, which is not used to choose the reported epoch.",
+        "The variance floor is 0.01; Gritzman's is 0.0001. Where the data are not normalised, the inverse temperature "
+        "is the paper's, λ = 0.01.",
     ]
     return Outcome(rows, draw(curves), [*notes, *broken, *study.notes_on_toys()])
 

@@ -11,7 +11,7 @@ from torchcaps.recipes import create_recipe
 from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 OTHER_TOYS = 2
-"""Seed of the rendering used for testing. The README's results use rendering 1."""
+"""Seed of the rendering that is used for testing. The results in the README use the rendering with seed 1."""
 PAPER_ROUTING = {"routing.variance_floor": "0.01", "routing.initial_beta_a": "-15", "routing.tempering": "1"}
 CHANGES: dict[str, dict[str, str]] = {
     "the recipe": {},
@@ -57,7 +57,8 @@ def run(study: Study) -> Outcome:
         rows.append(Row(f"{name}: accuracy on another rendering", accuracies))
     notes = [
         f"Trained on {images:,} images for {epochs} epochs. The test images are those of rendering {OTHER_TOYS}, "
-        "`torchcaps data render toys --seed 2`. They were used to choose settings, but not weights."
+        "`torchcaps data render toys --seed 2`. Settings of the recipe were chosen on these images, but no network was "
+        "trained on them."
     ]
     return Outcome(rows, draw(rows), notes)
 

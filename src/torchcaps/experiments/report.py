@@ -28,16 +28,16 @@ MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.D
 
 
 def write_pages(results: Path, pages: Sequence[Path]) -> None:
-    """Fill the tables of pages, each between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+    """Write the tables of Markdown pages, each between ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
 
-    NAME is a key of ``results/tables.toml``, or the name of a benchmark's .csv file in `results`.
+    NAME is a key of ``tables.toml``, or the name of a benchmark's .csv file in `results`.
 
     Arguments:
         results: folder of the results and of ``tables.toml``.
         pages: Markdown files to update.
 
     Raises:
-        BadInput: a page, ``tables.toml`` or a result is missing, a page contains no table, or the name of a table or of
+        BadInput: a page, ``tables.toml`` or a result is missing; a page contains no table; or the name of a table or of
             a result row is unknown.
     """
     path = results / "tables.toml"
@@ -175,13 +175,13 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
 def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, str]]) -> int:
     """Write a page with all rows, notes and figures of the experiments' results.
 
-    For each experiment and dataset, the page shows the result of the largest budget and, among several of that budget,
-    the one with the most seeds.
+    For each experiment and dataset, the page shows the result with the largest budget. If several results have this
+    budget, the page shows the one with the most seeds.
 
     Arguments:
         results: folder of the results.
         report: page to write.
-        titles: title and paper of each experiment by its name, in the order of the page.
+        titles: name of an experiment → its title and its paper, in the order of the page.
 
     Returns:
         Number of results on the page.

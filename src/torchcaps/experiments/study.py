@@ -1,4 +1,4 @@
-"""The state of a running experiment: its options, and its saved parts, so that it can resume after an interruption."""
+"""The options and the saved parts of an experiment, from which an interrupted experiment can be resumed."""
 
 import json
 import math
@@ -73,8 +73,8 @@ class Study:
 
     Arguments:
         budget: ``quick``, ``standard`` or ``paper``.
-        data: name of a dataset to use instead of the experiment's own; None for its own.
-        seeds: number of seeds to train each network with.
+        data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
+        seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.
         folder: folder of this experiment's training runs and evaluations.
     """
@@ -90,9 +90,9 @@ class Study:
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
-        """Load the recipe's splits, with at most `train` training and `test` test images, drawn with seed 0.
+        """Load the recipe's splits, with at most `train` training images and at most `test` test images.
 
-        The validation split shrinks by the same share as the training split.
+        The images are drawn with seed 0. The validation split shrinks by the same factor as the training split.
         """
         options = tuple(sorted(recipe.data_options.items()))
         held_out = recipe.validation_fraction, recipe.validation_attribute
@@ -116,10 +116,10 @@ class Study:
         on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
         module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Train a network, or resume or load an earlier run, and return the model and its metrics.
+        """Train a network, or resume or load an earlier run. Return the model and its metrics.
 
         Raises:
-            BadInput: the folder holds a run with other settings or other data, or `fit` rejects the recipe.
+            BadInput: the folder contains a run with other settings or other data, or `fit` rejects the recipe.
         """
         folder = self.folder / part
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
@@ -145,10 +145,10 @@ class Study:
         routing_options: Mapping[str, Any] | None = None,
         **model_options: Any,
     ) -> Recipe:
-        """Return the recipe `name` for a number of images and epochs, with a seed and other routing and model options.
+        """Return the recipe `name` with the given seed, number of images, number of epochs, and options.
 
-        `decay_steps` is scaled so that the learning rate decays as far as in the full recipe. The full training split
-        is assumed to have 90 % of 24,300 images for smallNORB and the toys, and 90 % of 60,000 for MNIST.
+        `decay_steps` is scaled so that the learning rate decays as far as in the unchanged recipe. The full training
+        split is assumed to have 90 % of 24,300 images for smallNORB and the toys, and 90 % of 60,000 images for MNIST.
         """
         recipe = replace(RECIPES[name](), seed=seed)
         whole = 0.9 * (24_300 if recipe.data in TOYS else 60_000)
@@ -165,9 +165,9 @@ class Study:
     ) -> Recipe:
         """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) for MNIST digits.
 
-        Except with the budget ``paper``, CapsNet has a quarter of the paper's width and the CNN an eighth, unless
-        `model_options` set the width. The learning rate is multiplied by 0.96 a hundred times during training, because
-        short trainings converge only if it ends near 0.
+        With the budgets ``quick`` and ``standard``, CapsNet has a quarter of the paper's width and the CNN has an
+        eighth, unless `model_options` set the width. The learning rate is multiplied by 0.96 a hundred times during
+        training, because short trainings converge only if the learning rate ends near 0.
         """
         cnn = network == "CNN"
         routing = {} if cnn else {"iterations": 3 if network == "capsules" else 1}
@@ -186,8 +186,9 @@ class Study:
     ) -> Recipe:
         """Return a recipe with a cosine schedule for MNIST digits.
 
-        `network` ``capsules`` is CapsNet with a stem, ``uniform couplings`` the same with one routing iteration, and
-        ``CNN`` the baseline CNN of matrix capsules. The schedule covers the whole training for any number of `images`.
+        The `network` ``capsules`` is CapsNet with a stem. ``uniform couplings`` is the same network with one routing
+        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule covers the whole training
+        for any number of `images`.
         """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
@@ -211,7 +212,8 @@ class Study:
         if self.budget == "paper":
             return []
         return [
-            "CapsNet has a quarter of the paper's width (64 channels, 8 primary capsule types), and the CNN an eighth."
+            "CapsNet has a quarter of the paper's width (64 channels, 8 primary capsule types). The CNN has an eighth "
+            "of the paper's width."
         ]
 
     def one_seed(self) -> None:
@@ -257,8 +259,8 @@ class Study:
     def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
         """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with recent settings.
 
-        The settings are those of the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that hold a
-        whole toy. The cosine schedule covers the whole training for any number of `images`.
+        The settings are those of the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain
+        a whole toy. The cosine schedule covers the whole training for any number of `images`.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
@@ -280,7 +282,7 @@ class Study:
         return [tuple(float(row[name]) for name in names) for row in rows]
 
     def once(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`, which runs once and is then saved as ``what.json`` in the run's folder."""
+        """Return the result of `compute`, or read it from ``what.json`` in the run's folder if it was saved there."""
         path = self.folder / part / f"{what}.json"
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
@@ -289,7 +291,7 @@ class Study:
 
 
 class Routed(NamedTuple):
-    """The inputs of a routing rule for one batch, and the parent capsules it returned."""
+    """The inputs of a routing rule for one batch, and the parent capsules that the rule returned."""
 
     rule: DynamicRouting | EMRouting
     children: Capsules
@@ -330,7 +332,7 @@ def part(name: str, seed: int) -> str:
 
 
 def some(images: Images, count: int | None) -> Images:
-    """Return `count` images, drawn with seed 0, or all if `count` is None or larger than their number."""
+    """Return `count` images, drawn with seed 0. Return all images if `count` is None or larger than their number."""
     if count is None or count >= len(images):
         return images
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -356,11 +358,11 @@ def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | Non
 def _loaded(
     data: str, data_dir: Path, fraction: float, attribute: str, seed: int, options: tuple[tuple[str, Any], ...]
 ) -> Splits:
-    """Load a dataset, and cache the last one, because most rows of a table train on the same data."""
+    """Load a dataset. The last dataset is cached, because most rows of a table use the same data."""
     held_out: dict[str, Any] = {"validation_fraction": fraction, "validation_attribute": attribute}
     return load_splits(data, data_dir, seed=seed, **held_out, **dict(options))
 
 
 def percent(right: Tensor | Sequence[bool]) -> float:
-    """Return the share of true values, in per cent."""
+    """Return the percentage of true values."""
     return round(100 * torch.as_tensor(right).double().mean().item(), 4)

@@ -1,4 +1,4 @@
-"""Training time until a target validation accuracy, for several recipes."""
+"""Training time until a network reaches a target validation accuracy, for two networks."""
 
 import math
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ NETWORKS: dict[str, tuple[str, dict[str, str]]] = {
     PORT: ("capsnet-mnist", {"batch_size": "100", "decay_rate": "0.9", "decay_steps": "540", "epochs": "10"}),
 }
 """Recipe and changed settings of each network. The second network has the settings of XifengGuo/CapsNet-Pytorch:
-batches of 100, and a learning rate of 1e-3 that is multiplied by 0.9 per epoch. It trains faster here than in that
-repository, because routing is fused and the precision is that of this machine."""
+batches of 100, and a learning rate of 1e-3 that is multiplied by 0.9 per epoch. The second network trains faster here
+than in that repository, because routing is fused, and because bf16 is used if the hardware supports it natively."""
 
 NOTE = (
-    "Minutes include training and validation. The accuracy is that of the validation split at the end of each epoch. "
-    "The last row multiplies the number of steps by the median time of ten steps of the reference implementation, and "
-    "excludes data loading and validation."
+    "The minutes include training and validation. The accuracy is measured on the validation split at the end of each "
+    "epoch. The time in the last row is the number of steps multiplied by the median time of ten steps of the "
+    "reference implementation. This time excludes data loading and validation."
 )
 
 
 def run(study: Study) -> Outcome:
-    """Measure the minutes until an epoch ends with the target accuracy, and the step time without fused routing.
+    """Measure the minutes until an epoch ends with the target accuracy, and the time of a step without fused routing.
 
     Raises:
         BadInput: the study has several seeds, or `data` is given.
@@ -74,7 +74,7 @@ def run(study: Study) -> Outcome:
 
 
 def epochs_until(target: float, accuracies: Sequence[float]) -> int | None:
-    """Return the first epoch, counted from 1, that ends with at least the target accuracy, or None.
+    """Return the first epoch that ends with at least the target accuracy, counted from 1; None if no epoch does.
 
     Example:
         >>> epochs_until(99.5, [99.2, 99.5, 99.4]), epochs_until(99.5, [99.2])

@@ -1,4 +1,7 @@
-"""Su 2018: trained on single digits, tested on several side by side; and the digits' order, read from the couplings."""
+"""Su 2018: networks trained on single digits and tested on several digits side by side.
+
+The order of the digits is read from the couplings.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +59,10 @@ def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n len
 
 
 class StripClassifier(TrainingModule):
-    """Trains on single digits, and is also evaluated on strips, where a prediction must contain all digits."""
+    """Training module for single digits that is also evaluated on strips of digits.
+
+    A prediction for a strip is correct if it contains all digits of the strip.
+    """
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         if labels.ndim == 1:
@@ -74,13 +80,13 @@ class StripClassifier(TrainingModule):
 
 
 class Traced(NamedTuple):
-    """Class capsules, and how much each position of the feature map contributes to them.
+    """Lengths of the class capsules, and the contribution of each position of the feature map to these lengths.
 
     Arguments:
         lengths: lengths of the class capsules.
-        couplings: c_ij per position.
-        contributions: ``c_ij û_ij · s_j / |s_j|`` per position, where ``s_j = Σ_i c_ij û_ij`` is the capsule before
-            squashing. The sum over all positions is ``|s_j|``.
+        couplings: c_ij for each class capsule j and each position i.
+        contributions: ``c_ij û_ij · s_j / |s_j|`` for each class capsule j and each position i. Here ``s_j = Σ_i c_ij
+            û_ij`` is the class capsule before squashing. The sum of the contributions over all positions is ``|s_j|``.
     """
 
     lengths: Float[Tensor, "B J"]
@@ -104,8 +110,11 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
 def read_order(
     model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int
 ) -> dict[str, Int64[Tensor, "n length"]]:
-    """Return the `length` highest classes from left to right, ordered by the horizontal centre of their class
-    capsules' couplings and, separately, of their contributions."""
+    """Return the `length` classes with the highest scores, in their order from left to right.
+
+    The classes are ordered once by the horizontal centre of the couplings of their class capsules, and once by the
+    horizontal centre of the contributions.
+    """
     read: dict[str, list[Tensor]] = {by: [] for by in ORDERS}
     for some in pixels.split(100):
         with torch.inference_mode():
@@ -121,7 +130,7 @@ def read_order(
 def paper_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
     """Return the recipe of a network with the author's settings.
 
-    `decay_steps` depends on the budget, so that the learning rate decays as far in fewer epochs.
+    `decay_steps` depends on the budget, so that the learning rate decays faster in shorter trainings.
     """
     recipe = replace(RECIPES[NETWORKS[network]](), seed=seed, data=data)
     if network == "uniform couplings":
@@ -188,10 +197,11 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
     varied = " that are shifted, rotated and squeezed" if recipe.rotation else ""
     notes = [
         f"Trained for {recipe.epochs} epochs on single digits{varied}. The evaluated epoch is the one that recognises "
-        "the most validation strips of two digits. (a) counts a strip as correct if the two highest scores belong to "
-        "its digits; (b) also requires both scores to be above 0.5. The order of the digits is read from the "
-        "horizontal centre of each class capsule's couplings, or of its contributions: how much each position adds to "
-        "the capsule's length. Uniform couplings carry no order, so that the order by couplings is at chance level."
+        "the most validation strips of two digits. In the rows (a), a strip is correct if the two highest scores "
+        "belong to its digits. In the rows (b), both scores must also be above 0.5. The order of the digits is the "
+        "order of the horizontal centres of their class capsules' couplings or contributions. The contribution of a "
+        "position is how much it adds to the length of the class capsule. Uniform couplings are all equal, so the "
+        "order by couplings is no better than chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 

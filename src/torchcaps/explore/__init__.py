@@ -1,4 +1,4 @@
-"""What `torchcaps explore` shows: a trained capsule network on an image, a strip of digits or a rendered toy."""
+"""Run a trained capsule network on an image, a strip of digits or a rendered toy, for `torchcaps explore`."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,12 +25,12 @@ SIDE = 280
 
 
 class Rules(NamedTuple):
-    """The routing rules of a network.
+    """Names of the routing rules that a network can use.
 
     Arguments:
-        fitting: names of the rules that work with the network's weights.
-        own: the name of the rule it was trained with.
-        iterations: of that rule; 0 if it has no such option.
+        fitting: names of all rules that work with the network's weights.
+        own: name of the rule that the network was trained with.
+        iterations: number of iterations of the rule `own`; 0 if the rule has no such option.
     """
 
     fitting: list[str]
@@ -40,20 +40,20 @@ class Rules(NamedTuple):
 
 @dataclass(frozen=True)
 class Explorer:
-    """Networks to explore, loaded when they are first used.
+    """Networks to explore. Each network is loaded when it is first used.
 
     Arguments:
-        sources: name → run folder or folder of published weights.
+        sources: run folder, or folder of published weights, of each network, by the name of the network.
     """
 
     sources: dict[str, Path]
     _loaded: dict[tuple[str, str, int], Classifier] = field(default_factory=dict)
 
     def classifier(self, name: str, rule: str = "", iterations: int = 0) -> Classifier:
-        """A network with its own routing rule, or with another rule or number of iterations.
+        """Load a network with its own routing rule, or with another rule or number of iterations.
 
         Raises:
-            BadInput: the folder holds no classifier, or the rule does not fit its weights.
+            BadInput: the folder contains no classifier, or the rule does not fit the network's weights.
         """
         key = name, rule, iterations
         if key not in self._loaded:
@@ -63,15 +63,15 @@ class Explorer:
         return self._loaded[key]
 
     def rules(self, name: str) -> Rules:
-        """The rules of a network.
+        """Return the routing rules that a network can use.
 
         Raises:
-            BadInput: it has no capsules.
+            BadInput: the network has no capsules.
         """
         own_rules = [module for module in self.classifier(name).model.modules() if hasattr(module, "for_layer")]
         own = next((known for known, kind in ROUTINGS.items() if own_rules and type(own_rules[-1]) is kind), "")
         if not own:
-            raise BadInput(f"{self.sources[name]} holds no capsule network: explore one with a routing rule")
+            raise BadInput(f"{self.sources[name]} contains no capsule network: give a network with a routing rule")
         fitting = [rule for rule in ROUTINGS if rule == own or self._fits(name, rule)]
         return Rules(fitting, own, int(cast(Any, own_rules[-1]).saved_options.get("iterations", 0)))
 
@@ -83,7 +83,9 @@ class Explorer:
         return True
 
     def read(self, name: str, path: str | Path) -> UInt8[Tensor, "C H W"]:
-        """An image file as the network's stored image; a strip of digits keeps its width.
+        """Read an image file and convert it to the size and channels of the network's stored images.
+
+        A strip of digits keeps its aspect ratio.
 
         Raises:
             BadInput: the file cannot be read as an image.
@@ -95,7 +97,7 @@ class Explorer:
         return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
-        """A drawing, 0 black to 255 white, as the network's stored image."""
+        """Convert a drawing, from 0 (black) to 255 (white), to the size and channels of the network's stored images."""
         channels, height, width = self.classifier(name).image_shape
         grey = torch.from_numpy(np.ascontiguousarray(drawing, dtype=np.float32))[None, None]
         if self._reads_strips(name):
@@ -107,14 +109,14 @@ class Explorer:
         return isinstance(self.classifier(name).model, PooledCapsNet)
 
     def view(self, name: str, pixels: UInt8[Tensor, "C H W"], rule: str, iterations: int, epsilon: float) -> "View":
-        """Run a network on an image, attacked by the fast gradient sign method if ε is above 0.
+        """Run a network on an image. If ε is above 0, attack the image first, by the fast gradient sign method.
 
         Arguments:
-            name: of the network.
-            pixels: its stored image, from `read` or `drawn`.
-            rule: routing rule, one of those in `rules`.
-            iterations: of the rule; ignored if it has no such option.
-            epsilon: ε of the attack, the largest change of a pixel in [0, 1]; 0 for none.
+            name: name of the network.
+            pixels: image returned by `read` or `drawn`.
+            rule: name of a routing rule that `rules` lists.
+            iterations: number of iterations of the rule; ignored if the rule has no such option.
+            epsilon: ε of the attack, the largest change of a pixel, where pixels are in [0, 1]; 0 for no attack.
 
         Raises:
             BadInput: the rule or the number of iterations does not fit the network.
@@ -131,7 +133,10 @@ class Explorer:
         return View(found, self.order(classifier, found))
 
     def order(self, classifier: Classifier, found: Inspection) -> list[str]:
-        """The digits of a strip from left to right, by the centres of their support; no other network has an order."""
+        """Return the digits of a strip from left to right, in the order of the centres of their support.
+
+        The list is empty for a network that does not read strips, and for an image too narrow to be a strip.
+        """
         if not isinstance(classifier.model, PooledCapsNet) or found.image.shape[2] < 1.5 * found.image.shape[1]:
             return []
         present = [index for index, score in enumerate(found.scores.tolist()) if score > 0.5]
@@ -141,36 +146,36 @@ class Explorer:
 
 
 class View(NamedTuple):
-    """What the browser shows of one image.
+    """Results of a network on one image, as the browser shows them.
 
     Arguments:
-        found: what the network did with it.
-        order: the classes of a strip from left to right, or none.
+        found: scores, poses and supports of the classes in the image.
+        order: digits of a strip from left to right; empty for any other image.
     """
 
     found: Inspection
     order: list[str]
 
     def sentence(self) -> str:
-        """The prediction in words."""
+        """Describe the prediction in words."""
         if self.order:
             return f"From left to right: {', '.join(self.order)}"
         best = int(self.found.scores.argmax())
         return f"{self.found.class_names[best]} ({float(self.found.scores[best]):.2f})"
 
     def bars(self) -> dict[str, float]:
-        """Class → score in [0, 1]; logits are turned into probabilities."""
+        """Return the score of each class, in [0, 1]; logits are converted to probabilities."""
         scores = self.found.scores
         if scores.min() < 0 or scores.max() > 1:
             scores = scores.softmax(dim=0)
         return dict(zip(self.found.class_names, scores.tolist(), strict=True))
 
     def picture(self) -> UInt8[np.ndarray, "H W 3"]:
-        """The network's input, enlarged."""
+        """Return the network's input as an enlarged picture."""
         return enlarged(self.found.image)
 
     def pose(self) -> UInt8[np.ndarray, "H W 3"]:
-        """The pose of the winning capsule as a picture: blue is negative, red positive."""
+        """Draw the pose of the winning capsule: negative numbers are blue, positive numbers are red."""
         from matplotlib import colormaps
 
         pose = self.found.poses[int(self.found.scores.argmax())]
@@ -179,7 +184,7 @@ class View(NamedTuple):
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
     def support(self, number: int, class_name: str) -> UInt8[np.ndarray, "H W 3"]:
-        """The picture with the support of a class in one pass, in colour."""
+        """Draw the support of a class in one routing pass, in colour, over the picture."""
         from matplotlib import colormaps
 
         index = self.found.class_names.index(class_name)
@@ -191,7 +196,7 @@ class View(NamedTuple):
 
 
 def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: float) -> Float[Tensor, "C H W"]:
-    """The prepared image after a step of the fast gradient sign method against the predicted class."""
+    """Attack an image by one step of the fast gradient sign method against the predicted class, then prepare it."""
     images = (pixels[None].float() / 255).requires_grad_()
     with torch.enable_grad():
         scores = classifier.model(classifier.preparation.plain_of(images)).scores
@@ -202,14 +207,14 @@ def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: fl
 
 
 def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UInt8[np.ndarray, "H W 3"]:
-    """The reconstruction of the highest class with another pose.
+    """Reconstruct an image from the class with the highest score, but with another pose.
 
     Raises:
         BadInput: the network has no decoder.
     """
     decoder = getattr(classifier.model, "decoder", None)
     if not isinstance(decoder, nn.Module):
-        raise BadInput("this network has no decoder: train one with a decoder to change its pose")
+        raise BadInput("this network has no decoder: train a network with a decoder to change the pose")
     best = int(found.scores.argmax())
     poses = found.poses[None, None].clone()
     poses[0, 0, best] = torch.tensor(pose).view_as(found.poses[best])
@@ -219,7 +224,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
 
 @lru_cache(maxsize=32)
 def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth lighting 2 48 48"]:
-    """Every view of a toy that no network here was trained on: rendering 1."""
+    """Render all views of a toy of rendering 1, that is, with seed 1."""
     views = torch.from_numpy(render_toy(category, instance, seed=1))
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
@@ -227,7 +232,10 @@ def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth 
 def enlarged(
     image: Float[Tensor, "C H W"], spread_out: bool = True, side: int = SIDE
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """An image about `side` pixels high, in whole pixels; with `spread_out` its range becomes black to white."""
+    """Enlarge an image by a whole factor, to about `side` pixels in height.
+
+    With `spread_out`, the smallest value of the image becomes black and the largest becomes white.
+    """
     image = image if image.shape[0] == 3 else image[:1].expand(3, -1, -1)
     if spread_out:
         image = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
@@ -237,16 +245,16 @@ def enlarged(
 
 
 def sources_of(source: Path | None) -> dict[str, Path]:
-    """The networks to explore: one folder, or those under weights/.
+    """Find the networks to explore: the network in the folder `source`, or all networks in weights/.
 
     Raises:
-        BadInput: there are none.
+        BadInput: there is no network.
     """
     if source is not None:
         if not (source / "config.json").is_file():
-            raise BadInput(f"{source} holds no network: name a run folder or a folder of weights")
+            raise BadInput(f"{source} contains no network: give a run folder or a folder of weights")
         return {source.name: source}
     found = {path.parent.name: path.parent for path in sorted(Path("weights").glob("*/config.json"))}
     if not found:
-        raise BadInput("there is no folder weights/ here: name a run folder, or run the command in a clone")
+        raise BadInput("there is no folder weights/ here: give a run folder, or run the command in a clone")
     return found

@@ -17,12 +17,12 @@ import gradio as gr
 from starlette.middleware import Middleware
 
 SLIDERS = 16
-"""Numbers of a class capsule's pose that get a slider."""
+"""Largest number of sliders. Each slider changes one number of the pose of a class capsule."""
 POLICY = (
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src 'self' data: blob:; "
     "font-src 'self' data:"
 )
-"""The browser loads nothing from another address."""
+"""Content security policy: the browser loads nothing from another address."""
 TO_URL = """(network, rule, iterations, epsilon, number, category, instance, elevation, azimuth, lighting) => {
     const state = {network, rule, iterations, epsilon, pass: number, category, instance, elevation, azimuth, lighting};
     history.replaceState(null, "", "?" + new URLSearchParams(state));
@@ -51,7 +51,7 @@ class SameOrigin:
 
 
 def build(explorer: Explorer) -> Any:
-    """The page for some networks."""
+    """Build the page for the networks of an explorer."""
     names = [*explorer.sources]
     views: OrderedDict[Any, View] = OrderedDict()
 
@@ -242,10 +242,10 @@ def build(explorer: Explorer) -> Any:
 
 
 def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
-    """Serve the page until it is interrupted.
+    """Serve the page until the user interrupts the server.
 
     Raises:
-        BadInput: the port is taken.
+        BadInput: the port cannot be opened, for example because another program uses it.
     """
     page = build(explorer)
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
@@ -264,4 +264,4 @@ def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
             app_kwargs={"middleware": [Middleware(SameOrigin)]},
         )
     except OSError as error:
-        raise BadInput(f"port {port} cannot be opened ({error}): choose another with --port") from error
+        raise BadInput(f"port {port} cannot be opened ({error}): choose another port with --port") from error

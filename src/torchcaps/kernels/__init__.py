@@ -33,7 +33,7 @@ __all__ = [
 
 
 def cpu_instruction_sets() -> list[str]:
-    """List the instruction sets of this processor that the fused kernels are built for, best first.
+    """List the instruction sets that this processor has and that the fused kernels are built for, best first.
 
     The list is empty if the kernels are not built.
     """
@@ -88,7 +88,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     if in_onnx_export():
-        return "ONNX has no operator for them"
+        return "ONNX has no operators for the fused kernels"
     if not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     ):
@@ -97,7 +97,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def in_onnx_export() -> bool:
-    """Return whether an ONNX export is running. Never imports torch.onnx, because that takes longer than most calls."""
+    """Return whether an ONNX export is running.
+
+    Does not import torch.onnx, because the import takes longer than a typical call to a kernel.
+    """
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
 
 
@@ -119,7 +122,7 @@ def cpu_kernel(name: str, dtype: torch.dtype) -> Any:
 
 
 def once(*_: Any) -> None:
-    """Reject the gradient of a gradient: registered as the backward of the backward operators.
+    """Reject the gradient of a gradient. This function is registered as the backward of the backward operators.
 
     Raises:
         RuntimeError: always.

@@ -1,7 +1,8 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count the products of the reference implementation. The fused kernels recompute the votes in each pass,
-which is not counted. The votes are counted once, in the first pass, whose couplings are even.
+The formulas count the products of the reference implementation, which computes the votes only once. This computation is
+counted in the first pass, whose couplings are even. The fused kernels compute the votes again in each later pass, which
+is not counted.
 """
 
 import sys
@@ -15,7 +16,7 @@ __all__ = ["let_flops_be_counted"]
 
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
-    """Return the FLOPs of one multiply-add per number of all votes, and of computing the votes."""
+    """Return the FLOPs of one multiply-add per element of all votes, and the FLOPs of computing all votes."""
     from torchcaps.kernels.moments import shapes_of  # imported here to avoid a circular import
 
     edges = shapes_of(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
@@ -44,13 +45,17 @@ def _moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, *_, **__,
 ):  # fmt: skip
-    """Count the gradients of the couplings and of the agreement."""
+    """Count the FLOPs of the gradients of the couplings and of the agreement."""
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
     return _given(log_sums) * _given(mean_grad, variance_grad, linear, quadratic) * product
 
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
-    """Count the gradients of the votes in each pass, of pose and transform, and of activations in even passes."""
+    """Count the FLOPs of the gradients of children and transforms.
+
+    These are: the gradients of the votes in each pass; of the activations in passes with even couplings; and of poses
+    and transforms.
+    """
     from torchcaps.kernels.moments import Record
 
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
@@ -65,10 +70,10 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
 
 
 def let_flops_be_counted() -> None:
-    """Register the formulas with PyTorch's FLOP counter, if it is imported, and with all active counters.
+    """Register the formulas in the module of PyTorch's FLOP counter, if it is imported, and in all active counters.
 
-    This module does not import the counter, because the counter imports Triton. A counter copies the formulas when it
-    is created, so active counters need them too.
+    This function does not import the module, because the module imports Triton. A counter copies the formulas when it
+    is created, so the formulas are also added to counters that are already active.
     """
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:

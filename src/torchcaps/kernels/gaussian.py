@@ -1,5 +1,5 @@
-"""Precisions and log volumes of Gaussians in one fused step. As separate PyTorch operations, they take a tenth of the
-time of a pass."""
+"""Precisions and log volumes of Gaussians in one fused step. With separate PyTorch operations, this step would take a
+tenth of the time of a pass."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def written_out(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
     Arguments:
         variance: ``[B, P, J, R, N]``.
-        floor: added to all variances.
+        floor: constant added to all variances.
     """
     variance = variance + floor
     return 0.5 / variance, 0.5 * variance.log().sum(dim=(3, 4))
@@ -50,7 +50,7 @@ def _like_gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 @operator(_like_gaussian, written_out)
 def gaussian(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Return ``1 / 2σ²`` and ``Σ log σ`` with ``σ² = variance + floor``, as `written_out`."""
+    """Return ``1 / 2σ²`` and ``Σ log σ`` with ``σ² = variance + floor``, like `written_out`."""
     outputs = _like_gaussian(variance, floor)
     _call("gaussian", variance, floor, [], outputs)
     return outputs

@@ -27,7 +27,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def lanes_of(tensor: Tensor) -> int:
-    """Return how many numbers of a tensor fit into the widest SIMD vector of a CPU, 64 bytes; 1 on other devices."""
+    """Return how many numbers of a tensor fit into the widest SIMD vector of a CPU (64 bytes); 1 on other devices."""
     return 64 // tensor.dtype.itemsize if tensor.device.type == "cpu" else 1
 
 
@@ -37,7 +37,7 @@ def padded(count: IntLikeType, lanes: int) -> IntLikeType:
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Return the strides of ``[B, P, J, R, N]``, one vector per parent, for the CPU kernels.
+    """Return the strides that the CPU kernels use for ``[B, P, J, R, N]``, a tensor with one vector per parent.
 
     The dimension along the SIMD lanes is contiguous: the memory order is ``[B, P, R, N, J]``, or ``[P, J, R, N, B]``
     if `by_sample`.
@@ -49,7 +49,7 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
 
 
 def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Return the strides of ``[B, P, J]``, one number per parent, for the CPU kernels.
+    """Return the strides that the CPU kernels use for ``[B, P, J]``, a tensor with one number per parent.
 
     The memory order is ``[B, P, J]``, or ``[P, J, B]`` if `by_sample`.
     """
@@ -94,7 +94,7 @@ def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -
     Arguments:
         dtype: required dtype of all tensors.
         places: name, tensor, required shape and required strides (None: contiguous) of each tensor.
-        keep: list to append the copies to; they must stay alive as long as their addresses are used.
+        keep: list to which the copies are appended. The copies must stay alive as long as their addresses are used.
 
     Raises:
         ValueError: a tensor does not have the required shape or dtype, or is not on the CPU.

@@ -1,11 +1,11 @@
-"""Operators for the moments of a layer's votes without materialised votes. `torchcaps.routing.votes` specifies them.
+"""Operators that compute the moments of a layer's votes without materialised votes.
 
-A *pass* computes the moments once; a routing rule runs one pass per iteration. Three operators make a differentiable
-pass:
+`torchcaps.routing.votes` defines the moments. A *pass* computes the moments once; a routing rule runs one pass per
+iteration. Three operators make a differentiable pass:
 
 - `moments` is the forward pass. It takes tokens from `open_votes`.
 - `moments_backward` differentiates the couplings and the agreement of the pass. The backward of `moments` returns the
-  *record* of the pass, which is all that the gradients of children and transforms need, as the gradient of the tokens.
+  *record* of the pass as the gradient of the tokens. The gradients of children and transforms need only this record.
 - `votes_backward` is the backward of `open_votes`. It receives the records of all passes, and computes the gradients of
   children and transforms in one sweep over the votes.
 
@@ -66,7 +66,7 @@ def shapes_of(
 
 
 class Shapes:
-    """Shapes of all inputs and outputs of the operators, and strides of those that are not contiguous.
+    """Shapes of all inputs and outputs of the operators, and strides of the tensors that are not contiguous.
 
     G is the number of softmaxes per child type and sample: one per child site, or one per edge if only the types at the
     same parent site compete (`types`). On a GPU, `lanes` is 1.
@@ -108,7 +108,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
 
     Lanes hold samples if each child site has its own transforms, because several samples then share each read of a
     transform. They also hold samples if parent types would leave many lanes empty, and the parents of a child fit into
-    the cache. While a graph is traced, the choice does not depend on the batch size, so that it may vary.
+    the cache. While a graph is traced, the choice does not depend on the batch size, so the size may vary.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``.
@@ -141,7 +141,7 @@ def _call(
     outputs: Sequence[Tensor | None],
     variance: Tensor | None = None,
 ) -> None:
-    """Check the shapes of the tensors and run a CPU kernel; records may omit their last entries."""
+    """Check the shapes of the tensors and run a CPU kernel. The last entries of a record may be left out."""
     pose, activation, transform = children
     if pose.ndim != 5 or transform.ndim != 5:
         raise ValueError(
@@ -231,7 +231,7 @@ def moments_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute coupling_grads and offset as in `Record`, and the gradients of constant, linear, quadratic and centre.
 
-    Each of these four gradients is empty if the tensor is None or ``agreement_grads`` is False. Without log_sums the
+    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. Without log_sums, the
     couplings are constants, and only the offset is computed.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
@@ -306,7 +306,7 @@ def couplings(
     linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
     by_sample: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute the couplings ``[B, J, E, C]``, with edges sorted by child site as in the lists. Not differentiable."""
+    """Compute the couplings ``[B, J, E, C]``, with edges sorted by child site. The operator is not differentiable."""
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
     output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *options)
     _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [agreement], [output])
@@ -324,7 +324,7 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the tokens of all passes, one per pass and entry of a `Record`. They are expanded from a single number."""
+    """Return the tokens of all passes, one per pass and entry of a `Record`. All are expanded from one number."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 

@@ -30,11 +30,12 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a CPU function to define the operator ``torchcaps::NAME`` with the function's name.
 
-    A call has less overhead than with `torch.library.custom_op`, whose checks take longer than the kernels take for one
-    image. If nothing needs PyTorch's dispatcher, the function is called directly, which reduces the overhead further.
+    A call has less overhead than a call of a `torch.library.custom_op`, whose checks take longer than the kernels need
+    for one image. If nothing needs PyTorch's dispatcher, the function is called directly, which reduces the overhead
+    further.
 
     Arguments:
-        like: function with the same arguments that returns uninitialised outputs, for fake tensors.
+        like: function for fake tensors. It has the same arguments and returns uninitialised outputs.
         on_gpu: implementation for CUDA.
     """
 
@@ -60,7 +61,7 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
 
     Arguments:
         name: name of the operator, without the namespace.
-        backward: function of the context and the gradients of the outputs that returns the gradients of the inputs.
-        keep: function of the context, the inputs and the output that saves what `backward` needs.
+        backward: function that takes the context and the gradients of the outputs, and returns those of the inputs.
+        keep: function that takes the context, the inputs and the output, and saves what ``backward`` needs.
     """
     torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)

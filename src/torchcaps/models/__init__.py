@@ -59,11 +59,11 @@ def routing_of(
     Arguments:
         model: a key of `MODELS`.
         options: keyword arguments of the model's class.
-        routing_options: options of the rule, which replace those of the model.
+        routing_options: options of the rule, which replace the options that the model gives to its rule.
 
     Raises:
-        BadInput: the model, the rule or an option of the rule is unknown, or the model has no rule but
-            ``routing_options`` are given.
+        BadInput: the model, the rule or an option of the rule is unknown; or ``routing_options`` are given for a model
+            without a rule.
 
     Example:
         >>> routing_of("matrix-capsnet", {"routing": "attention"}, {"iterations": 3})
@@ -86,7 +86,7 @@ def _kind(name: str) -> type[nn.Module]:
 
 
 def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """Create a model, and turn any error into a one-line message that names the model.
+    """Create a model. Turn any error into a one-line message that names the model.
 
     Arguments:
         name: name of the model in error messages.
@@ -105,7 +105,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     for key, values in counts.items():
         least = 0 if key in parameters and parameters[key].default == 0 else 1
         if not values or min(values) < least:
-            raise BadInput(f"model {name}: {key} is {options[key]}; use numbers of at least {least}")
+            raise BadInput(f"model {name}: {key} is {options[key]}; every value must be at least {least}")
     try:
         return kind(**options)
     except BadInput:

@@ -30,8 +30,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
     routed one after the other ("sequential" in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
-    parameters that score the poses of the two convolutional layers are not trained, because no later layer uses the
-    activations of these layers.
+    parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses
+    these activations.
 
     Arguments:
         image_shape: (channels, height, width); at least 13×13 pixels.
@@ -40,8 +40,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
         types: number of capsule types in every layer except the last.
         pose_side: rows and columns of a pose.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). Options of ``"attention"`` that are left out use the authors' ``competition="types"``: a child is
-            shared among the parent types at each site.
+            options). For ``"attention"``, the default of ``competition`` is ``"types"``, as in the authors' code: at
+            each site, a child is shared among the parent types.
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.

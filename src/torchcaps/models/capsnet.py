@@ -18,9 +18,9 @@ from torchcaps.routing import Routing
 class CapsNet(nn.Module, Pretrained):
     """CapsNet: convolution, primary capsules, class capsules and decoder.
 
-    Sabour, Frosst & Hinton 2017, figures 1 and 2: convolution 9×9×256 with ReLU → PrimaryCaps 9×9 stride 2, 32 types of
-    8-D → DenseCaps, one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
-    network has 6.8M parameters, and 8.2M with the decoder.
+    Sabour, Frosst & Hinton 2017, figures 1 and 2: convolution 9×9×256 with ReLU → PrimaryCaps 9×9 stride 2 with 32
+    types of 8-D capsules → DenseCaps with one 16-D capsule per class. The length of a class capsule is the score of the
+    class. On MNIST the network has 6.8M parameters without the decoder, and 8.2M with the decoder.
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels.
@@ -33,15 +33,16 @@ class CapsNet(nn.Module, Pretrained):
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
             options).
         im2col: compute convolutions as matrix products (`Im2colConv2d`). On some CPUs this is twice as fast in float32,
-            for 3 MB more memory per 28×28 image. It does not combine with ``stem``.
-        stem: replace the convolution with four, each with BatchNorm and ReLU: 5×5, then three of 3×3, with 1/4, 1/2,
-            1/2 and all of ``convolution_channels``. The second and fourth have stride 2. The primary capsules are then
-            3×3 with stride 1, and see 23×23 pixels instead of 17×17, with a fifth of the weights.
+            but it needs 3 MB more memory per 28×28 image. It cannot be combined with ``stem``.
+        stem: replace the convolution with four (one 5×5, then three 3×3), each followed by BatchNorm and ReLU. Their
+            output channels are 1/4, 1/2, 1/2 and all of ``convolution_channels``, and the second and fourth convolution
+            have stride 2. The kernels of the primary capsules are then 3×3 with stride 1. A primary capsule sees 23×23
+            pixels instead of 17×17, and all layers up to the primary capsules have a fifth of the weights.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules; or ``stem`` is set, and ``convolution_channels`` is not a
-            multiple of 4 or ``im2col`` is set too.
+        ValueError: the rule does not fit the class capsules; ``stem`` and ``im2col`` are both set; or ``stem`` is set
+            and ``convolution_channels`` is not a multiple of 4.
 
     Example:
         >>> import torch
@@ -91,7 +92,7 @@ class CapsNet(nn.Module, Pretrained):
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 
-        The decoder reconstructs the image from the class in ``labels``, or without labels from the most active class.
+        The decoder uses the capsule of the class in ``labels``, or without ``labels`` the most active class capsule.
         """
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
         return prediction_of(capsules, self.decoder, labels)
@@ -112,9 +113,9 @@ def _stem(below: int, channels: int) -> nn.Sequential:
 class BaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the CapsNet paper: three 5×5 convolutions and two hidden linear layers.
 
-    Sabour, Frosst & Hinton 2017, section 5: 256, 256, 128 channels, 328 and 192 units, dropout, softmax cross-entropy.
-    The convolutions keep the image size (padding 2): only then does the network have the paper's 35.4M parameters
-    (35,445,522).
+    Sabour, Frosst & Hinton 2017, section 5: convolutions with 256, 256 and 128 channels, linear layers with 328 and
+    192 units, dropout, and softmax cross-entropy. The convolutions keep the image size (padding 2): only then does the
+    network have the paper's 35.4M parameters (35,445,522).
 
     Arguments:
         image_shape: (channels, height, width).

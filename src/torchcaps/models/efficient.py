@@ -18,15 +18,16 @@ from torchcaps.routing import Routing
 class EfficientCapsNet(nn.Module, Pretrained):
     """Efficient-CapsNet: four convolutions, 16 primary capsules, class capsules with self-attention routing, decoder.
 
-    Mazzia, Salvetti & Chiaberge 2021, figure 2: 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each with ReLU and then
-    BatchNorm → a depthwise convolution as large as the feature map → 16 capsules of 8-D → one 16-D capsule per class.
+    Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
+    by ReLU and BatchNorm → a depthwise convolution with a kernel as large as the feature map, whose output forms 16
+    primary capsules of 8-D → one 16-D capsule per class.
     The length of a class capsule is the score of the class. On MNIST the network has 161,824 parameters without the
     decoder.
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11 pixels.
         num_classes: number of classes.
-        channels: output channels of the four convolutions; the last is a multiple of ``primary_pose_size``.
+        channels: output channels of the four convolutions; the last number is a multiple of ``primary_pose_size``.
         primary_pose_size: length of a primary capsule's pose.
         class_pose_size: length of a class capsule's pose.
         decoder: add a decoder that reconstructs the image from a class capsule.
@@ -35,8 +36,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules, ``channels`` does not have four numbers, or the last one
-            is not a multiple of ``primary_pose_size``.
+        ValueError: the rule does not fit the class capsules; ``channels`` does not have four numbers; or the last
+            number of ``channels`` is not a multiple of ``primary_pose_size``.
 
     Example:
         >>> import torch
@@ -58,7 +59,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
         below, height, width = shape = check_image_shape("EfficientCapsNet", image_shape, smallest=11)
         if len(channels) != 4 or channels[3] % primary_pose_size:
             raise ValueError(
-                f"channels is {list(channels)}: use four numbers, the last one a multiple of primary_pose_size="
+                f"channels is {list(channels)}: use four numbers; the last one must be a multiple of primary_pose_size="
                 f"{primary_pose_size}, such as [32, 64, 64, {16 * primary_pose_size}]"
             )
         layers: list[nn.Module] = []
@@ -82,7 +83,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 
-        The decoder reconstructs the image from the class in ``labels``, or without labels from the most active class.
+        The decoder uses the capsule of the class in ``labels``, or without ``labels`` the most active class capsule.
         """
         numbers = self.primary_capsules(self.features(images)).float()
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")

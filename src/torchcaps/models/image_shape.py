@@ -1,4 +1,4 @@
-"""Check of the image shape that a network is created for."""
+"""Check the image shape for which a network is created."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from torchcaps.errors import BadInput
 
 
 def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Return the shape (channels, height, width), after checking that the network's kernels fit.
+    """Return the shape (channels, height, width), after checking that the network's kernels fit into the image.
 
     Arguments:
         network: name of the network in the error message.

@@ -18,13 +18,13 @@ from torchcaps.routing import Routing, with_defaults
 
 Size = Literal["small", "base"]
 WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base": (32, 32, 32, 32)}
-"""Per size: channels of the convolution, then capsule types of the primary and the two convolutional layers."""
+"""For each size: output channels of the convolution, then capsule types of the primary and the two ConvCaps layers."""
 
 EM = Routing("em", variance_floor=0.01, initial_beta_a=-15.0, inverse_temperature=1.0)
-"""Default routing of `MatrixCapsNet`. Its initial poses are very small: with a variance floor of 1e-4, the first
-couplings are close to 0 or 1, and closer with every iteration, so that a network with three iterations hardly learns.
-With β_a = 0, the scores of wrong classes do not fall below 1/2, or all scores start so close to 1 that the network does
-not learn."""
+"""Default routing of `MatrixCapsNet`. The initial poses of the network are very small. With a variance floor of 1e-4,
+the first couplings would be close to 0 or 1, and later couplings even closer, so a network with three iterations would
+hardly learn. With an initial β_a of 0, either the scores of wrong classes do not fall below 1/2, or all scores start so
+close to 1 that the network does not learn."""
 
 
 class MatrixCapsNet(nn.Module, Pretrained):
@@ -40,28 +40,28 @@ class MatrixCapsNet(nn.Module, Pretrained):
         image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
         num_classes: number of classes.
         size: widths (A, B, C, D): ``small`` for (64, 8, 16, 16), ``base`` for (32, 32, 32, 32).
-        widths: (A, B, C, D), replacing those of ``size``.
+        widths: widths (A, B, C, D) to use instead of those of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
-        stem: number of extra 3×3 convolutions after the first one, with the same channels and resolution. With a stem
-            or with ``normalise``, BatchNorm follows every convolution.
+        stem: number of extra 3×3 convolutions after the first convolution, which keep its channels and resolution. With
+            a stem or with ``normalise``, BatchNorm follows every convolution.
         stem_stride: 1 or 2. With 2, the middle convolution of the stem has stride 2 and doubles the channels, and the
-            first ConvCaps layer has stride 1. This gives a quarter of the primary capsules.
-        normalise: BatchNorm without learned parameters on poses and activation logits of the primary capsules.
+            first ConvCaps layer has stride 1. This reduces the number of primary capsules to a quarter.
+        normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). Options of ``"em"`` that are left out have the defaults of EM routing, except
-            ``variance_floor=0.01`` and ``initial_beta_a=-15``.
+            options). For ``"em"``, two defaults differ from those of `EMRouting`: ``variance_floor=0.01`` and
+            ``initial_beta_a=-15``.
         class_temperature_factor: factor on the inverse temperature λ of the class capsules, only for ``"em"``; 1/4 in
             the authors' code.
-        primary_initial_std, activation_initial_std: standard deviations of the initial weights of primary poses and
-            activations; None for PyTorch's default. The authors' code uses 0.5 and 3.
-        initial_std, class_initial_std: standard deviations of the initial transforms of ConvCaps and class capsules.
+        primary_initial_std, activation_initial_std: standard deviations of the initial weights that compute the poses
+            and the activations of the primary capsules; None for PyTorch's default. The authors' code uses 0.5 and 3.
+        initial_std, class_initial_std: standard deviations of the initial transforms of ConvCaps and of ClassCaps.
         around_identity: initialise transforms around the identity instead of zero. The authors' code initialises
             around zero, with standard deviations 0.3 and 0.01.
 
     Raises:
-        BadInput: the image is too small for the kernels, an option has an invalid value, the routing or one of its
-            options is unknown, or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
+        BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
+            options is unknown; or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
         ValueError: the rule does not fit a layer.
 
     Example:
@@ -110,7 +110,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)
         if stem < 0:
-            raise BadInput(f"stem is {stem}: use a number of convolutions, 0 or more")
+            raise BadInput(f"stem is {stem}: the number of convolutions must be at least 0")
         if stem_stride not in (1, 2) or stem < stem_stride - 1:
             raise BadInput(f"stem_stride is {stem_stride} and stem is {stem}: use stem_stride 1, or 2 with stem >= 1")
         convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]
@@ -195,9 +195,9 @@ def _receptive_field_centres(
 class MatrixBaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the matrix capsule paper: two 5×5 convolutions with max-pooling and a hidden linear layer.
 
-    Hinton, Sabour & Frosst 2018, section 5: 32 and 64 channels, each with 2×2 max-pooling, 1024 units, dropout, softmax
-    cross-entropy. The convolutions keep the image size (padding 2): only then does the network have the paper's 4.2M
-    parameters on 32×32 stereo images (4,253,349).
+    Hinton, Sabour & Frosst 2018, section 5: convolutions with 32 and 64 channels, each followed by 2×2 max-pooling; a
+    linear layer with 1024 units; dropout; and softmax cross-entropy. The convolutions keep the image size (padding 2):
+    only then does the network have the paper's 4.2M parameters on 32×32 stereo images (4,253,349).
 
     Arguments:
         image_shape: (channels, height, width); at least 4×4 pixels.

@@ -1,7 +1,7 @@
 """A CNN and a capsule network with the same convolutional trunk: Su 2018.
 
-Both give one independent score per class and accept images of any size. They differ only in how they combine positions:
-by global average pooling or by shared capsules.
+Both networks give one independent score per class and accept images of any size. They differ only in how they combine
+positions: the CNN by global average pooling, the capsule network by shared capsules.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, with_defaults
 
 SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="unit")
-"""Default routing of `PooledCapsNet`: logits of the latest iteration from parents of unit length, and a last iteration
-squashed with ``|s|² / (0.5 + |s|²)``."""
+"""Default routing of `PooledCapsNet`. The logits come only from the latest iteration, whose parents have unit length.
+The last iteration squashes the parents with ``|s|² / (0.5 + |s|²)``."""
 
 
 def _trunk(channels: int) -> nn.Sequential:
@@ -31,7 +31,7 @@ def _trunk(channels: int) -> nn.Sequential:
 
 
 def _glorot(module: nn.Module) -> None:
-    """Initialise as the author: Glorot-uniform weights, zero biases. Smaller weights make capsules learn far slower."""
+    """Use the author's Glorot-uniform weights and zero biases. With smaller weights, capsules learn far more slowly."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(cast(nn.Parameter, module.bias))
@@ -80,7 +80,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         num_classes: number of classes.
         class_pose_size: length of a class capsule's pose.
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options). Options of ``"dynamic"`` that are left out have the values of the author's code,
+            options). For ``"dynamic"``, the defaults are those of the author's code:
             ``logits="latest", squash_form="su", inner_squash_form="unit"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Saving and loading of networks: weights as safetensors, and everything else that affects their output as JSON."""
+"""Saving and loading of networks: weights as safetensors, and everything else that affects the output as JSON."""
 
 import functools
 import hashlib
@@ -30,10 +30,10 @@ class SavedConfig(NamedTuple):
     """Content of config.json.
 
     Arguments:
-        format: version of the file format, 4.
+        format: version of the file format; always 4.
         model: name of the network in `MODELS`.
-        options: all constructor arguments except routing.
-        routing: name in `ROUTINGS` and options of the rule, per layer with a rule.
+        options: all constructor arguments except ``routing``.
+        routing: for each layer that has a rule, its name in `ROUTINGS` and its options.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
         images: preparation of images and class names, as saved by `Classifier`; None if the network was saved without
             them.
@@ -50,8 +50,8 @@ class SavedConfig(NamedTuple):
 class Pretrained:
     """Mixin that adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
 
-    It stores all constructor arguments except routing in ``options``. They must be plain data: numbers, strings and
-    lists. The routing rule of each layer is saved separately.
+    The mixin keeps all constructor arguments except ``routing`` in the attribute ``options``. These arguments must be
+    plain data: numbers, strings and lists. The routing rule of each layer is saved separately.
 
     Example:
         >>> from torchcaps import PooledCapsNet
@@ -81,8 +81,8 @@ class Pretrained:
         """Save the network as model.safetensors and config.json.
 
         Arguments:
-            folder: created if it does not exist; other files in it are not changed.
-            images: preparation of images and class names; `Classifier.save_pretrained` passes it.
+            folder: folder to write to. It is created if it does not exist; other files in it are not changed.
+            images: preparation of images and class names; `Classifier.save_pretrained` passes this argument.
 
         Raises:
             BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or the folder cannot be
@@ -115,9 +115,9 @@ class Pretrained:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: options that replace saved options, such as ``im2col=True``. A ``routing`` with the name of the
-                saved rule changes only the options that it sets, in every layer; another routing replaces the saved
-                rules.
+            changes: options that replace saved options, such as ``im2col=True``. If ``routing`` has the name of the
+                saved rule, it changes only the options that it sets, in every layer. Any other ``routing`` replaces the
+                saved rules.
 
         Raises:
             BadInput: the folder or repository does not exist, a file is missing or damaged, or the weights belong to
@@ -134,7 +134,9 @@ class Pretrained:
         check_options(cls.__name__, changes, kinds)
         kinds.pop("routing", None)
         if missing := absent(config.model, kinds, config.options):
-            raise BadInput(f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save it again")
+            raise BadInput(
+                f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save the network again"
+            )
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
         model = _built(cls, {**config.options, **changes})
         _restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
@@ -167,7 +169,7 @@ def model_name(kind: type) -> str:
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """Return the folder, or a local copy of a repository on the Hugging Face Hub.
+    """Return the path of a folder, or download a repository from the Hugging Face Hub and return the path of the copy.
 
     Raises:
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
@@ -188,7 +190,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
 
 
 def read_config(folder: Path) -> SavedConfig:
-    """Read config.json of a folder and check that it is complete and its entries have the right types.
+    """Read config.json from a folder, and check that it is complete and that its entries have the right types.
 
     Raises:
         BadInput: config.json or model.safetensors is missing, or config.json is damaged.
@@ -262,13 +264,13 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
-        problem = "lacks the layer" if layer in layers else "the network has no layer"
-        raise BadInput(f"{path}: routing: {problem} {layer!r}; save the network again")
+        problem = "lacks the layer" if layer in layers else "names a layer, but the network has no layer"
+        raise BadInput(f"{path}: routing {problem} {layer!r}; save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])
         if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
-            raise BadInput(f"{entry} must have a rule, one of {', '.join(ROUTINGS)}, and its options")
+            raise BadInput(f"{entry} must have options and a rule, one of {', '.join(ROUTINGS)}")
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
         check_options(entry, rule["options"], kinds_of(kind))
@@ -312,7 +314,7 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
 
 
 def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options to the values that JSON returns for them.
+    """Convert options to the values that they have after they are written to JSON and read again.
 
     Raises:
         BadInput: an option cannot be written as JSON.

@@ -18,10 +18,10 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     """Capsule network with self-routing: six convolutions with BatchNorm, primary capsules and class capsules.
 
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
-    channels, where every second one has stride 2 → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps
-    3×3, each with BatchNorm on its poses → one capsule per class, with one transform per position. The score of a class
-    is its activation; the paper trains on the log of the activations (``loss="activation_cross_entropy"``). The network
-    has 856,064 parameters on 32×32 stereo images with five classes.
+    channels → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps 3×3, each with BatchNorm on its poses →
+    one capsule per class, with one transform per position. Every second convolution has stride 2. The score of a class
+    is the activation of its capsule; the paper trains on the log of the activations
+    (``loss="activation_cross_entropy"``). The network has 856,064 parameters on 32×32 stereo images with five classes.
 
     The authors' class capsules have no poses. Here they have poses of length 1, because every layer has transforms.
     These are 2,560 of the parameters, and the loss does not depend on them.

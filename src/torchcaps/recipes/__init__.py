@@ -1,4 +1,4 @@
-"""The recipes: one function per recipe, with all settings of its training."""
+"""Recipes by name. Each recipe is a function that returns all settings of a training."""
 
 import inspect
 import json
@@ -87,7 +87,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         name: a key of `RECIPES`.
         settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
             ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
-            A change of model, rule, data or loss drops the recipe's options for the old one.
+            If you change the model, rule, data or loss, the options that the recipe set for the previous one are
+            discarded.
 
     Raises:
         BadInput: the recipe or a key is unknown, or a value has the wrong type.
@@ -126,7 +127,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """The routing options of a changed recipe; those of the old recipe are dropped if model or rule changed."""
+    """Return the routing options of a changed recipe. A change of model or rule discards the recipe's own options."""
     model = changed.get("model", recipe.model)
     rule = routing_of(model, changed.get("model_options", recipe.model_options))
     if rule is None:
@@ -143,7 +144,7 @@ def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mappi
 
 
 def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
-    """Annotated type and default of an option of the chosen model, data, loss or routing rule."""
+    """Return the annotated type and the default of an option of the chosen model, data, loss or routing rule."""
     takes: Callable[..., Any]
     names: Sequence[str] | None = None
     if group == "data" and chosen in DATASETS:

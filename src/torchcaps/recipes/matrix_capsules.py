@@ -10,7 +10,7 @@ VARIATIONAL = {
     "class_initial_std": 0.04,
     "around_identity": False,
 }
-"""Options of a matrix capsule network with variational Bayes routing, with the authors' initial transforms."""
+"""Model options that select variational Bayes routing and the initial transforms of its authors."""
 
 
 def matrix_capsnet_smallnorb() -> Recipe:
@@ -40,18 +40,20 @@ def matrix_capsnet_smallnorb() -> Recipe:
 
 
 def matrix_capsnet_toys() -> Recipe:
-    """Matrix capsules on the rendered toys with three routing iterations and improvements from later papers.
+    """Matrix capsules with three routing iterations and improvements from later papers, on the rendered toys.
 
-    Changes from the paper's settings, which are in `matrix_capsnet_toys_paper`:
+    `matrix_capsnet_toys_paper` has the paper's settings. This recipe differs from the paper's settings as follows:
 
-    - Three more convolutions, the middle one with stride 2. BatchNorm follows all four and the primary capsules.
-    - Crops that contain the whole toy, standardisation after augmentation, and mixup.
-    - Cross-entropy on activation logits, a cosine schedule, and the last epoch instead of the best.
-    - An inverse temperature (``tempering``) of 0.25 for the couplings, and a variance floor as large as the variance of
-      the votes. With the paper's settings, three iterations learn worse than two.
+    - Three convolutions are added, of which the second has stride 2. BatchNorm follows each of the four convolutions
+      and the primary capsules.
+    - Crops contain the whole toy, images are standardised after augmentation, and mixup is on.
+    - The loss is the cross-entropy on activation logits, the learning rate has a cosine schedule, and the last epoch is
+      kept instead of the best epoch.
+    - The inverse temperature of the couplings (``tempering``) is 0.25, and the variance floor is as large as the
+      variance of the votes. With the paper's settings, a network with three iterations learns worse than one with two.
 
-    Values of tempering and variance floor were compared on toys held out from training. The stem, the crop and mixup
-    were compared on toys of another rendering, ``data.render_seed=2``, on which no network was trained.
+    Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. The stem, the crop and
+    mixup were compared on toys of another rendering (``data.render_seed=2``), on which no network was trained.
     """
     return replace(
         matrix_capsnet_smallnorb(),
@@ -80,7 +82,7 @@ def matrix_capsnet_toys_paper() -> Recipe:
 def matrix_capsnet_mnist() -> Recipe:
     """Matrix capsules on MNIST with the network, loss and schedule of `matrix_capsnet_toys`.
 
-    Training digits are shifted, rotated and squeezed, without mixup. `matrix_capsnet_mnist_paper` has the paper's
+    Training digits are shifted, rotated and squeezed; mixup is off. `matrix_capsnet_mnist_paper` has the paper's
     settings.
     """
     return replace(
@@ -104,8 +106,8 @@ def matrix_capsnet_mnist() -> Recipe:
 def matrix_capsnet_mnist_paper() -> Recipe:
     """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
 
-    The training is short. All sites in the blank margin of a digit cast similar votes, so the recipe uses Gritzman's
-    variance floor and a lower initial β_a. Both were chosen on images of the training split.
+    The training is short. All sites in the blank margin of an image cast similar votes, so the recipe uses Gritzman's
+    variance floor and a lower initial β_a. The values of both were chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),
@@ -125,10 +127,11 @@ def matrix_capsnet_mnist_paper() -> Recipe:
 def variational_capsnet_smallnorb() -> Recipe:
     """Matrix capsules with variational Bayes routing on smallNORB: Ribeiro, Leontidis & Kollias 2020.
 
-    Network, batch size and initial learning rate follow the authors' code, which computes the cross-entropy of the
-    activations as if they were logits. It trains for 300 epochs at a constant learning rate; this recipe trains for 30
-    with a cosine schedule. As in that code, initial transforms are close to 0. With transforms close to the identity,
-    all parents start nearly equal, BatchNorm amplifies their small differences, and the network learns nothing.
+    Network, loss, batch size and initial learning rate follow the authors' code. The loss is a cross-entropy that
+    treats the activations as logits. The authors train for 300 epochs at a constant learning rate; this recipe trains
+    for 30 epochs with a cosine schedule. As in the authors' code, the initial transforms are close to 0. If they were
+    close to the identity, all parents would start nearly equal, BatchNorm would amplify the small differences between
+    parents, and the network would learn nothing.
     """
     return Recipe(
         name="variational-capsnet-smallnorb",
@@ -145,7 +148,7 @@ def variational_capsnet_smallnorb() -> Recipe:
 
 
 def variational_capsnet_toys() -> Recipe:
-    """Matrix capsules with variational Bayes routing on the rendered toys; settings of the smallNORB recipe."""
+    """Matrix capsules with variational Bayes routing on the rendered toys, with the settings for smallNORB."""
     return replace(variational_capsnet_smallnorb(), name="variational-capsnet-toys", data="toys")
 
 

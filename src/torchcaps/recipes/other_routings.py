@@ -8,9 +8,12 @@ from torchcaps.recipe import Recipe
 def self_routing_capsnet_smallnorb() -> Recipe:
     """Self-routing capsules on smallNORB: Hahn, Pyeon & Kim 2019, "7-layer CNN".
 
-    Network, loss, optimiser, batch size, crops and contrast follow the authors. Differences: brightness is added, where
-    the authors multiply; both images of a stereo pair are used, where the authors use one; the learning rate falls from
-    0.1 along a cosine in 20 epochs, where theirs falls in steps over 200 epochs.
+    Network, loss, optimiser, batch size, crops and contrast follow the authors. There are three differences:
+
+    - A random brightness is added to the pixels; the authors multiply the pixels by a random brightness.
+    - Both images of a stereo pair are used; the authors use one image of each pair.
+    - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors' learning rate falls in steps over 200
+      epochs.
     """
     return Recipe(
         name="self-routing-capsnet-smallnorb",
@@ -53,10 +56,11 @@ def self_routing_capsnet_cifar10() -> Recipe:
 
 
 def self_routing_capsnet_fashion_mnist() -> Recipe:
-    """Self-routing capsules on Fashion-MNIST with shifts, flips, twice the channels and half the capsule types.
+    """Self-routing capsules on Fashion-MNIST with shifts and flips.
 
-    Uses Adam, because SGD learns more slowly here, and no standardisation. ``--set model.width=16 --set
-    model.types=12`` gives a network of 1.8 MB.
+    The network has twice the channels and half the capsule types of the network for CIFAR-10. The optimiser is Adam,
+    because SGD learns more slowly here, and images are not standardised. For a network of 1.8 MB, use ``--set
+    model.width=16 --set model.types=12``.
     """
     return replace(
         self_routing_capsnet_cifar10(),
@@ -75,9 +79,11 @@ def self_routing_capsnet_fashion_mnist() -> Recipe:
 def attention_capsnet_cifar10() -> Recipe:
     """Capsules with inverted dot-product attention on CIFAR-10: Tsai et al. 2020, simple backbone.
 
-    Network, optimiser, batch size and augmentation follow the authors. Differences: each image is standardised
-    individually, not with the mean of the dataset; the learning rate falls from 0.1 along a cosine in 20 epochs, where
-    the authors train for 350 epochs and divide it by 10 twice.
+    Network, optimiser, batch size and augmentation follow the authors. There are two differences:
+
+    - Each image is standardised with its own mean; the authors use the mean of the dataset.
+    - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors train for 350 epochs and divide the
+      learning rate by 10 twice.
     """
     return Recipe(
         name="attention-capsnet-cifar10",
@@ -99,9 +105,12 @@ def attention_capsnet_cifar10() -> Recipe:
 def generative_capsnet_smallnorb() -> Recipe:
     """Generative routing capsules on smallNORB at its full size of 96×96 pixels: Heinsen 2019.
 
-    Network, optimiser, batch size and number of epochs follow the author. Differences: a linear warm-up over a tenth of
-    the epochs and a cosine replace his one-cycle schedule; mixup draws one share per batch, where he draws one per
-    image; there are no shifts by cropping.
+    Network, optimiser, batch size and number of epochs follow the author. There are three differences:
+
+    - The learning rate rises linearly in the first tenth of the epochs and then falls along a cosine; the author uses a
+      one-cycle schedule.
+    - Mixup draws one mixing proportion per batch; the author draws one per image.
+    - Images are not shifted by random crops.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",

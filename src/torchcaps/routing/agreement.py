@@ -9,14 +9,14 @@ Competition = Literal["parents", "types"]
 
 
 class Agreement(NamedTuple):
-    """Logits of the couplings, as a quadratic function of the votes: how well each vote fits each parent.
+    """Logits of the couplings, as a quadratic function of the votes. A logit measures how well a vote fits a parent.
 
     ::
 
         logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre, sums over the elements of a vote
 
-    A softmax over the parents of a child turns its logits into couplings. Parts that are None count as 0; if all are
-    None, the couplings are uniform.
+    A softmax over the parents of a child turns the child's logits into couplings. A part that is None counts as 0; if
+    all parts are None, the couplings are uniform.
 
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types.
@@ -35,10 +35,10 @@ class Agreement(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mass, mean and variance of the votes per parent, weighted with activation and coupling: ``w_ij = a_i c_ij``.
+    """Mass, mean and variance of the votes for each parent. A vote has weight ``a_i c_ij``: activation · coupling.
 
-    Mean and variance from the fused kernels may not be contiguous, and elementwise operations keep their memory layout.
-    Use ``reshape`` or ``flatten`` instead of ``view``.
+    The mean and the variance from the fused kernels may not be contiguous, and elementwise operations keep the memory
+    layout of their input. Use ``reshape`` or ``flatten`` instead of ``view``.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class AttentionRouting(Rule):
-    """Inverted dot-product attention: couplings from the dot product of vote and parent pose, parents with LayerNorm.
+    """Inverted dot-product attention: couplings come from dot products of votes and parent poses.
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, algorithm 1::
 
@@ -23,15 +23,15 @@ class AttentionRouting(Rule):
             p_j = LayerNorm(Σ_i c_ij V_ij)
         a_j = σ(w · p_j + b)
 
-    D is the number of elements of a pose. The paper has no activations and classifies with one linear layer on the pose
-    of each class capsule. Here that linear layer, followed by a sigmoid, gives the activation of every parent. The
-    activations of the children are not used.
+    D is the number of elements of a pose. In the paper, capsules have no activations, and one linear layer computes
+    the score of each class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the
+    activation of every parent. The activations of the children are not used.
 
     Arguments:
         pose_size: number of elements of a parent's pose (D), rows times columns.
-        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
-        competition: ``parents``: softmax over all parents of a child; ``types``: over the parent types at each site,
-            as in the authors' code.
+        iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
+        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at
+            each site, as in the authors' code.
 
     Raises:
         ValueError: ``pose_size`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown.
@@ -59,7 +59,7 @@ class AttentionRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "AttentionRouting":
-        """Create the rule for a layer, with ``pose_size`` from the layer's parents."""
+        """Create the rule for a layer, using the pose size of the layer's parents."""
         return cls(math.prod(layer.parent_pose_shape), **options)
 
     def route(self, votes: Votes) -> Capsules:

@@ -34,12 +34,12 @@ ROUTINGS: dict[str, type[nn.Module]] = {
 
 @dataclass(frozen=True, init=False, repr=False)
 class Routing:
-    """Name and options of a routing rule. Each layer creates its own rule from them, with the sizes of the layer.
+    """Name and options of a routing rule. Each layer uses them to create its own rule, with the sizes of that layer.
 
     Arguments:
         name: a key of `ROUTINGS`.
-        options: keyword arguments of the rule's class that have a default. Arguments without a default are sizes; the
-            layer sets them.
+        options: keyword arguments of the rule's class that have a default. Arguments without a default are sizes,
+            which the layer sets.
 
     Raises:
         BadInput: ``name`` is not in `ROUTINGS`, the rule has no such option, or a value has the wrong type.
@@ -84,7 +84,7 @@ def routing_options(name: str) -> dict[str, Any]:
 
 
 def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
-    """Fill in missing options from ``defaults`` if ``routing`` is the same rule by name.
+    """Fill in missing options from ``defaults`` if ``routing`` names the same rule as ``defaults``.
 
     Example:
         >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))
@@ -97,10 +97,10 @@ def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.M
 
 
 def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module:
-    """Create the rule for a layer from its name or `Routing`; a rule module is checked and returned as it is.
+    """Create the rule for a layer from a name or a `Routing`. A rule module is checked and returned unchanged.
 
     Raises:
-        ValueError: ``routing`` is neither a rule module nor a name in `ROUTINGS`, or is a rule made for a layer of
+        ValueError: ``routing`` is neither a rule module nor a name in `ROUTINGS`, or it was created for a layer with
             other sizes.
     """
     if isinstance(routing, str):

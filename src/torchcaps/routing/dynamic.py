@@ -1,4 +1,4 @@
-"""Dynamic routing: Sabour, Frosst & Hinton 2017, and the variant of Su 2018 that treats it as clustering."""
+"""Dynamic routing: Sabour, Frosst & Hinton 2017, and the variant of Su 2018 that treats routing as clustering."""
 
 import inspect
 from typing import Any, Literal, cast, get_args, overload
@@ -62,7 +62,7 @@ def dynamic_routing(
     return_couplings: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
-    """Dynamic routing: compute parents from votes by agreement.
+    """Compute parents by dynamic routing: a child counts most for the parents that agree with its votes.
 
     Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1::
 
@@ -72,20 +72,20 @@ def dynamic_routing(
             v_j = squash(Σ_i c_ij û_ij)
             b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
 
-    The length of a pose is its activation, so a child with a zero pose has no effect. The dtype is the wider one of
-    ``pose`` and ``transform``; autocast has no effect.
+    The length of a pose is its activation, so a child with a zero pose has no effect. The result has the wider
+    dtype of ``pose`` and ``transform``; autocast has no effect.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the last iteration,
-            so that more iterations give a better result.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the latest
+            agreement, so more iterations give a better result.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
-        inner_squash_form: squash of the parents in all earlier iterations; None for the same as ``squash_form``. Su's
-            code uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
+        inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
+            uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
             iteration as constants.
         leaky: include a "none of the above" parent with logit 0 in the softmax, as in the paper's CIFAR-10 network.
@@ -161,10 +161,10 @@ class DynamicRouting(nn.Module):
 
     Arguments:
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the last iteration.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the latest one.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
-        inner_squash_form: squash of the parents in all earlier iterations; None for the same as ``squash_form``.
+        inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
             iteration as constants.
         leaky: include a "none of the above" parent with logit 0 in the softmax.
@@ -206,7 +206,7 @@ class DynamicRouting(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "DynamicRouting":
-        """Create the rule for a layer. The rule has no parameters, so it does not depend on the layer."""
+        """Create the rule for a layer. The rule has no parameters, so the sizes of the layer have no effect."""
         return cls(**options)
 
     @overload

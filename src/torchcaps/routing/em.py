@@ -94,7 +94,7 @@ def em_routing(
     return_passes: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, list[EMPass]]:
-    """EM routing: fit a Gaussian to the votes for each parent, and assign each child to its parents.
+    """Compute parents by EM routing: fit a Gaussian to the votes for each parent, and share every child among parents.
 
     Hinton, Sabour & Frosst 2018, procedure 1, in log space::
 
@@ -109,10 +109,11 @@ def em_routing(
                 log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
                 R_ij = a_j p_ij / Σ_k a_k p_ik
 
-    The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor (a single child has no
-    variance), mean_data = children / parents of the layer (otherwise layers with few parents saturate), and couplings
-    that compete over all parents of a child. A child with activation 0 has no effect. A parent whose children all have
-    activation 0 has mean 0 and cost 0. The dtype is the widest one of children and transform; autocast has no effect.
+    The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor, because one vote has no
+    variance; mean_data = number of children / number of parents of the layer, because layers with few parents would
+    saturate otherwise; and couplings that compete over all parents of a child. A child with activation 0 has no effect.
+    A parent whose children all have activation 0 has mean 0 and cost 0. The result has the widest dtype of pose,
+    activation and transform; autocast has no effect.
 
     Arguments:
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
@@ -121,24 +122,25 @@ def em_routing(
         beta_u: ``[J]``, the negative of the cost of describing a datum without an active parent.
         beta_a: ``[J]``, the negative of the cost of activating a parent.
         iterations: number of routing iterations, from 1 to 1,000.
-        competition: ``parents``: a child is shared among all its parents; ``types``: among the parent types at each
-            site separately, as in most implementations (R_ij then starts at 1 / J).
-        variance_floor: added to σ², at least 0. Gritzman uses 1e-4 and the authors' code 5e-4. The paper has none, in
-            which case a parent with a single vote becomes NaN.
-        normalise_data: divide Σ r by mean_data in the cost; the paper does not.
-        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule. The paper's 0.01 fits a cost summed over
-            all data (``normalise_data=False``); for the cost per datum, 1 is equivalent, as in Gritzman's code.
-        temperature_schedule: ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, …, as the authors; or ``constant``.
-        parent_activation: ``logistic``, or ``mixing``: mixing proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
+        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete,
+            as in most implementations (R_ij then starts at 1 / J).
+        variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
+            floor; a parent with a single vote then becomes NaN.
+        normalise_data: divide Σ_i r_ij by mean_data in the cost; the paper does not divide.
+        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule. The paper's 0.01 suits a cost summed over
+            all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
+        temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
+            in iteration t = 0, 1, ….
+        parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
-            as independent, which makes the couplings overconfident; a smaller factor softens them.
-        return_passes: also return every iteration. If a gradient is required, this materialises all votes.
+            as independent, which makes the couplings overconfident; a smaller factor makes them softer.
+        return_passes: also return the result of every iteration. If a gradient is required, all votes are materialised.
         backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
             ``auto``: fused if the kernels can run.
 
     Returns:
-        The parents: mean ``[B, P, J, R, N]`` and activation ``[B, P, J]`` of the last iteration. With
+        The parents: the mean ``[B, P, J, R, N]`` of the last iteration as pose, and its activation ``[B, P, J]``. With
         ``return_passes``, also a list with one `EMPass` per iteration.
 
     Raises:
@@ -205,7 +207,7 @@ def em_routing(
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
-    """Compute the log of each parent's share of the layer's mass, with shares clamped to the smallest normal number."""
+    """Compute the log of each parent's share of the layer's mass; shares are at least the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
     some = total >= tiny
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
@@ -273,20 +275,21 @@ class EMRouting(nn.Module):
             E-step:   R_ij = a_j N(V_ij; μ_j, σ_j²) / Σ_k a_k N(V_ij; μ_k, σ_k²)
 
     Arguments:
-        parent_types: number of parent types (J). β_u and β_a have one number per type, and are not trained with
+        parent_types: number of parent types (J). β_u and β_a have one number per parent type. They are not trained if
             ``parent_activation="mixing"``.
         iterations: number of routing iterations, from 1 to 1,000.
-        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
-        variance_floor: added to σ², at least 0.
-        normalise_data: mean_data = children / parents of the layer; otherwise 1.
+        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
+        variance_floor: constant added to σ², at least 0.
+        normalise_data: set mean_data to children / parents of the layer. If False, mean_data is 1.
         inverse_temperature: λ, above 0; the limit of the ``rising`` schedule.
-        temperature_schedule: ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, …; or ``constant``.
-        parent_activation: ``logistic``, or ``mixing`` proportions that sum to 1 over the layer.
+        temperature_schedule: ``constant``: λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
+        parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; below 1 it softens the couplings.
+        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; a factor below 1 softens the couplings.
         backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
-        initial_beta_a: initial β_a; β_u starts at 0. If negative, a parent that no child chooses has a low activation,
-            logistic(λ β_a). Training moves β_a in steps of the learning rate, too slowly to reach such values.
+        initial_beta_a: initial value of β_a; β_u starts at 0. With a negative β_a, a parent that no child chooses has a
+            low activation, logistic(λ β_a). Training moves β_a in steps of the learning rate, which is too slow to
+            reach such values.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.
@@ -345,11 +348,11 @@ class EMRouting(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "EMRouting":
-        """Create the rule for a layer, with its number of parent types."""
+        """Create the rule for a layer, using the layer's number of parent types."""
         return cls(layer.parent_types, **options)
 
     def passes(self, children: Capsules, transform: Tensor, routing_map: RoutingMap) -> list[EMPass]:
-        """Route and return one `EMPass` per iteration: couplings, mean, variance and activation."""
+        """Run the routing and return one `EMPass` per iteration: couplings, mean, variance and activation."""
         betas = self.beta_u, self.beta_a
         return em_routing(children, transform, routing_map, *betas, return_passes=True, **self.options)[1]
 

@@ -27,23 +27,25 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    f is the logistic function. In the paper, layers exchange logits and first apply f to them. Here layers exchange
-    activations in [0, 1]: a_i is already f of a logit, and a parent's activation is f(logit_j). β is shared like the
-    transforms: one number per transform, child type and parent type, initially 0. A parent whose children all have
-    activation 0 has pose 0. The vote bias of the author's code is left out.
+    f is the logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits
+    before routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's
+    activation is f(logit_j). β is shared in the same way as the transforms: it has one value per transform, child type
+    and parent type, initially 0. A parent whose children all have activation 0 has pose 0. The vote bias of the
+    author's code is left out.
 
     Arguments:
-        transforms: number of transforms of the map (K): child sites of a dense layer, 1 for a shared layer,
-            kernel_size² for a convolutional layer.
+        transforms: number of transforms of the map (K): the number of child sites for a dense layer, 1 for a shared
+            layer, kernel_size² for a convolutional layer.
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
-        variance_floor: added to σ², above 0.
-        mass_floor: added to Σ D_use in denominators, above 0; it pulls poses of parents with little mass towards 0.
+        iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
+        variance_floor: constant added to σ_j², above 0.
+        mass_floor: constant added to Σ_i D_use_ij in denominators, above 0. It pulls the pose of a parent with little
+            mass towards 0.
 
     Raises:
-        ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When called: the
-            transform's K, C and J differ from those of the rule.
+        ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When the rule is
+            called: the K, C and J of the transform differ from those of the rule.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -76,16 +78,16 @@ class GenerativeRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "GenerativeRouting":
-        """Create the rule for a layer, with the sizes of its transforms."""
+        """Create the rule for a layer, using the sizes of the layer's transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
-        """Compute the parents; same arguments as `Rule.forward`. Each vote carries its β in two extra elements."""
+        """Compute the parents, as `Rule.forward`. Two extra elements of each vote contain the β values of the vote."""
         check_capsules(children)
         routing_map.check(pose := children.pose, transform)
         if transform.shape[:3] != self.beta_use.shape:
             raise ValueError(
-                f"transform must have [K, C, J] = {list(self.beta_use.shape)}, as β of this rule; "
+                f"transform must have [K, C, J] = {list(self.beta_use.shape)}, the sizes of β in this rule; "
                 f"got {list(transform.shape[:3])}: make the rule for this layer"
             )
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
@@ -96,7 +98,7 @@ class GenerativeRouting(Rule):
         child = routing_map.edges_on(pose.device)[:, 0]
         factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
         factors[..., 0, 0] = 1
-        # This factor cancels the uniform couplings of the first pass, so that mass · mean is Σ a_i β_ignore.
+        # This factor cancels the uniform couplings of the first pass, so mass · mean is Σ a_i β_ignore.
         reached = factors.new_zeros(len(factors)).index_add(0, child, factors.new_ones(len(child)))
         competing = reached if self.competition == "parents" else torch.ones_like(reached)
         factors[..., -1, 1] = transform.shape[2] * competing[:, None]

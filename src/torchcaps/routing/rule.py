@@ -1,4 +1,4 @@
-"""Base class of routing rules: fused passes over the votes, with plain PyTorch in between."""
+"""Base class of routing rules. A rule makes fused passes over the votes, with plain PyTorch between the passes."""
 
 from abc import abstractmethod
 from typing import Any, Literal, NamedTuple, overload
@@ -34,8 +34,8 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The dtype is the widest one of children and transform, and at least float32; autocast has no effect. A rule in
-    ``torchcaps.ROUTINGS`` with a property ``saved_options`` is saved with its network.
+    The computation uses the wider dtype of the children's poses and the transform, and at least float32; autocast has
+    no effect. A rule that is in ``torchcaps.ROUTINGS`` and has a property ``saved_options`` is saved with its network.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -54,18 +54,18 @@ class Rule(nn.Module):
     weighs_activations = True
     """Whether votes are weighted with the activation of the child."""
     competition: Competition = "parents"
-    """Parents that a child is shared among: all its parents, or the parent types at each site separately."""
+    """``parents``: all parents of a child compete for it; ``types``: only those at the same site compete."""
     backend: Backend = "auto"
     """``fused`` (never materialise votes), ``reference`` (materialise all votes), or ``auto``: fused if possible."""
 
     @property
     def passes(self) -> int:
-        """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it exists, otherwise 1."""
+        """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""
         return getattr(self, "iterations", 1)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
-        """Create the rule for a layer that selects it by name; parameters take their sizes from ``layer``."""
+        """Create the rule for a layer that selects it by name. Its parameters take their sizes from ``layer``."""
         return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:

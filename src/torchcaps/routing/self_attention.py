@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfAttentionRouting(Rule):
-    """Self-attention routing: one iteration, with logits from the dot products of a child's vote with all votes.
+    """Self-attention routing: one iteration; the logit of a vote is its dot product with the sum of the parent's votes.
 
     Mazzia, Salvetti & Chiaberge 2021, section 3.2::
 
@@ -21,8 +21,8 @@ class SelfAttentionRouting(Rule):
         s_j = Σ_i (c_ij + b_ij) û_ij
         v_j = (1 - e^-|s_j|) s_j / |s_j|            a_j = |v_j|
 
-    b is learned, starts at 0, and is shared like the layer's transforms. The activations of the children are not used.
-    The returned couplings are c, without b.
+    D is the number of elements of a pose. b is learned, starts at 0, and has one value per transform, child type and
+    parent type. The activations of the children are not used. The returned couplings are c, without b.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).
@@ -50,16 +50,16 @@ class SelfAttentionRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfAttentionRouting":
-        """Create the rule for a layer, with the sizes of its transforms."""
+        """Create the rule for a layer, using the sizes of the layer's transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to every vote a copy multiplied by its bias b."""
+        """Append to every vote a copy of the vote, multiplied by its bias b."""
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 
     def route(self, votes: Votes) -> Capsules:
-        """Compute the squashed sums of votes and their lengths."""
+        """Return the squashed sums of votes as poses, and the lengths of these poses as activations."""
         rows, columns = votes.parent_shape[3], votes.parent_shape[4] // 2
         even = votes.moments(variance=False)
         types = votes.parent_shape[2]

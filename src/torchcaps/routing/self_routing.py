@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfRouting(Rule):
-    """Self-routing: one iteration, with couplings predicted from the pose of each child, without agreement.
+    """Self-routing: one iteration, whose couplings are predicted from the pose of each child, without agreement.
 
     Hahn, Pyeon & Kim 2019, equations 3 to 5::
 
@@ -21,8 +21,9 @@ class SelfRouting(Rule):
         p_j = Σ_i a_i c_ij û_ij / Σ_i a_i c_ij
         a_j = Σ_i a_i c_ij / Σ_i a_i
 
-    W and b are learned. They start at 0, which gives uniform couplings, and are shared like the layer's transforms. The
-    authors use BatchNorm on poses and activations between layers, and train on the log of the activations.
+    W and b are learned and are shared in the same way as the layer's transforms. Initially they are 0, which gives
+    uniform couplings. The authors use BatchNorm on poses and activations between layers, and train on the log of the
+    activations.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).
@@ -53,11 +54,14 @@ class SelfRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfRouting":
-        """Create the rule for a layer, with the sizes of its transforms and children."""
+        """Create the rule for a layer, using the sizes of the layer's transforms and children."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Append columns to every vote whose diagonal sums to its logit: row r of the pose times column r of W."""
+        """Append R columns to every vote. Their diagonal sums to the logit of the vote.
+
+        Element r of the diagonal is row r of the pose times column r of W; the first element also includes b.
+        """
         rows, columns = pose.shape[3], transform.shape[4]
         one = torch.zeros_like(pose[..., :1])
         one[..., 0, 0] = 1
@@ -67,7 +71,7 @@ class SelfRouting(Rule):
         return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
 
     def route(self, votes: Votes) -> Capsules:
-        """Compute mean poses, and each parent's share of the activation of its children."""
+        """Return the mean votes as poses, and each parent's share of the activation of its children as activation."""
         *parents, rows, columns = votes.parent_shape
         diagonal = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
         linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)

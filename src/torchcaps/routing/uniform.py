@@ -15,8 +15,8 @@ class UniformRouting(Rule):
 
         v_j = squash(Σ_i û_ij / number of parents of child i)        a_j = |v_j|
 
-    This is dynamic routing (Sabour, Frosst & Hinton 2017) with one iteration. Comparing a network with this rule shows
-    how much its routing contributes.
+    This is dynamic routing (Sabour, Frosst & Hinton 2017) with one iteration. To measure how much the routing rule of a
+    network contributes, also train the network with this rule, and compare the results.
 
     Arguments:
         squash_form: squash of the parents: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
@@ -40,7 +40,7 @@ class UniformRouting(Rule):
         self.squash_form: SquashForm = squash_form
 
     def route(self, votes: Votes) -> Capsules:
-        """Compute the squashed sums of evenly weighted votes, and their lengths."""
+        """Return the squashed sums of evenly weighted votes as poses, and the lengths of these poses as activations."""
         found = votes.moments(variance=False)
         pose = squash(found.mass[..., None, None] * found.mean, self.squash_form)
         return Capsules(pose, lengths(pose))

@@ -16,8 +16,8 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 class VariationalBayesRouting(Rule):
     """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
 
-    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose, R_j the mass and
-    μ_j the mean of a parent's votes, both weighted with w_ij = a_i c_ij::
+    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
+    and μ_j the mean of the votes for parent j, with weights w_ij = a_i c_ij::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
@@ -31,25 +31,26 @@ class VariationalBayesRouting(Rule):
         a_j = σ(BatchNorm(β_a - (β_u + e^(E ln π_j) H_j)))
         pose_j = BatchNorm(m_j)
 
-    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. They make a variance
-    floor unnecessary, even for a parent with one vote or none. Both BatchNorms have no learned parameters, and one mean
-    and variance per parent type: over samples and sites, and for poses also over their elements. In training mode, the
-    BatchNorm of the activation cancels β, as in the authors' code: β has gradient 0, and affects evaluation mode only.
+    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors,
+    no variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned
+    parameters. They compute one mean and variance per parent type, over samples and sites, and for poses also over the
+    elements of a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: β has
+    gradient 0, and affects only evaluation mode.
 
-    This rule differs from the authors' code in two points. Their initial couplings are 1 / J for any number of parent
-    sites per child; only later couplings are shared among sites. Their couplings divide by the sum of a child's
-    densities or 1e-11, whichever is larger, so that a vote far from every parent has less weight. Here the couplings of
-    every child sum to 1.
+    This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
+    a child has several parent sites; only later couplings are shared among sites. Second, their code divides a child's
+    densities by the sum of these densities or by 1e-11, whichever is larger, so a vote far from every parent has less
+    weight. Here the couplings of every child sum to 1.
 
     Arguments:
         parent_types: number of parent types (J). β_a and β_u have one number per type.
-        iterations: number of routing iterations, including the first with uniform couplings; from 1 to 1,000.
-        competition: ``parents``: softmax over all parents of a child, as the authors; ``types``: over the parent types
-            at each site.
+        iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
+        competition: ``parents``: softmax over all parents of a child, as in the authors' code; ``types``: softmax over
+            the parent types at each site.
 
     Raises:
         ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
-            called in training mode: the batch has one sample and the layer one parent site.
+            called in training mode: the batch has only one sample and the layer only one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -74,7 +75,7 @@ class VariationalBayesRouting(Rule):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "VariationalBayesRouting":
-        """Create the rule for a layer, with its number of parent types."""
+        """Create the rule for a layer, using the layer's number of parent types."""
         return cls(layer.parent_types, **options)
 
     def route(self, votes: Votes) -> Capsules:

@@ -1,4 +1,4 @@
-"""The votes of a layer, which a routing rule reads as moments per parent and never as single votes."""
+"""The votes of a layer. A routing rule reads only the moments of the votes for each parent, never single votes."""
 
 from collections.abc import Callable
 from typing import get_args
@@ -20,26 +20,26 @@ __all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
 
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
-"""Called after every call of `Votes.moments`; `torchcaps.inspection.recorded` sets it."""
+"""Function that is called after every call of `Votes.moments`, or None. `torchcaps.inspection.recorded` sets it."""
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Same as ``tensor.to(dtype)``, but faster if the tensor already has the dtype."""
+    """Convert a tensor to a dtype, like ``tensor.to(dtype)`` but faster if the tensor already has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class Votes:
     """Votes of children for parents along every edge of a map, ``V = pose · transform``.
 
-    The fused kernels compute each vote when they need it and never store it. Where they cannot run, all votes are
-    materialised.
+    The fused kernels compute each vote when it is needed, and do not store votes. Where the kernels cannot run, all
+    votes are materialised.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
-        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
+        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
         passes: planned number of calls of `moments`. The gradients of these calls share one sweep over the votes;
             further calls give correct gradients, but are slower.
@@ -95,7 +95,7 @@ class Votes:
     def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
         """Compute ``1 / 2σ²`` ``[B, P, J, R, N]`` and ``Σ log σ`` ``[B, P, J]`` with ``σ² = variance + floor``.
 
-        Rules that fit Gaussians need both between two passes. With fused votes, one kernel computes both.
+        Rules that fit Gaussians need both results between two passes. With fused votes, one kernel computes both.
         """
         return gaussian(variance, floor) if self.fused else written_out(variance, floor)
 
@@ -127,7 +127,7 @@ class Votes:
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
-            variance: also compute the variance; a pass without it is cheaper.
+            variance: also compute the variance; a pass without the variance is cheaper.
             constant_couplings: treat the couplings as constants; then the agreement has no gradient.
 
         Raises:
@@ -176,8 +176,8 @@ class Votes:
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.
 
-        They sum to 1 per child, or to less with ``none_of_the_above``. If a gradient is required, all votes are
-        materialised.
+        The couplings of a child sum to 1 over the parents that compete for it, or to less with ``none_of_the_above``.
+        If a gradient is required, all votes are materialised.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
@@ -200,16 +200,16 @@ class Votes:
         return couplings * self._activation.index_select(1, child)[:, None]
 
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
-        """Compute all votes and return them. They take much memory."""
+        """Compute and return all votes, which use much memory."""
         return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
-        """Compute the couplings of the last call of `moments`."""
+        """Compute the couplings that the last call of `moments` used."""
         return self.couplings(self._last)
 
     @property
     def _options(self) -> tuple[bool, bool, bool]:
-        """Options of the fused kernels: compete among types only, none of the above, samples in SIMD lanes."""
+        """Options of the fused kernels: ``types``, ``none_of_the_above`` and ``by_sample``."""
         return self._competition == "types", self._none_of_the_above, self._by_sample
 
     @property
@@ -231,7 +231,7 @@ class Votes:
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
-        """Take the tokens of the next pass if children need a gradient; see `torchcaps.kernels.moments`."""
+        """Take the tokens of the next pass if the votes need a gradient; see `torchcaps.kernels.moments`."""
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []

@@ -1,4 +1,4 @@
-"""Materialised votes of a layer: the reference implementation of the fused kernels."""
+"""Materialised votes of a layer: the reference implementation for the fused kernels."""
 
 import torch
 from jaxtyping import Float
@@ -12,14 +12,15 @@ from torchcaps.routing_map import RoutingMap
 class WrittenVotes:
     """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    They support every dtype, kind of differentiation and exporter, but need several times the memory of all votes.
+    They support every dtype, every kind of differentiation and every exporter, but need several times as much memory as
+    the votes themselves.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
-        competition: ``parents``: a child is shared among all its parents; ``types``: among the types at each site.
+        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
 
     Example:
@@ -101,7 +102,7 @@ class WrittenVotes:
         logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
         largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
         relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
-        # A child with activation 0 has weight 0, but its activation keeps a gradient, with a factor of at most e^60.
+        # A child with activation 0 has weight 0. Its activation still has a gradient, with a factor of at most e^60.
         weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
         weights = weights * torch.where(on, 1, activation)
         total = routing_map.sum_at_parents(weights.sum(dim=3))

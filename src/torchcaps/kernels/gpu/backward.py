@@ -1,6 +1,6 @@
-"""The gradient of the moments of votes in Triton.
+"""Triton kernels for the gradient of the moments.
 
-For one pass, with ḡ_x for the gradient of x, votes V, couplings c and activations a::
+In the formulas for one pass, ḡ_x is the gradient of x, V a vote, c a coupling and a an activation::
 
     e = V - mean        d = V - centre        share = c / mass        w = a c
     c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       u is the gradient of w
@@ -10,7 +10,7 @@ For one pass, with ḡ_x for the gradient of x, votes V, couplings c and activat
     ḡ_constant = Σ ḡ_logit        ḡ_linear = Σ ḡ_logit d        ḡ_quadratic = -Σ ḡ_logit d²         (sums over children)
     ḡ_centre = 2 quadratic Σ ḡ_logit d - linear Σ ḡ_logit
 
-With constant couplings, γ is only the gradient of a, and ḡ_logit is 0.
+With constant couplings, γ is used only as the gradient of a, and ḡ_logit is 0.
 """
 
 import torch
@@ -43,9 +43,9 @@ from torchcaps.kernels.moments import Record
 
 @triton.jit
 def _unit_of(a):
-    """Return the unit of a child's gradients: √tiny for a faint child, that is, tiny ≤ a < √tiny, and 1 otherwise.
+    """Return the factor by which the gradients of a child are multiplied: √tiny for a faint child, otherwise 1.
 
-    Gradients of a faint child are multiplied by √tiny, because they may exceed the largest number.
+    A child is faint if tiny ≤ a < √tiny. Without the factor, its gradients may exceed the largest number.
     """
     root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
     return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)
@@ -75,7 +75,7 @@ def _coupling_grads(votes, log_c, a, record, tile):
 
 @triton.jit
 def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
-    """Return ḡ_logit; it is 0 for a child with activation 0, even if c u is infinite."""
+    """Return ḡ_logit, which is 0 for a child with activation 0, even if c u is infinite."""
     at = (tile.parents.sample * z.softmaxes + softmax_of(tile, z)) * z.types + tile.child_type
     gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
     return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, a / _unit_of(a) * (c_grad - tl.exp(log_c) * gamma))

@@ -49,7 +49,7 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 
 @triton.jit
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
-    """Compute the largest log w of each group of a parent's children, Σ w / largest, and the votes' mean and variance.
+    """Compute the largest log w, Σ w / largest w, and the votes' mean and variance, for each group of children.
 
     The mean and variance are updated incrementally, which avoids cancellation.
     """

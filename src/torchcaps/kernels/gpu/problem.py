@@ -13,17 +13,17 @@ from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
-"""Numbers of votes in a tile: eight registers per thread."""
+"""How many numbers the votes in a tile have in total: eight registers per thread."""
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Number of programs that occupies the largest GPUs. A smaller grid is split into groups per parent or transform."""
+"""Number of programs that occupies the largest GPUs. If there are fewer, the steps of each are split into groups."""
 STEPS = 8
-"""Smallest number of steps per group."""
+"""Smallest number of steps in a group."""
 
 
 class Layer(NamedTuple):
-    """First argument of all kernels; `lists` are the edge lists of `RoutingMap`."""
+    """First argument of every kernel. `lists` is ``edge_lists`` of `RoutingMap`."""
 
     pose: Tensor
     activation: Tensor | None
@@ -39,7 +39,10 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
 
 @dataclass(frozen=True)
 class Shape:
-    """Compile-time constants of a kernel: all sizes except the batch, block sizes, and the offset of each edge list."""
+    """Compile-time constants of a kernel.
+
+    They are: every size other than the batch size; the block sizes; and the offset of each edge list.
+    """
 
     sites: int
     types: int
@@ -65,7 +68,7 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        """Numbers per vote."""
+        """How many numbers a vote has."""
         return self.rows * self.columns
 
     @property
@@ -115,13 +118,13 @@ class Problem:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
-        """Create an uninitialised ``[padded B, …, G, C]``, with zeros beyond the batch."""
+        """Create a tensor ``[padded B, …, G, C]`` that is zero beyond the batch and otherwise uninitialised."""
         values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
         values[self.samples :] = 0
         return values
 
     def parent_sums(self, *sizes: int) -> Tensor:
-        """Create an uninitialised ``[groups, B, P, J, …]``."""
+        """Create an uninitialised tensor ``[groups, B, P, J, …]``."""
         return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *sizes)
 
     def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
@@ -140,5 +143,5 @@ class Problem:
 
 
 def _groups(programs: int, steps: int) -> int:
-    """Return the number of groups that the steps of each program are split into."""
+    """Return the number of groups into which the steps of each program are split."""
     return max(1, min(PROGRAMS // max(1, programs), steps // STEPS))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Parents(NamedTuple):
-    """The parents of a block of samples and a block of types at one site.
+    """The parent capsules at one site, for one block of samples and one block of parent types.
 
     Arguments:
         sample: index of each sample, ``[samples]``.
@@ -38,9 +38,9 @@ class Tile(NamedTuple):
         site: index of the child site.
         child_type: index of the child type.
         child: offset of each child in ``[B, S, C]``, ``[samples]``.
-        poses: offset of the pose row that each number of the vote is computed from, ``[samples, numbers]``.
+        poses: for each number of the vote, the offset of the pose row it is computed from, ``[samples, numbers]``.
         is_pose: mask of `poses`.
-        transforms: offset of the transform column that each number is computed from, ``[parent types, numbers]``.
+        transforms: for each number, the offset of the transform column used for it, ``[parent types, numbers]``.
         is_transform: mask of `transforms`.
         parents: the parents that receive the votes.
     """
@@ -58,14 +58,14 @@ class Tile(NamedTuple):
 
 @triton.jit
 def samples_of_block(block, samples, z: tl.constexpr):
-    """Return the sample indices of a block, and their mask."""
+    """Return the indices of the samples in a block, and the mask of these indices."""
     sample = block.to(tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
     return sample, sample < samples
 
 
 @triton.jit
 def own_samples(samples, count: tl.constexpr, z: tl.constexpr):
-    """Return the site, softmax or edge (of `count`), the child type and the samples of a child-side program."""
+    """Return what a child-side program handles: one of `count` sites, softmaxes or edges; a child type; and samples."""
     index = tl.program_id(0) % (count * z.types)
     sample, is_sample = samples_of_block(tl.program_id(0) // (count * z.types), samples, z)
     return index // z.types, index % z.types, sample, is_sample
@@ -73,13 +73,13 @@ def own_samples(samples, count: tl.constexpr, z: tl.constexpr):
 
 @triton.jit
 def edges_of_site(lists, site, z: tl.constexpr):
-    """Return the first edge of a child site, and the end of its edges."""
+    """Return the index of a child site's first edge, and the index after the last edge of the site."""
     return tl.load(lists + z.child_begin + site), tl.load(lists + z.child_begin + 1 + site)
 
 
 @triton.jit
 def edges_of_softmax(lists, softmax, z: tl.constexpr):
-    """Return the child site of a softmax, its first edge, and the end of its edges."""
+    """Return the child site of a softmax, the index of its first edge, and the index after its last edge."""
     if z.types_compete:
         site, begin, end = tl.load(lists + softmax), softmax, softmax + 1
     else:
@@ -96,7 +96,7 @@ def softmax_of(tile, z: tl.constexpr):
 
 @triton.jit
 def numbers_of_vote(z: tl.constexpr):
-    """Return the row and column of each number of a tile, and whether it is part of a vote."""
+    """Return the row and column of each number of a tile, and whether the number is part of a vote."""
     place = tl.arange(0, z.block_numbers)
     row, column = place // z.block_columns, place % z.block_columns
     return row, column, (row < z.rows) & (column < z.columns)
@@ -104,7 +104,7 @@ def numbers_of_vote(z: tl.constexpr):
 
 @triton.jit
 def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
-    """Return the parents of a block of types that begins with `first_type`."""
+    """Return the parents at a site, for the block of parent types that begins with `first_type`."""
     row, column, is_number = numbers_of_vote(z)
     parent_type = first_type + tl.arange(0, z.block_types)
     is_type = parent_type < z.parent_types
@@ -117,7 +117,7 @@ def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
 
 @triton.jit
 def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
-    """Return the offsets of the transforms to some parent types in ``[K, C, J, Q, N]``."""
+    """Return, for each given parent type, the offset of its transform in ``[K, C, J, Q, N]``."""
     return ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
 
 
@@ -141,7 +141,7 @@ def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first_type, z
 
 @triton.jit
 def own_parents(samples, group_count, z: tl.constexpr):
-    """Return the parents of a parent-side program, their site, and the index of its group of children."""
+    """Return the parents of a parent-side program, the site of the parents, and the index of the group of children."""
     count: tl.constexpr = z.parent_sites * z.type_blocks
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
     parent_site, first_type = index // z.type_blocks, index % z.type_blocks * z.block_types
@@ -151,7 +151,10 @@ def own_parents(samples, group_count, z: tl.constexpr):
 
 @triton.jit
 def own_steps(begin, per_edge, group, group_count):
-    """Return the first edge of a list, and the first step and end of a group, with `per_edge` steps per edge."""
+    """Return the first edge of a list, the first step of a group, and the step after the group's last step.
+
+    Each edge of the list takes `per_edge` steps.
+    """
     start = tl.load(begin)
     steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
     return start, steps * group // group_count, steps * (group + 1) // group_count
@@ -159,7 +162,7 @@ def own_steps(begin, per_edge, group, group_count):
 
 @triton.jit
 def tile_of_step(lists, step, start, parents, z: tl.constexpr):
-    """Return the tile of a step along the edges of a parent-side program. Each step handles one edge and child type."""
+    """Return the tile for one step of a parent-side program. Each step handles one (edge, child type) pair."""
     edge = tl.load(lists + z.parent_edge + start + step // z.types)
     return tile_of(edge, tl.load(lists + edge), tl.load(lists + 2 * z.edges + edge), step % z.types, parents, z)
 
@@ -226,7 +229,7 @@ def logits_of(votes, agreement, tile, z: tl.constexpr):
 def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
     """Return log c ``[samples, parent types]``, and d = V - centre.
 
-    Couplings are even if `agreement`, a `Record`, has no log_sums; d is then V.
+    `agreement` is a `Record`. If it has no log_sums, the couplings are even and d is V.
     """
     if agreement.log_sums is None:
         competitors = z.parent_types + z.none_of_the_above
@@ -246,5 +249,5 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
 
 @triton.jit
 def tiny_of(dtype: tl.constexpr):
-    """Return the smallest normal number. A child with a smaller activation is off."""
+    """Return the smallest normal number. A child with a smaller activation counts as off."""
     return 1.1754943508222875e-38 if dtype == tl.float32 else 2.2250738585072014e-308

@@ -1,0 +1,90 @@
+"""A run as one HTML page that needs no other file."""
+
+import base64
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
+from torchcaps.pictures import save_curves
+from torchcaps.run_folder import existing_run, read_metrics, read_rows
+
+PICTURES = {
+    "curves.png": "Loss, validation accuracy and speed",
+    "confusion.png": "Confusion matrix of the test images",
+    "worst.png": "Test images with the worst scores: true class above, predicted class below",
+    "reconstructions.png": "Validation images and their reconstructions",
+}
+STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{border-bottom:1px solid #ddd;padding:.25em .8em;text-align:left}"
+    "img{max-width:100%}figure{margin:1.5em 0}figcaption{color:#666}pre{background:#f6f6f6;padding:1em;overflow:auto}"
+)
+
+
+def write_run_report(folder: Path, out: Path) -> None:
+    """Write a page with the metrics, pictures, recipe and environment of a run, finished or not.
+
+    Arguments:
+        folder: run folder of `torchcaps train`.
+        out: HTML file to write.
+
+    Raises:
+        BadInput: the folder holds no run, or a file of it is damaged.
+    """
+    run = existing_run(folder, resume=True) if (folder / "recipe.json").is_file() else None
+    rows = read_rows(folder / "metrics.csv") if run is not None else []
+    if run is None or not rows:
+        raise BadInput(f"{folder} holds no run with a finished epoch: name a run folder of `torchcaps train`")
+    metrics = read_metrics(folder) if (folder / "metrics.json").exists() else {}
+    classes = metrics.pop("classes", None) or {}
+    state = f"{len(rows)} of {run.recipe.epochs} epochs"
+    headline = (
+        f"Test accuracy {metrics['test_accuracy_percent']} % of {metrics['test_images']:,} images, "
+        f"evaluated {metrics['test_evaluations']} times"
+        if metrics
+        else f"Not finished: {state}; validation accuracy {rows[-1]['validation_accuracy_percent']} %"
+    )
+    parts = [f"<h1>{_text(folder.resolve().name)}</h1>", f"<p>{_text(headline)}.</p>"]
+    with TemporaryDirectory() as drawn:
+        save_curves(rows, Path(drawn) / "curves.png")
+        for name, caption in PICTURES.items():
+            path = folder / name
+            if name == "curves.png" and not path.is_file():
+                path = Path(drawn) / name
+            if path.is_file():
+                encoded = base64.b64encode(path.read_bytes()).decode()
+                parts.append(
+                    f'<figure><img alt="{caption}" src="data:image/png;base64,{encoded}">'
+                    f"<figcaption>{caption}</figcaption></figure>"
+                )
+    if metrics:
+        parts += ["<h2>Metrics</h2>", _table(("metric", "value"), [*metrics.items()])]
+    if classes:
+        cells = [(name, *values.values()) for name, values in classes.items()]
+        parts += ["<h2>Classes</h2>", _table(("class", *next(iter(classes.values()))), cells)]
+    parts += ["<h2>Epochs</h2>", _table(tuple(rows[0]), [tuple(row.values()) for row in rows])]
+    parts += ["<h2>Recipe</h2>", f"<pre>{_text(json.dumps(run.recipe.plain(), indent=2))}</pre>"]
+    parts += ["<h2>Data</h2>", f"<pre>{_text(json.dumps(run.data, indent=2))}</pre>"]
+    parts += ["<h2>Environment</h2>", f"<pre>{_text(json.dumps(run.environment, indent=2))}</pre>"]
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{_text(folder.resolve().name)}</title>'
+        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+    with atomically(out) as stream:
+        stream.write(page.encode())
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value).encode("utf-8", "backslashreplace").decode())
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = []
+    for tag, row in [("th", header), *(("td", row) for row in rows)]:
+        lines.append(f"<tr>{''.join(f'<{tag}>{_text(cell)}</{tag}>' for cell in row)}</tr>")
+    return f"<table>{''.join(lines)}</table>"

@@ -1,0 +1,96 @@
+"""Pictures that a training leaves, and the HTML page of a run."""
+
+import base64
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from torchcaps import Prediction, Preparation
+from torchcaps.data import Images
+from torchcaps.pictures import as_picture, save_curves, save_worst
+from torchcaps.recipes import create_recipe
+from torchcaps.training_module import TrainingModule
+
+
+class Brightness(torch.nn.Module):
+    """Three scores that depend on the brightness of an image; no decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, images, labels=None):
+        level = self.scale * images.mean(dim=(1, 2, 3))
+        return Prediction(torch.stack([1 - level, level, 0.5 * level], dim=1))
+
+
+def grey(levels, labels) -> Images:
+    pixels = torch.tensor(levels, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, 4, 4).contiguous()
+    return Images(pixels, torch.tensor(labels), ("dark", "bright", "<b>"))
+
+
+def test_the_report_is_one_page(finished, call, tmp_path):
+    folder, _ = finished
+    code, out, _ = call("report", folder, "--out", tmp_path / "run.html")
+    assert code == 0
+    assert "run.html" in out
+    page = (tmp_path / "run.html").read_text()
+    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    assert len(pictures) == 4
+    assert all(base64.b64decode(picture).startswith(b"\x89PNG") for picture in pictures)
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert f"Test accuracy {metrics['test_accuracy_percent']} %" in page
+    assert page.count("<tr>") > 20
+
+
+def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run<script>", ignore=shutil.ignore_patterns("*.png", "metrics.json"))
+    assert call("report", run)[0] == 0
+    page = (run / "report.html").read_text()
+    assert "Not finished: 3 of 3 epochs" in page
+    assert page.count("<figure>") == 1
+    assert "<script>" not in page
+    assert "run&lt;script&gt;" in page
+    (run / "metrics.csv").unlink()
+    assert "no run" in refused("report", run)
+    assert "no run" in refused("report", tmp_path)
+    assert "ends in .html" in refused("report", finished[0], "--out", tmp_path / "page.pdf")
+
+
+def test_the_worst_images_come_first(tmp_path):
+    images = grey([255, 0, 128, 200], [0, 0, 1, 1])
+    module = TrainingModule(Brightness(), create_recipe("capsnet-mnist"), 3)
+    module.on_test_epoch_start()
+    for start in (0, 2):
+        part = images.subset(torch.arange(start, start + 2))
+        module.test_step((Preparation().plain(part.pixels)[None], part.labels), 0)
+    margins = torch.cat(module.margins)
+    torch.testing.assert_close(margins, torch.tensor([-1.0, 1.0, 2 * 128 / 255 - 1, 100 / 255]))
+    save_worst(Brightness(), Preparation(), images, margins, tmp_path / "two.png", count=2)
+    save_worst(Brightness(), Preparation(), images.subset(torch.tensor([0, 2])), margins[[0, 2]], tmp_path / "same.png")
+    assert (imread(tmp_path / "two.png") == imread(tmp_path / "same.png")).all()
+
+
+def test_a_margin_that_grows_is_drawn_beside_the_loss(tmp_path):
+    recipe = create_recipe("matrix-capsnet-toys-paper", {"epochs": "4"})
+    module = TrainingModule(Brightness(), recipe, 3, steps=400)
+    margins = module.margins_per_epoch()
+    assert margins == pytest.approx([0.375, 0.55, 0.725, 0.9])
+    names = ("train_loss", "validation_loss", "validation_accuracy_percent", "train_images_per_second")
+    rows = [{"epoch": epoch, **dict.fromkeys(names, epoch)} for epoch in (1, 2, 3, 4)]
+    save_curves(rows, tmp_path / "with.png", margins)
+    save_curves(rows, tmp_path / "without.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+    assert TrainingModule(Brightness(), create_recipe("capsnet-mnist"), 3).margins_per_epoch() == []
+
+
+def test_any_range_and_number_of_channels_can_be_drawn():
+    assert as_picture(torch.rand(3, 4, 5)).shape == (4, 5, 3)
+    assert as_picture(torch.rand(2, 4, 5)).shape == (4, 5)
+    standardised = as_picture(torch.tensor([[[-2.0, 0.0, 2.0]]]))
+    assert standardised.tolist() == [[0.0, 0.5, 1.0]]
