@@ -196,7 +196,7 @@ def coordinate_addition(
         side = math.isqrt(columns)
         if side < 2 or side * side != columns:
             raise ValueError(
-                f"N of transform must be 4, 9, 16, … (a square) to add coordinates to vector votes; got {columns}: "
+                f"adding coordinates to vector votes needs a pose size of 4, 9, 16, … (a square); got {columns}: "
                 "change the pose size or leave the coordinates out"
             )
         place = [side - 1, 2 * side - 1]

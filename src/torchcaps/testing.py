@@ -185,7 +185,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
             try:
                 law(rule, case, activation)
             except Exception as error:
-                raise AssertionError(f"{name} map, {(law.__doc__ or '').rstrip('.')}: {error}") from error
+                raise AssertionError(f"check of {law.__doc__} failed on the {name} map: {error}") from error
 
 
 def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ from torchcaps.training_module import TrainingModule
 
 
 class ImageBatches(Dataset):
-    """Dataset of batches of a split in memory: augmented if `variation` is given, else prepared for evaluation.
+    """Dataset that yields batches of a split held in memory.
 
     Arguments:
         images: the split.

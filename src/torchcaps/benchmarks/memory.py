@@ -22,9 +22,9 @@ WAYS = ("fused", "reference", "materialised votes")
 def bench_memory() -> list[dict[str, Any]]:
     """Measure the peak memory of routing in the small network's two ConvCaps layers, and of one training step.
 
-    Routing is measured forward and backward, with a batch size of 16 unless the batch size is what grows. ``held`` is
-    the peak memory divided by the memory that every implementation has to hold: leaves, outputs and their gradients.
-    For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
+    The forward and the backward pass of routing are measured. The batch size is 16, except where it is varied.
+    ``held`` is the peak memory divided by the memory that every implementation has to hold: leaves, outputs and their
+    gradients. For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
     """
     rows = []
     for what, points in GROWTH.items():

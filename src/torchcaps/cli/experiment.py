@@ -15,7 +15,7 @@ def experiment(
     budget: Annotated[
         str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
     ] = "quick",
-    data: Annotated[str | None, typer.Option(help="Dataset to use instead of the usual one.")] = None,
+    data: Annotated[str | None, typer.Option(help="Dataset to use instead of the experiment's default.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings per network, with seeds 0, 1, …")] = 1,
     data_dir: DataDir = Path("data"),
     out: Annotated[Path, typer.Option(help="Folder for the runs; each experiment and budget has a subfolder.")] = Path(
@@ -24,7 +24,8 @@ def experiment(
     results: Annotated[Path, typer.Option(help="Folder for the results and their pictures.")] = Path("results"),
     report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
     page: Annotated[
-        list[Path] | None, typer.Option(help="Page whose tables `experiment report` writes; can be repeated.")
+        list[Path] | None,
+        typer.Option(help="Existing page in which `experiment report` updates the tables; can be repeated."),
     ] = None,
 ) -> None:
     """Repeat a table or figure of a paper. Parts that are finished are not computed again."""

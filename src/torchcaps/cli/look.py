@@ -20,7 +20,7 @@ def inspect(
     from torchcaps.inspection import inspect as look
 
     if out.suffix.lower() != ".png":
-        raise BadInput(f"--out is {out}: give a file that ends in .png")
+        raise BadInput(f"--out must be a file name that ends in .png; got {out}")
     if not out.parent.is_dir():
         raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
     found = look(Classifier.from_pretrained(run), image)
@@ -39,7 +39,7 @@ def report(
 
     out = run / "report.html" if out is None else out
     if out.suffix.lower() not in (".html", ".htm"):
-        raise BadInput(f"--out is {out}: give a file that ends in .html")
+        raise BadInput(f"--out must be a file name that ends in .html; got {out}")
     write_run_report(run, out)
     print(f"the report: {out}")
 

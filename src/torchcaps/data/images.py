@@ -19,9 +19,9 @@ class Images:
         pixels: `[N, C, H, W]`, uint8, 0 to 255.
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`; or `[N, k]` if each image shows k classes.
         class_names: names of the classes, in the order of the labels.
-        attributes: other properties of the images, such as the azimuth of the camera: tensors `[N]`, int64, by name.
+        attributes: other properties of the images, such as the azimuth of the camera: name → int64 tensor `[N]`.
     Raises:
-        BadInput: `pixels`, `labels` or an attribute has another shape or type; the numbers of images, labels and
+        BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
             attribute values differ; or a label is not an index of `class_names`.
     Example:
         >>> Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog")).image_shape

@@ -119,9 +119,8 @@ class Preparation:
         if self.crop > min(height, width):
             raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the images' smaller side")
         if 3 * self.erase > (self.crop or min(height, width)):
-            raise BadInput(
-                f"erase is {self.erase}: use at most {(self.crop or min(height, width)) // 3}, a third of a side"
-            )
+            most = (self.crop or min(height, width)) // 3
+            raise BadInput(f"erase is {self.erase}: use at most {most}, a third of the image's shorter side")
         return (channels, self.crop, self.crop) if self.crop else stored
 
     def variation(self, seed: int, epoch: int, count: int) -> Variation:

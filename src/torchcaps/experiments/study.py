@@ -257,7 +257,7 @@ class Study:
         return self.recipe(self.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing)
 
     def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
-        """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with recent settings.
+        """Return the recipe of ``CNN``, ``capsules`` or ``uniform couplings`` with the settings of later papers.
 
         The settings are those of the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain
         a whole toy. The cosine schedule covers the whole training for any number of `images`.

@@ -51,7 +51,7 @@ class SameOrigin:
 
 
 def build(explorer: Explorer) -> Any:
-    """Build the page for the networks of an explorer."""
+    """Build the page that shows an explorer's networks."""
     names = [*explorer.sources]
     views: OrderedDict[Any, View] = OrderedDict()
 

@@ -231,8 +231,8 @@ def moments_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute coupling_grads and offset as in `Record`, and the gradients of constant, linear, quadratic and centre.
 
-    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. Without log_sums, the
-    couplings are constants, and only the offset is computed.
+    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
+    the couplings are constants, and only the offset is computed.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
@@ -274,7 +274,9 @@ def votes_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
     records: Sequence[Tensor], types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of pose, activation (empty if it is None) and transform from the records of all passes.
+    """Compute the gradients of pose, activation and transform from the records of all passes.
+
+    If activation is None, its gradient is an empty tensor.
 
     ``records`` concatenates the entries of all `Record`s, with an empty tensor for None.
     """

@@ -24,7 +24,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     (``loss="activation_cross_entropy"``). The network has 856,064 parameters on 32×32 stereo images with five classes.
 
     The authors' class capsules have no poses. Here they have poses of length 1, because every layer has transforms.
-    These are 2,560 of the parameters, and the loss does not depend on them.
+    These are 40,960 of the parameters, and the loss does not depend on them.
 
     Arguments:
         image_shape: (channels, height, width); at least 5×5 pixels.

@@ -86,7 +86,7 @@ class Shape:
 
 
 class Problem:
-    """The inputs of a layer that all kernels share, and the launch grid of each kind of kernel.
+    """The inputs of one layer, which are the same for all kernels, and the launch grid of each kind of kernel.
 
     Launch grids are one-dimensional, because CUDA allows 2³¹ programs in the first dimension but 65,535 in the others.
     """
