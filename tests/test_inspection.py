@@ -1,5 +1,6 @@
 """Support of classes in an image, pass by pass; the explorer without its page."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,23 @@ def test_recording_changes_nothing_and_ends():
         model(torch.rand(1, 2, 28, 28))
     assert routing_votes.observer is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_threads_record_apart():
+    classifiers = [classifier("capsnet"), classifier("matrix-capsnet"), classifier("capsnet")]
+    images = [torch.rand(1, 28, 28) for _ in range(12)]
+    alone = [inspect(classifiers[index % 3], image).support for index, image in enumerate(images)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(lambda index: inspect(classifiers[index % 3], images[index]).support, range(12))]
+    assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=True))
+
+
+def test_a_rule_that_runs_twice_has_the_passes_of_both_runs():
+    model, images = classifier("matrix-capsnet").model, torch.rand(1, 1, 28, 28)
+    with recorded(model) as layers, torch.inference_mode():
+        model(images)
+        model(images)
+    assert [len(layer.passes) for layer in layers] == [6, 6, 6]
 
 
 def test_the_support_of_a_digit_is_where_the_digit_is():

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from torchcaps.routing.votes import Votes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+RECORDING = RLock()
+"""Held while the passes of a model are recorded: the observer of votes belongs to the process."""
 
 
 class Pass(NamedTuple):
@@ -90,7 +94,10 @@ class Layer:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Layer]]:
-    """Record every pass of every routing rule of a model, in the order in which the rules run.
+    """Record every pass of every routing rule of a model, in the order in which the rules first run.
+
+    A rule that runs several times, as in concurrent attention routing, has the passes of all its runs. Only the passes
+    of this thread are recorded, and one thread at a time records.
 
     Example:
         >>> from torchcaps import CapsNet
@@ -101,24 +108,40 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         [('class_capsules.routing', 3)]
     """
     layers: list[Layer] = []
-    handles = []
+    running: list[Layer] = []
+    thread, handles = get_ident(), []
 
     def begin(name: str) -> Any:
-        return lambda module, given: layers.append(Layer(name, children=given[0]))
+        def hook(module: nn.Module, given: Any) -> None:
+            if get_ident() == thread:
+                layer = next((known for known in layers if known.name == name), None)
+                if layer is None:
+                    layer = Layer(name)
+                    layers.append(layer)
+                layer.children = given[0]
+                running.append(layer)
+
+        return hook
 
     def end(module: nn.Module, given: Any, result: Any) -> None:
-        layers[-1].parents = result if isinstance(result, Capsules) else result[0]
+        if get_ident() == thread:
+            running.pop().parents = result if isinstance(result, Capsules) else result[0]
 
-    for name, module in model.named_modules():
-        if hasattr(module, "for_layer"):
-            handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
-    before, routing_votes.observer = routing_votes.observer, lambda *found: layers[-1].passes.append(Pass(*found))
-    try:
-        yield layers
-    finally:
-        routing_votes.observer = before
-        for handle in handles:
-            handle.remove()
+    def observe(*found: Any) -> None:
+        if get_ident() == thread and running:
+            running[-1].passes.append(Pass(*found))
+
+    with RECORDING:
+        for name, module in model.named_modules():
+            if hasattr(module, "for_layer"):
+                handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
+        before, routing_votes.observer = routing_votes.observer, observe
+        try:
+            yield layers
+        finally:
+            routing_votes.observer = before
+            for handle in handles:
+                handle.remove()
 
 
 @dataclass(frozen=True)
