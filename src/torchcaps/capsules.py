@@ -165,8 +165,8 @@ def coordinate_addition(
 
     Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
     right-hand column of each vote. Each vote is still the product of a pose and a transform, so every rule and kernel
-    can compute it. For this, the pose gains columns that contain the coordinates, and the transform gains rows that add
-    the coordinates to the vote::
+    can compute it. For this, columns with the coordinates are appended to the pose, and rows that add the
+    coordinates to the vote are appended to the transform::
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
 

@@ -78,5 +78,5 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
         raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
-        raise BadInput(f"{name}: its header declares an array of {' x '.join(map(str, sizes))}; download it again")
+        raise BadInput(f"{name}: an array of {' x '.join(map(str, sizes))} is empty or too large; download it again")
     return sizes

@@ -57,8 +57,9 @@ def read_image(
 
     Arguments:
         path: the file.
-        channels: 1 for greyscale, 3 for RGB. None uses 1 if the file is greyscale, else 3.
-        image_size: side of a square, or (height, width), in pixels from 1 to 10,000. None keeps the size of the file.
+        channels: 1 for greyscale, 3 for RGB. If None, the image has one channel if the file is greyscale, else three.
+        image_size: side of a square, or (height, width), in pixels, each from 1 to 10,000. None keeps the size of the
+            file.
     Raises:
         BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; the file does not exist, has another
             format, is damaged, or has more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not
@@ -99,7 +100,7 @@ def read_with_facts(
             largest = int(np.asarray(picture).max()) if deep else None
             picture = _eight_bits(picture, channels)
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadInput(f"{path}: too many pixels ({error}); reduce the image") from error
+        raise BadInput(f"{path}: too many pixels ({error}); make the image smaller") from error
     except UnidentifiedImageError as error:
         known = ", ".join(sorted(set(FORMATS.values())))
         raise BadInput(f"{path}: cannot be read as an image (not one of {known}); replace or remove it") from error

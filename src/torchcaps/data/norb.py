@@ -158,8 +158,8 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
 
     Arguments:
         files: the split.
-        size: height and width in pixels, a divisor of the stored size; pixels are averaged over squares. None keeps the
-            stored size.
+        size: side of the square images in pixels; must divide the stored side. A pixel is the mean of a square block
+            of stored pixels. None keeps the stored side.
         stereo: True for both cameras as two channels, False for the first camera only.
         class_names: names of the categories, in the order of the labels.
     Raises:

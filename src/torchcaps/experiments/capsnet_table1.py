@@ -43,7 +43,7 @@ def run(study: Study) -> Outcome:
     if wider:
         notes += [
             "CapsNet has three eighths of the paper's width (96 channels, 12 primary capsule types). "
-            "The CNN has an eighth of the paper's width."
+            "The CNN has an eighth of the channels of the paper's CNN."
         ]
     else:
         notes += study.notes_on_width()

@@ -1,4 +1,4 @@
-"""Health of routing: dead capsules, entropy of couplings and gradients, for routing and for uniform couplings.
+"""Health of routing (dead capsules, gradients, entropy of the couplings), compared with uniform couplings.
 
 This is our own experiment, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu &
 Tresp.

@@ -33,7 +33,7 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
     NAME is a key of ``tables.toml``, or the name of a benchmark's .csv file in `results`.
 
     Arguments:
-        results: folder of the results and of ``tables.toml``.
+        results: folder that contains the results and ``tables.toml``.
         pages: Markdown files to update.
 
     Raises:

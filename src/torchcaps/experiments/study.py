@@ -213,7 +213,7 @@ class Study:
             return []
         return [
             "CapsNet has a quarter of the paper's width (64 channels, 8 primary capsule types). The CNN has an eighth "
-            "of the paper's width."
+            "of the channels of the paper's CNN."
         ]
 
     def one_seed(self) -> None:

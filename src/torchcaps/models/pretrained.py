@@ -169,7 +169,7 @@ def model_name(kind: type) -> str:
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """Return the path of a folder, or download a repository from the Hugging Face Hub and return the path of the copy.
+    """Return the path of a local folder. Download other sources from the Hugging Face Hub first.
 
     Raises:
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
