@@ -65,7 +65,7 @@ def page(browser, address):
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.goto(address)
     page.wait_for_selector("#drawing canvas")
-    page.wait_for_function("document.querySelector('#rule input').value !== ''")
+    page.wait_for_function("document.querySelector('#rule input')?.value")
     page.wait_for_timeout(1_000)
     yield page
     hosts = {re.match(r"\w+://([^/]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}
@@ -115,7 +115,7 @@ def test_draw_switch_attack_and_save(page, tmp_path):
 
 def test_the_url_restores_the_state(page, address):
     page.goto(f"{address}/?network=matrix-capsnet-toys&rule=em&iterations=2&epsilon=0.1&category=truck")
-    page.wait_for_function("document.querySelector('#network input').value === 'matrix-capsnet-toys'")
+    page.wait_for_function("document.querySelector('#network input')?.value === 'matrix-capsnet-toys'")
     page.wait_for_timeout(1_000)
     assert page.locator("#iterations input[type=number]").input_value() == "2"
     assert page.locator("#epsilon input[type=number]").input_value() == "0.1"
@@ -126,7 +126,7 @@ def test_the_url_restores_the_state(page, address):
     page.locator("#azimuth input[type=number]").press("Enter")
     page.wait_for_function("src => document.querySelector('#picture img').src !== src", arg=before)
     page.goto(f"{address}/?network=<script>&rule=none&iterations=99&epsilon=nan&pass=-1&azimuth=7")
-    page.wait_for_function("document.querySelector('#network input').value === 'digit-strips'")
+    page.wait_for_function("document.querySelector('#network input')?.value === 'digit-strips'")
 
 
 def test_the_pose_redraws_the_reconstruction(page):

@@ -1,5 +1,6 @@
 """Support of classes in an image, pass by pass; the explorer without its page."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from torchcaps import Classifier, Inspection, Preparation, Routing, create_model, inspect
+from test_models import SMALL as SMALL_OF_ALL
+from torchcaps import MODELS, Classifier, Inspection, Preparation, Routing, create_model, inspect, inspection
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
-from torchcaps.explore import Explorer, redrawn, sources_of, toy_views
+from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
 from torchcaps.inspection import recorded
 from torchcaps.routing import ROUTINGS
 from torchcaps.routing import votes as routing_votes
@@ -80,6 +82,69 @@ def test_recording_changes_nothing_and_ends():
         model(torch.rand(1, 2, 28, 28))
     assert routing_votes.observer is None
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
+def test_feature_maps_are_where_their_receptive_fields_are(name):
+    """The centre of the pixels that a site depends on, by the gradient of its features."""
+    model = create_model(name, image_shape=(1, 40, 40), num_classes=3, **SMALL.get(name, {})).double().eval()
+    image = torch.rand(1, 1, 40, 40, dtype=torch.double, requires_grad=True)
+    with recorded(model) as layers, inspection._feature_maps(model, layers) as maps:
+        model(image)
+    place, pose = maps[-1], layers[0].children.pose[0].flatten(1)
+    assert math.prod(place.grid) == len(pose)
+    for row, column in ((1, 1), (2, 1)):
+        values = pose[row * place.grid[1] + column]
+        gradient = torch.autograd.grad(values.square().sum(), image, retain_graph=True)[0][0, 0]
+        for axis, site in ((0, row), (1, column)):
+            pixels = (gradient != 0).any(dim=1 - axis).nonzero().flatten()
+            centre = (pixels.min() + pixels.max()).item() / 2
+            assert centre == pytest.approx(place.first[axis] + site * place.step[axis], abs=1.0)
+
+
+def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
+    below = torch.zeros(1, 1, 36)
+    below[0, 0, 7] = 1.0
+    maps = [inspection.FeatureMap((6, 6), (8.0, 8.0), (2.0, 2.0))]
+    drawn = inspection._in_the_image(below, maps, 28, 28)[0, 0]
+    assert (drawn.argmax() // 28, drawn.argmax() % 28) == (10, 10)
+    torch.testing.assert_close(drawn.sum(), torch.ones(()))
+    torch.testing.assert_close(drawn[10, 9:12], drawn[10, 10] * torch.tensor([0.5, 1.0, 0.5]))
+    with pytest.raises(BadInput, match="36 sites"):
+        inspection._in_the_image(below, [inspection.FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_capsule_network_can_be_inspected(name):
+    size = 48 if name == "generative-capsnet" else 32
+    model = create_model(name, image_shape=(2, size, size), num_classes=3, **SMALL_OF_ALL.get(name, {})).eval()
+    network = Classifier(model, ("ant", "ant", "cat"), (2, size, size), Preparation())
+    if name in ("baseline-cnn", "matrix-baseline-cnn", "pooled-cnn"):
+        with pytest.raises(BadInput, match="no capsules"):
+            inspect(network, torch.zeros(2, size, size))
+        return
+    for image in (torch.rand(2, size, size), torch.zeros(2, size, size, dtype=torch.uint8)):
+        found = inspect(network, image)
+        torch.testing.assert_close(found.support.sum(dim=(2, 3)), torch.ones(found.support.shape[:2]))
+        assert View(found, []).bars().keys() == {"ant (0)", "ant (1)", "cat"}
+
+
+def test_images_of_another_shape_are_refused():
+    network = classifier()
+    for image in (torch.rand(1, 1, 28, 28), torch.rand(3, 28, 28), torch.zeros(1, 28, 28, dtype=torch.int64)):
+        with pytest.raises(BadInput, match=r"give \[1, height, width\]|give uint8"):
+            inspect(network, image)
+    assert torch.equal(
+        inspect(network, np.zeros((1, 28, 28), np.uint8)).support,
+        inspect(network, torch.zeros(1, 28, 28, dtype=torch.uint8)).support,
+    )
+
+
+def test_an_attack_leaves_no_gradients():
+    network = classifier()
+    pixels = torch.randint(0, 255, (1, 28, 28), dtype=torch.uint8)
+    assert (attacked(network, pixels, 0.1) - pixels / 255).abs().max() <= 0.1 + 1e-6
+    assert all(parameter.grad is None for parameter in network.model.parameters())
 
 
 def test_threads_record_apart():
@@ -151,7 +216,7 @@ def test_the_explorer_offers_the_rules_that_fit_the_weights():
     attacked = explorer.view("digits", pixels, "dynamic", 3, 0.1)
     assert 0.05 < (attacked.found.image - views[0].found.image).abs().max() <= 0.1 + 1e-6
     assert attacked.found.scores.max() < views[0].found.scores.max()
-    assert views[0].picture().shape == views[0].support(3, "1").shape == (280, 280, 3)
+    assert views[0].picture().shape == views[0].support(3, 1).shape == (280, 280, 3)
     assert sum(views[0].bars().values()) > 0
     assert views[0].pose().shape == (80, 80 * views[0].found.poses.shape[2], 3)
 
@@ -174,6 +239,9 @@ def test_every_view_of_a_toy_is_another_picture():
     views = toy_views(4, 0)
     assert views.shape == (9, 18, 6, 2, 48, 48)
     assert not torch.equal(views[0, 0, 0], views[8, 9, 0])
+    assert torch.equal(toy_view((2, 48, 48), 4, 0, 8, 18, 0), views[8, 9, 0])
+    assert toy_view((2, 96, 96), 4, 0, 8, 18, 0).shape == (2, 96, 96)
+    assert toy_view((1, 28, 28), 4, 0, 8, 18, 0) is None
 
 
 def test_the_explorer_needs_a_network(tmp_path, monkeypatch, refused):

@@ -71,8 +71,11 @@ def test_the_worst_images_come_first(tmp_path):
         module.test_step((Preparation().plain(part.pixels)[None], part.labels), 0)
     margins = torch.cat(module.margins)
     torch.testing.assert_close(margins, torch.tensor([-1.0, 1.0, 2 * 128 / 255 - 1, 100 / 255]))
-    save_worst(Brightness(), Preparation(), images, margins, tmp_path / "two.png", count=2)
-    save_worst(Brightness(), Preparation(), images.subset(torch.tensor([0, 2])), margins[[0, 2]], tmp_path / "same.png")
+    predicted = torch.cat(module.predicted)
+    assert predicted.tolist() == [1, 0, 1, 1]
+    save_worst(Brightness(), Preparation(), images, margins, predicted, tmp_path / "two.png", count=2)
+    two = torch.tensor([0, 2])
+    save_worst(Brightness(), Preparation(), images.subset(two), margins[two], predicted[two], tmp_path / "same.png")
     assert (imread(tmp_path / "two.png") == imread(tmp_path / "same.png")).all()
 
 

@@ -155,21 +155,29 @@ class Classifier:
         best = torch.stack(scores).argmax(dim=1).tolist()
         return Answer([self.class_names[index] for index in best], torch.stack(scores))
 
-    def prepared(self, image: str | Path | UInt8[Tensor, "C H W"] | Float[Tensor, "C h w"]) -> Float[Tensor, "1 C h w"]:
+    def prepared(self, image: str | Path | Tensor | np.ndarray) -> Float[Tensor, "1 C h w"]:
         """Prepare one image as input of the model.
 
         Arguments:
-            image: the path of an image file; a uint8 tensor of the classifier's ``image_shape``; or a floating-point
-                tensor, which is used without further preparation.
+            image: the path of an image file; uint8 pixels ``[C, H, W]``, as a tensor or an array; or floating-point
+                numbers ``[C, H, W]``, which are used without further preparation.
 
         Raises:
             BadInput: the file cannot be read as an image, or the pixels have the wrong dtype or shape.
         """
-        device = next(self.model.parameters()).device
-        if isinstance(image, Tensor) and image.is_floating_point():
-            return image[None].to(device)
-        pixels = self._checked(image[None]) if isinstance(image, Tensor) else self._read(Path(image))[None]
-        return self.preparation.plain(pixels).to(device)
+        weights = next(self.model.parameters())
+        if isinstance(image, np.ndarray):
+            image = torch.from_numpy(np.ascontiguousarray(image))
+        if isinstance(image, Tensor):
+            if image.ndim != 3 or image.shape[0] != self.image_shape[0]:
+                expected = f"[{self.image_shape[0]}, height, width]"
+                raise BadInput(f"image has shape {list(image.shape)}: give {expected}, without a batch dimension")
+            if image.is_floating_point():
+                return image[None].detach().to(weights)
+            if image.dtype != torch.uint8:
+                raise BadInput(f"image has dtype {str(image.dtype).removeprefix('torch.')}: give uint8 or floats")
+            return self.preparation.plain(image[None]).to(weights.device)
+        return self.preparation.plain(self._read(Path(image))[None]).to(weights.device)
 
     def _checked(self, pixels: Tensor) -> Tensor:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:

@@ -1,5 +1,6 @@
 """Inspection of a capsule network: which parts of an image support each class in each routing pass."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,8 +8,9 @@ from pathlib import Path
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,12 +21,15 @@ from torchcaps.pictures import as_picture
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
 from torchcaps.routing.votes import Votes
+from torchcaps.routing_map import RoutingMap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORDING = RLock()
 """Held while the passes of a model are recorded: the observer of votes belongs to the process."""
+SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
+"""Modules whose feature maps can be followed to the image."""
 
 
 class Pass(NamedTuple):
@@ -42,10 +47,14 @@ class Layer:
     Arguments:
         name: name of the layer's routing rule in the network, such as ``class_capsules.routing``.
         passes: the passes of the rule, in order.
+        rule: the routing rule.
+        routing_map: the routing map.
         children, parents: child capsules and parent capsules of the layer.
     """
 
     name: str
+    rule: nn.Module
+    routing_map: RoutingMap
     passes: list[Pass] = field(default_factory=list)
     children: Capsules | None = None
     parents: Capsules | None = None
@@ -56,8 +65,7 @@ class Layer:
 
         The shares of a parent sum to 1. ``number`` is the index of the pass.
         """
-        weights, parent = self._weights(number)
-        return weights / self._at_edges(self._sums(weights, parent), parent)
+        return self._divided(*self._weights(number))
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
@@ -67,15 +75,18 @@ class Layer:
 
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
-        Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j.
+        Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j. If
+        activations depend on the mass alone, as in self-routing, the result is that of `shares`.
         """
         weights, parent = self._weights(number)
-        found = self.passes[number]
-        votes = found.votes.materialised()[0].flatten(3)
-        mean = functional.normalize(found.moments.mean[0].flatten(2), dim=2)
+        if getattr(self.rule, "activation_from_mass", False):
+            return self._divided(weights, parent)
+        assert self.parents is not None
+        found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns of its own
+        votes = found.votes.materialised()[0, ..., :columns].flatten(3)
+        mean = functional.normalize(found.moments.mean[0, ..., :columns].flatten(2), dim=2)
         along = torch.einsum("jecn,ejn->jec", votes, mean[parent].to(votes.dtype))
-        weights = (weights * along).clamp_min(0)
-        return weights / self._at_edges(self._sums(weights, parent), parent)
+        return self._divided((weights * along).clamp_min(0), parent)
 
     def _weights(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the weights w_ij ``[J, E, C]``, and the parent site of every edge."""
@@ -83,13 +94,15 @@ class Layer:
         edges = found.votes.routing_map.edges_on(found.moments.mass.device)
         return found.votes.weights(found.agreement)[0], edges[:, 1]
 
-    def _sums(self, values: Tensor, parent: Tensor) -> Float[Tensor, "P J"]:
-        sites = self.passes[0].votes.routing_map.parent_sites
-        return values.new_zeros(sites, values.shape[0]).index_add(0, parent, values.sum(dim=2).mT)
+    def _divided(self, values: Tensor, parent: Tensor) -> Float[Tensor, "J E C"]:
+        """Divide values along the edges by their sum per parent; share a parent whose sum is 0 equally."""
+        sums = self._sums(values, parent)[parent].mT[:, :, None]
+        values = torch.where(sums > 0, values, 1.0)
+        return values / self._sums(values, parent)[parent].mT[:, :, None]
 
-    @staticmethod
-    def _at_edges(sums: Tensor, parent: Tensor) -> Float[Tensor, "J E 1"]:
-        return sums.clamp_min(torch.finfo(sums.dtype).tiny)[parent].mT[:, :, None]
+    def _sums(self, values: Tensor, parent: Tensor) -> Float[Tensor, "P J"]:
+        sums = values.new_zeros(self.routing_map.parent_sites, values.shape[0])
+        return sums.index_add(0, parent, values.sum(dim=2).mT)
 
 
 @contextmanager
@@ -114,9 +127,9 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     def begin(name: str) -> Any:
         def hook(module: nn.Module, given: Any) -> None:
             if get_ident() == thread:
-                layer = next((known for known in layers if known.name == name), None)
-                if layer is None:
-                    layer = Layer(name)
+                same = [known for known in layers if known.name == name and known.routing_map is given[2]]
+                layer = same[0] if same else Layer(name, module, given[2])
+                if not same:
                     layers.append(layer)
                 layer.children = given[0]
                 running.append(layer)
@@ -128,6 +141,8 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             running.pop().parents = result if isinstance(result, Capsules) else result[0]
 
     def observe(*found: Any) -> None:
+        if before is not None:
+            before(*found)
         if get_ident() == thread and running:
             running[-1].passes.append(Pass(*found))
 
@@ -205,7 +220,7 @@ class Inspection:
         return figure
 
 
-def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] | Float[Tensor, "C H W"]) -> Inspection:
+def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> Inspection:
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
     In each pass of the last layer, the couplings give the support of each child for a class (`Layer.support`). Every
@@ -214,8 +229,8 @@ def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] |
 
     Arguments:
         classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
-        image: path of an image file; uint8 pixels with the classifier's ``image_shape``; or a float tensor that is
-            already prepared as the network's input.
+        image: path of an image file; uint8 pixels ``[C, H, W]``, as a tensor or an array; or floating-point numbers
+            ``[C, H, W]`` that are already prepared as the network's input.
 
     Raises:
         BadInput: the network has no capsules, or the positions of its first capsules in the image are unknown; or the
@@ -228,43 +243,100 @@ def inspect(classifier: Classifier, image: str | Path | UInt8[Tensor, "C H W"] |
         >>> inspect(classifier, torch.zeros(1, 20, 20, dtype=torch.uint8)).support.shape
         torch.Size([3, 3, 20, 20])
     """
-    inputs = classifier.prepared(image)
-    model, grids = classifier.model, []
+    inputs, model = classifier.prepared(image), classifier.model
+    with RECORDING:
+        was_training = model.training
+        model.eval()
+        try:
+            with recorded(model) as layers, _feature_maps(model, layers) as maps, torch.no_grad():
+                prediction = model(inputs)
+        finally:
+            model.train(was_training)
+    if not layers or prediction.capsules is None:
+        raise BadInput("this network has no capsules: inspect a network with a routing rule")
+    for layer in layers:
+        if not layer.passes:
+            raise BadInput(f"{layer.name} does not use `Votes.moments`: inspect networks whose rules do")
+    below = _support_below(layers)
+    if below.shape[1] != prediction.scores.shape[1]:
+        raise BadInput(f"{layers[-1].name} has {below.shape[1]} parent types, but the network has other classes")
+    return _inspection(classifier, inputs, prediction, _in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
+
+
+class FeatureMap(NamedTuple):
+    """Position of a feature map in the image.
+
+    Arguments:
+        grid: its height and width.
+        first: centre of the receptive field of its first site, in pixels (row, column).
+        step: distance between the centres of neighbouring sites, in pixels (down, across).
+    """
+
+    grid: tuple[int, ...]
+    first: tuple[float, ...]
+    step: tuple[float, ...]
+
+
+@contextmanager
+def _feature_maps(model: nn.Module, layers: list[Layer]) -> Iterator[list[FeatureMap]]:
+    """Follow the feature maps of a model until its first routing rule runs."""
+    maps: list[FeatureMap] = []
+    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # holds the tensors, so that no id is used twice
 
     def look(module: nn.Module, given: Any, result: Any) -> None:
-        if isinstance(result, Tensor) and result.ndim == 4:
-            grids.append(result.shape[2:])
+        if layers or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
+            return
+        source = maps[-1] if maps else FeatureMap((), (0.0, 0.0), (1.0, 1.0))
+        source = known.get(id(given[0]), (None, source))[1]
+        first, step = source.first, source.step
+        if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
+            kernel, stride = (_pair(one) for one in (module.kernel_size, module.stride))
+            same = [(size - 1) / 2 if module.padding == "same" else 0.0 for size in kernel]
+            padding = same if isinstance(module.padding, str) else _pair(module.padding)
+            first = tuple(first[axis] + step[axis] * ((kernel[axis] - 1) / 2 - padding[axis]) for axis in (0, 1))
+            step = tuple(step[axis] * stride[axis] for axis in (0, 1))
+        maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
+        known[id(result)] = result, maps[-1]
 
     handles = [module.register_forward_hook(look) for module in model.modules()]
-    was_training = model.training
-    model.eval()
     try:
-        with recorded(model) as layers, torch.inference_mode():
-            prediction = model(inputs)
-            if not layers or prediction.capsules is None:
-                raise BadInput("this network has no capsules: inspect a network with a routing rule")
-            below = _support_below(layers)
+        yield maps
     finally:
-        model.train(was_training)
         for handle in handles:
             handle.remove()
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+def _in_the_image(
+    below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
+) -> Float[Tensor, "passes J H W"]:
+    """Interpolate values at the sites of the first capsules to the pixels of the image; each map sums to 1."""
     sites = below.shape[2]
-    grid = next((shape for shape in reversed(grids) if shape.numel() == sites), None)
-    if grid is None:
+    place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
+    if sites == 1:
+        return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
+    if sites % math.prod(place.grid):
         raise BadInput(
-            f"the first capsules have {sites} sites, and no layer has a feature map of this size: the positions of "
-            "these capsules in the image are unknown"
+            f"the first capsules have {sites} sites, and the last feature map has {math.prod(place.grid)}: their "
+            "positions in the image are unknown"
         )
-    maps = below.unflatten(2, tuple(grid))
-    maps = functional.interpolate(maps, size=inputs.shape[2:], mode="bilinear", align_corners=False)
-    maps = maps / maps.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
-    return _inspection(classifier, inputs, prediction, maps)
+    values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
+    axes = []
+    for axis, pixels in ((0, height), (1, width)):
+        site = (torch.arange(pixels) - place.first[axis]) / place.step[axis]
+        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1 if place.grid[axis] > 1 else 2 * site)
+    places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
+    found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)
+    return found / found.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
     """Compute the support for every class at the sites of the first capsules, in each pass of the last layer."""
     last = layers[-1]
-    edges = last.passes[0].votes.routing_map.edges_on(torch.device("cpu"))
+    edges = last.routing_map.edges_on(torch.device("cpu"))
     assert last.children is not None
     maps = []
     for number in range(len(last.passes)):
@@ -279,10 +351,12 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
 
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"]) -> Float[Tensor, "K S C"]:
     """Distribute the relevance of a layer's parents among its children, in proportion to the mass from each child."""
-    edges = layer.passes[-1].votes.routing_map.edges_on(torch.device("cpu"))
-    shares = layer.shares(len(layer.passes) - 1).cpu()
-    given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)
     assert layer.children is not None
+    assert layer.parents is not None
+    edges = layer.routing_map.edges_on(torch.device("cpu"))
+    shares = layer.shares(len(layer.passes) - 1).cpu()
+    relevance = relevance.reshape(len(relevance), *layer.parents.activation.shape[1:])  # some layers flatten sites
+    given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)
     shape = len(relevance), *layer.children.activation.shape[1:]
     return given.new_zeros(shape).index_add(1, edges[:, 0], given)
 

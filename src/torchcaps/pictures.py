@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.data import Images, Preparation
@@ -78,6 +78,7 @@ def save_worst(
     preparation: Preparation,
     images: Images,
     margins: Float[Tensor, " N"],
+    predicted: Int64[Tensor, " N"],
     path: Path,
     count: int = 12,
 ) -> None:
@@ -88,13 +89,22 @@ def save_worst(
         preparation: how stored images become the model's input.
         images: the split.
         margins: for each image, the score of its true class minus the highest other score.
+        predicted: per image, the index of the predicted class.
         path: PNG file to write.
         count: largest number of images.
     """
-    _draw(model, preparation, images.subset(margins.argsort(stable=True)[:count]), path)
+    worst = margins.argsort(stable=True)[:count]
+    _draw(model, preparation, images.subset(worst), path, predicted[worst])
 
 
-def _draw(model: nn.Module, preparation: Preparation, images: Images, path: Path, always: bool = True) -> bool:
+def _draw(
+    model: nn.Module,
+    preparation: Preparation,
+    images: Images,
+    path: Path,
+    winners: Tensor | None = None,
+    always: bool = True,
+) -> bool:
     """Draw images and their reconstructions. If the model has no decoder, draw the images only if `always` is True."""
     from matplotlib.figure import Figure
 
@@ -118,8 +128,11 @@ def _draw(model: nn.Module, preparation: Preparation, images: Images, path: Path
             axis.imshow(as_picture(image), cmap="gray", vmin=0, vmax=1)
             axis.set_xticks([])
             axis.set_yticks([])
-    for column, winner in enumerate(prediction.scores.argmax(dim=1).tolist()):
-        axes[0, column].set_title(names[int(images.labels[column])], fontsize=9, parse_math=False)
+    if winners is None:
+        winners = prediction.scores.argmax(dim=1).cpu()
+    for column, winner in enumerate(winners.tolist()):
+        labels = ", ".join(names[label] for label in images.labels[column].reshape(-1).tolist())
+        axes[0, column].set_title(labels, fontsize=9, parse_math=False)
         axes[-1, column].set_xlabel(names[winner], fontsize=9, parse_math=False)
     _save(figure, path)
     return True

@@ -249,8 +249,8 @@ def _train(
         if splits.test.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
             if devices == 1:
-                margins = torch.cat(module.margins)
-                save_worst(module.model, recipe.preparation(), splits.test, margins, folder / "worst.png")
+                found = torch.cat(module.margins), torch.cat(module.predicted)
+                save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
     return metrics

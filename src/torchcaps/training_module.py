@@ -36,6 +36,8 @@ class TrainingModule(lightning.LightningModule):
 
     It contains, for each image, the score of its true class minus the highest other score.
     """
+    predicted: list[Tensor]
+    """One tensor per batch of the last test, with the index of the predicted class of each image."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class TrainingModule(lightning.LightningModule):
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self.margins = []
+        self.margins, self.predicted = [], []
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
@@ -137,6 +139,7 @@ class TrainingModule(lightning.LightningModule):
             own = scores.gather(1, labels[:, None])
             others = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
             self.margins.append((own.squeeze(1) - others).float().cpu())
+            self.predicted.append(scores.argmax(dim=1).cpu())
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()

@@ -24,7 +24,7 @@ PREFACE = (
     "one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
     "iterations.",
 )
-MARKED = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(?:(?!<!-- table: ).)*?(<!-- end of table -->)", re.DOTALL)
 
 
 def write_pages(results: Path, pages: Sequence[Path]) -> None:
@@ -43,16 +43,20 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
     path = results / "tables.toml"
     if not path.is_file():
         raise BadInput(f"{path} is missing: give the folder of results/tables.toml with --results")
-    entries = tomllib.loads(path.read_text())
+    entries = _toml(path)
     written = {}
     for page in pages:
         if not page.is_file():
             raise BadInput(f"{page} is missing: give an existing page with --page")
+        text = page.read_text(encoding="utf-8")
+        begun = text.count("<!-- table: ")
         text, count = MARKED.subn(
-            lambda found: "\n".join([found[1], *_table(found[2], entries, results), "", found[3]]), page.read_text()
+            lambda found: "\n".join([found[1], *_table(found[2], entries, results), "", found[3]]), text
         )
         if not count:
             raise BadInput(f"{page} contains no table: add <!-- table: NAME --> and <!-- end of table --> to it")
+        if count != begun:
+            raise BadInput(f"{page}: {begun - count} tables have no <!-- end of table -->")
         written[page] = text
     for page, text in written.items():
         with atomically(page) as stream:
@@ -65,6 +69,16 @@ def _table(name: str, entries: Mapping[str, list[Entry]], results: Path) -> list
     if name not in entries:
         raise BadInput(f"unknown table {name!r}{nearest(name, [*entries, *(p.name for p in results.glob('*.csv'))])}")
     return TABLES[name](entries[name], results)
+
+
+def _toml(path: Path) -> dict[str, list[Entry]]:
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is not valid TOML ({error})") from error
+    if unknown := entries.keys() - TABLES:
+        raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
+    return entries
 
 
 def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -138,7 +152,8 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
             for row in _rows(results / entry["file"])
             if row["case"] == entry["case"] and row.get("value") == entry.get("value")
         }
-        eager = found.get(EAGER) or found["reference"]
+        if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
+            raise BadInput(f"{entry['file']} has no rows of the case {entry['case']!r}: correct results/tables.toml")
         slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))
     return _lines(("", "torchcaps", "eager PyTorch", "`torch.compile`"), rows)
@@ -147,8 +162,11 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
 def _rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise BadInput(f"{path} is missing: run `make bench` first")
-    with path.open(newline="") as stream:
-        return [*csv.DictReader(stream)]
+    with path.open(newline="", encoding="utf-8") as stream:
+        rows = [*csv.DictReader(stream)]
+    if not rows:
+        raise BadInput(f"{path} has no rows: run `make bench` again")
+    return rows
 
 
 def _benchmark(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,8 +1,10 @@
 """Run a trained capsule network on an image, a strip of digits or a rendered toy, for `torchcaps explore`."""
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from threading import RLock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -15,11 +17,16 @@ from torchcaps.classifier import Classifier
 from torchcaps.data import read_image
 from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS, render_toy
 from torchcaps.errors import BadInput
+from torchcaps.experiments.attacks import fgsm
 from torchcaps.inspection import Inspection, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
+LOADED = 12
+"""Number of networks that stay in memory; a network with another rule or number of iterations counts as one more."""
+LONGEST_STRIP = 20
+"""Largest number of digits in a strip."""
 SIDE = 280
 """Height of a picture in the browser, in pixels."""
 
@@ -47,7 +54,9 @@ class Explorer:
     """
 
     sources: dict[str, Path]
-    _loaded: dict[tuple[str, str, int], Classifier] = field(default_factory=dict)
+    _loaded: OrderedDict[tuple[str, str, int], Classifier] = field(default_factory=OrderedDict)
+    _rules: dict[str, Rules] = field(default_factory=dict)
+    _lock: Any = field(default_factory=RLock)
 
     def classifier(self, name: str, rule: str = "", iterations: int = 0) -> Classifier:
         """Load a network with its own routing rule, or with another rule or number of iterations.
@@ -56,11 +65,15 @@ class Explorer:
             BadInput: the folder contains no classifier, or the rule does not fit the network's weights.
         """
         key = name, rule, iterations
-        if key not in self._loaded:
-            options = {"iterations": iterations} if iterations else {}
-            changes: dict[str, Any] = {"routing": Routing(rule, **options)} if rule else {}
-            self._loaded[key] = Classifier.from_pretrained(self.sources[name], **changes)
-        return self._loaded[key]
+        with self._lock:
+            if key not in self._loaded:
+                options = {"iterations": iterations} if iterations else {}
+                changes: dict[str, Any] = {"routing": Routing(rule, **options)} if rule else {}
+                self._loaded[key] = Classifier.from_pretrained(self.sources[name], **changes)
+                if len(self._loaded) > LOADED:
+                    self._loaded.popitem(last=False)
+            self._loaded.move_to_end(key)
+            return self._loaded[key]
 
     def rules(self, name: str) -> Rules:
         """Return the routing rules that a network can use.
@@ -68,6 +81,12 @@ class Explorer:
         Raises:
             BadInput: the network has no capsules.
         """
+        with self._lock:
+            if name not in self._rules:
+                self._rules[name] = self._find_rules(name)
+            return self._rules[name]
+
+    def _find_rules(self, name: str) -> Rules:
         own_rules = [module for module in self.classifier(name).model.modules() if hasattr(module, "for_layer")]
         own = next((known for known, kind in ROUTINGS.items() if own_rules and type(own_rules[-1]) is kind), "")
         if not own:
@@ -94,6 +113,8 @@ class Explorer:
         if self._reads_strips(name):
             strip = read_image(Path(path), 1)
             width = max(width, round(strip.shape[2] * height / strip.shape[1]))
+            if width > LONGEST_STRIP * height:
+                raise BadInput(f"the strip is too long: use at most {LONGEST_STRIP} digits")
         return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
@@ -160,15 +181,24 @@ class View(NamedTuple):
         """Describe the prediction in words."""
         if self.order:
             return f"From left to right: {', '.join(self.order)}"
-        best = int(self.found.scores.argmax())
-        return f"{self.found.class_names[best]} ({float(self.found.scores[best]):.2f})"
+        return f"{self.names()[self.best]} ({float(self.found.scores[self.best]):.2f})"
+
+    @property
+    def best(self) -> int:
+        """Index of the class with the highest score."""
+        return int(self.found.scores.argmax())
+
+    def names(self) -> list[str]:
+        """Return the class names, with a number after each name that several classes have."""
+        names = self.found.class_names
+        return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names)]
 
     def bars(self) -> dict[str, float]:
         """Return the score of each class, in [0, 1]; logits are converted to probabilities."""
         scores = self.found.scores
-        if scores.min() < 0 or scores.max() > 1:
+        if scores.min() < 0 or scores.max() > 1 + 1e-4:
             scores = scores.softmax(dim=0)
-        return dict(zip(self.found.class_names, scores.tolist(), strict=True))
+        return dict(zip(self.names(), scores.clamp(0, 1).tolist(), strict=True))
 
     def picture(self) -> UInt8[np.ndarray, "H W 3"]:
         """Return the network's input as an enlarged picture."""
@@ -178,31 +208,29 @@ class View(NamedTuple):
         """Draw the pose of the winning capsule: negative numbers are blue, positive numbers are red."""
         from matplotlib import colormaps
 
-        pose = self.found.poses[int(self.found.scores.argmax())]
+        pose = self.found.poses[self.best]
         share = 0.5 + 0.5 * pose / pose.abs().max().clamp_min(1e-12)
         colours = torch.from_numpy(colormaps["coolwarm"](share.numpy())[..., :3]).float().permute(2, 0, 1)
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
-    def support(self, number: int, class_name: str) -> UInt8[np.ndarray, "H W 3"]:
+    def support(self, number: int, index: int) -> UInt8[np.ndarray, "H W 3"]:
         """Draw the support of a class in one routing pass, in colour, over the picture."""
         from matplotlib import colormaps
 
-        index = self.found.class_names.index(class_name)
         maps = self.found.support[min(number, len(self.found.support)) - 1, index]
         warm = torch.from_numpy(colormaps["inferno"]((maps / maps.max().clamp_min(1e-12)).numpy())[..., :3]).float()
-        grey = self.found.image.mean(dim=0)
+        grey = self.found.image.mean(dim=0) if len(self.found.image) == 3 else self.found.image[0]
         grey = (grey - grey.min()) / (grey.max() - grey.min()).clamp_min(1e-6)
         return enlarged((0.35 * grey[:, :, None] + 0.65 * warm).permute(2, 0, 1), spread_out=False)
 
 
 def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: float) -> Float[Tensor, "C H W"]:
     """Attack an image by one step of the fast gradient sign method against the predicted class, then prepare it."""
-    images = (pixels[None].float() / 255).requires_grad_()
-    with torch.enable_grad():
-        scores = classifier.model(classifier.preparation.plain_of(images)).scores
-        functional.cross_entropy(scores, scores.argmax(dim=1)).backward()
-    assert images.grad is not None
-    moved = (images + epsilon * images.grad.sign()).clamp(0, 1).detach()
+    device = next(classifier.model.parameters()).device
+    images = (pixels[None].float() / 255).to(device)
+    with torch.no_grad():
+        labels = classifier.model(classifier.preparation.plain_of(images)).scores.argmax(dim=1)
+    moved = fgsm(lambda x: classifier.model(classifier.preparation.plain_of(x)).scores, images, labels, epsilon)
     return classifier.preparation.plain_of(moved)[0]
 
 
@@ -215,11 +243,25 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
     decoder = getattr(classifier.model, "decoder", None)
     if not isinstance(decoder, nn.Module):
         raise BadInput("this network has no decoder: train a network with a decoder to change the pose")
-    best = int(found.scores.argmax())
+    best, device = int(found.scores.argmax()), next(decoder.parameters()).device
     poses = found.poses[None, None].clone()
     poses[0, 0, best] = torch.tensor(pose).view_as(found.poses[best])
     with torch.inference_mode():
-        return enlarged(decoder(poses, torch.tensor([best]))[0])
+        return enlarged(decoder(poses.to(device), torch.tensor([best], device=device))[0].cpu())
+
+
+def toy_view(
+    shape: tuple[int, int, int], category: int, instance: int, elevation: int, azimuth: int, lighting: int
+) -> UInt8[Tensor, "2 H W"] | None:
+    """Return one view of a toy in the size of a network's stored images; None if it does not take stereo pairs."""
+    channels, height, width = shape
+    if channels != 2:
+        return None
+    view = toy_views(category, instance)[elevation, azimuth // 2, lighting]
+    if view.shape[1:] == (height, width):
+        return view
+    resized = functional.interpolate(view[None].float(), (height, width), mode="bilinear", antialias=True)[0]
+    return resized.round().to(torch.uint8)
 
 
 @lru_cache(maxsize=32)
@@ -253,7 +295,7 @@ def sources_of(source: Path | None) -> dict[str, Path]:
     if source is not None:
         if not (source / "config.json").is_file():
             raise BadInput(f"{source} contains no network: give a run folder or a folder of weights")
-        return {source.name: source}
+        return {source.resolve().name: source}
     found = {path.parent.name: path.parent for path in sorted(Path("weights").glob("*/config.json"))}
     if not found:
         raise BadInput("there is no folder weights/ here: give a run folder, or run the command in a clone")

@@ -1,7 +1,11 @@
 """The page of `torchcaps explore`, built with Gradio and served on the loopback address."""
 
 import os
+import re
 from collections import OrderedDict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -9,18 +13,19 @@ import numpy as np
 from torchcaps.data.norb import CATEGORIES
 from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS
 from torchcaps.errors import BadInput
-from torchcaps.explore import Explorer, View, redrawn, toy_views
+from torchcaps.explore import Explorer, Rules, View, redrawn, toy_view
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 import gradio as gr
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 SLIDERS = 16
 """Largest number of sliders. Each slider changes one number of the pose of a class capsule."""
 POLICY = (
     "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; connect-src 'self' data: blob:; "
-    "font-src 'self' data:"
+    "font-src 'self' data:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'none'"
 )
 """Content security policy: the browser loads nothing from another address."""
 TO_URL = """(network, rule, iterations, epsilon, number, category, instance, elevation, azimuth, lighting) => {
@@ -36,7 +41,7 @@ TAKE_BRUSH = """() => {
 
 
 class SameOrigin:
-    """ASGI middleware that adds the content security policy to every response."""
+    """ASGI middleware that refuses requests from other pages and adds the content security policy to every response."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -47,29 +52,43 @@ class SameOrigin:
                 message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
             await send(message)
 
+        headers = dict(scope.get("headers", []))
+        origin = headers.get(b"origin")
+        if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b"requests from other pages are refused"})
+            return
         await self.app(scope, receive, with_policy)
+
+
+def escaped(text: str) -> str:
+    """Escape the characters that Markdown and HTML interpret."""
+    return re.sub(r"([\\`*_{}\[\]<>()#+!|&$~-])", r"\\\1", text)
 
 
 def build(explorer: Explorer) -> Any:
     """Build the page that shows an explorer's networks."""
     names = [*explorer.sources]
     views: OrderedDict[Any, View] = OrderedDict()
+    lock = RLock()
 
     def viewed(network: str, pixels: Any, rule: str, iterations: int, epsilon: float) -> View:
         key = network, pixels.numpy().tobytes(), rule, iterations, epsilon
-        if key not in views:
-            views[key] = explorer.view(network, pixels, rule, iterations, epsilon)
-            if len(views) > 16:
-                views.popitem(last=False)
-        return views[key]
+        with lock:
+            view = views.get(key)
+            if view is None:
+                view = views[key] = explorer.view(network, pixels, rule, iterations, epsilon)
+                if len(views) > 16:
+                    views.popitem(last=False)
+        return view
 
     def pixels_of(network: str, source: str, drawing: Any, file: str | None, toy: tuple[Any, ...]) -> Any:
         if source == "file":
             return None if file is None else explorer.read(network, file)
         if source == "toy":
-            category, instance, elevation, azimuth, lighting = toy
-            views = toy_views(CATEGORIES.index(category), int(instance))
-            return views[int(elevation), int(azimuth) // 2, int(lighting)]
+            category, *numbers = toy
+            shape = explorer.classifier(network).image_shape
+            return toy_view(shape, CATEGORIES.index(category), *(int(number or 0) for number in numbers))
         strokes = None if drawing is None else [layer[..., 3] for layer in drawing["layers"]]
         if not strokes or not any(layer.any() for layer in strokes):
             return None
@@ -89,32 +108,35 @@ def build(explorer: Explorer) -> Any:
     ) -> list[Any]:
         try:
             rules = explorer.rules(network)
-            iterations = int(iterations) if rules.iterations else 0
             pixels = pixels_of(network, source, drawing, file, toy)
             if pixels is None:
                 return nothing("Draw, upload or choose an image.")
-            view = viewed(network, pixels, rule, iterations, epsilon)
-        except (BadInput, ValueError, OSError) as error:
-            return nothing(f"**{error}**")
-        names_of_classes = view.found.class_names
-        best = names_of_classes[int(view.found.scores.argmax())]
-        chosen = class_name if class_name in names_of_classes else best
+            view = viewed(network, pixels, rule, int(iterations or 1) if rules.iterations else 0, epsilon or 0.0)
+            pose = view.found.poses[view.best].flatten().tolist()
+            drawable = view.found.reconstruction is not None
+            drawn = redrawn(explorer.classifier(network), view.found, pose) if drawable else None
+        except (BadInput, ValueError, RuntimeError, OSError) as error:
+            said = str(error) if file is None else str(error).replace(file, Path(file).name)
+            return nothing(escaped(said))
+        names = view.names()
+        chosen = class_name if class_name in names else names[view.best]
         passes = len(view.found.support)
-        pose = view.found.poses[names_of_classes.index(best)].flatten().tolist()
-        drawable = view.found.reconstruction is not None
-        drawn = redrawn(explorer.classifier(network), view.found, pose) if drawable else None
+        bound = max(1.0, *map(abs, pose))
         sliders = [
-            gr.Slider(value=value, visible=True) if drawable and value is not None else gr.Slider(visible=False)
+            gr.Slider(value=value, minimum=-bound, maximum=bound, visible=True)
+            if drawable and value is not None
+            else gr.Slider(visible=False)
             for value in [*pose, *[None] * SLIDERS][:SLIDERS]
         ]
+        number = min(int(number or 1), passes)
         return [
-            view.sentence(),
+            escaped(view.sentence()),
             view.picture(),
-            view.support(int(number), chosen),
+            view.support(number, names.index(chosen)),
             view.bars(),
             view.pose(),
-            gr.Dropdown(choices=list(names_of_classes), value=chosen),
-            gr.Slider(maximum=max(2, passes), value=min(int(number), passes)),
+            gr.Dropdown(choices=names, value=chosen),
+            gr.Slider(maximum=max(2, passes), value=number),
             gr.Image(value=drawn, visible=drawable),
             (network, view) if drawable else None,
             *sliders,
@@ -132,41 +154,49 @@ def build(explorer: Explorer) -> Any:
         if state is None:
             return None
         network, view = state
-        own = view.found.poses[int(view.found.scores.argmax())].flatten().tolist()
+        own = view.found.poses[view.best].flatten().tolist()
         return redrawn(explorer.classifier(network), view.found, [*pose[: len(own)], *own[SLIDERS:]])
 
     def choose(network: str) -> list[Any]:
         try:
             rules = explorer.rules(network)
         except BadInput as error:
-            return [gr.skip(), gr.skip(), gr.skip(), f"**{error}**"]
-        stereo = explorer.classifier(network).image_shape[0] == 2
+            return [gr.skip(), gr.skip(), gr.skip(), escaped(str(error))]
         return [
             gr.Dropdown(choices=rules.fitting, value=rules.own),
-            gr.Slider(value=max(1, rules.iterations), visible=rules.iterations > 0),
-            gr.Tab(visible=stereo),
+            of_iterations(rules, rules.iterations),
+            gr.Tab(visible=explorer.classifier(network).image_shape[0] == 2),
             gr.skip(),
         ]
 
+    def of_iterations(rules: Rules, value: int) -> Any:
+        return gr.Slider(value=max(1, value), maximum=max(7, rules.iterations), visible=rules.iterations > 0)
+
     def from_url(request: gr.Request) -> list[Any]:
         asked = dict(request.query_params)
-        network = asked.get("network", names[0])
-        network = network if network in names else names[0]
-        rules = explorer.rules(network)
-        rule = asked.get("rule", rules.own)
 
         def whole(key: str, default: int, values: Any) -> int:
             value = asked.get(key, "")
-            return int(value) if value.isdecimal() and int(value) in values else default
+            return int(value) if re.fullmatch("[0-9]{1,3}", value) and int(value) in values else default
 
-        epsilon = asked.get("epsilon", "0").replace(".", "", 1)
+        network = asked.get("network", names[0])
+        network = network if network in names else names[0]
+        try:
+            rules = explorer.rules(network)
+        except BadInput as error:
+            return [escaped(str(error)), network, *[gr.skip()] * 10]
+        rule = asked.get("rule", rules.own)
+        epsilon = asked.get("epsilon", "0")
         category = asked.get("category", "")
+        iterations = whole("iterations", rules.iterations, range(1, max(8, rules.iterations + 1)))
+        number = whole("pass", 3, range(1, 8))
         return [
+            "Draw, upload or choose an image.",
             network,
             gr.Dropdown(choices=rules.fitting, value=rule if rule in rules.fitting else rules.own),
-            gr.Slider(value=whole("iterations", max(1, rules.iterations), range(1, 8)), visible=rules.iterations > 0),
-            min(0.3, float(asked.get("epsilon", "0"))) if epsilon.isdecimal() else 0.0,
-            whole("pass", 3, range(1, 8)),
+            of_iterations(rules, iterations),
+            min(0.3, float(epsilon)) if re.fullmatch(r"[0-9](\.[0-9]{0,3})?", epsilon) else 0.0,
+            gr.Slider(value=number, maximum=max(3, number)),
             category if category in CATEGORIES else CATEGORIES[0],
             whole("instance", 0, range(10)),
             whole("elevation", 4, ELEVATIONS),
@@ -176,7 +206,7 @@ def build(explorer: Explorer) -> Any:
         ]
 
     saved: dict[str, Any] = {"buttons": ["download"], "format": "png"}
-    with gr.Blocks(title="torchcaps", analytics_enabled=False) as page:
+    with gr.Blocks(title="torchcaps", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown("# torchcaps\nDraw a digit, upload an image or turn a toy. The network runs on this machine.")
         source, state = gr.State("draw"), gr.State(None)
         with gr.Row():
@@ -237,7 +267,9 @@ def build(explorer: Explorer) -> Any:
         for slider in poses:
             slider.input(draw_pose, [state, *poses], reconstruction, **quick)
         page.load(None, js=TAKE_BRUSH)
-        page.load(from_url, None, [network, rule, iterations, epsilon, number, *toy, toy_tab], show_progress="hidden")
+        page.load(
+            from_url, None, [message, network, rule, iterations, epsilon, number, *toy, toy_tab], show_progress="hidden"
+        )
     return page
 
 
@@ -247,21 +279,23 @@ def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
     Raises:
         BadInput: the port cannot be opened, for example because another program uses it.
     """
-    page = build(explorer)
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
-    try:
-        page.launch(
-            server_name="127.0.0.1",
-            server_port=port,
-            inbrowser=open_browser,
-            share=False,
-            quiet=True,
-            ssr_mode=False,
-            enable_monitoring=False,
-            max_file_size="50mb",
-            footer_links=[],
-            theme=theme,
-            app_kwargs={"middleware": [Middleware(SameOrigin)]},
-        )
-    except OSError as error:
-        raise BadInput(f"port {port} cannot be opened ({error}): choose another port with --port") from error
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]), Middleware(SameOrigin)]
+    with TemporaryDirectory() as folder:
+        os.environ["GRADIO_TEMP_DIR"] = folder  # uploads and pictures, deleted when the server ends
+        try:
+            build(explorer).launch(
+                server_name="127.0.0.1",
+                server_port=port,
+                inbrowser=open_browser,
+                share=False,
+                quiet=True,
+                ssr_mode=False,
+                enable_monitoring=False,
+                max_file_size="50mb",
+                footer_links=[],
+                theme=theme,
+                app_kwargs={"middleware": middleware},
+            )
+        except OSError as error:
+            raise BadInput(f"port {port} cannot be opened ({error}): choose another port with --port") from error

@@ -43,6 +43,8 @@ class SelfRouting(Rule):
     """
 
     competition: Competition = "types"
+    activation_from_mass = True
+    """The activation of a parent depends on the mass of its votes only; `torchcaps.inspect` reads this."""
 
     def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()

@@ -135,8 +135,8 @@ class Votes:
         """
         self._last = agreement
         found = self._moments(self._checked(agreement), variance, constant_couplings)
-        if observer is not None:
-            observer(self, agreement, found)
+        if (watching := observer) is not None:
+            watching(self, agreement, found)
         return found
 
     def _moments(self, parts: Agreement, variance: bool, constant_couplings: bool) -> Moments:
