@@ -5,6 +5,8 @@ import shutil
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,15 @@ def page(browser, address):
     assert hosts == {address.removeprefix("http://")}
     assert [error for error in errors if "aborted" not in error] == []  # of requests that a new address ended
     page.close()
+
+
+@pytest.mark.parametrize(("header", "value", "status"), [("Origin", "http://example.org", 403), ("Host", "a.org", 400)])
+def test_requests_from_other_pages_are_refused(address, header, value, status):
+    request = urllib.request.Request(f"{address}/gradio_api/upload", data=b"x", headers={header: value})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request)
+    assert refused.value.code == status
+    refused.value.close()
 
 
 def choose(page, dropdown: str, option: str) -> None:

@@ -162,7 +162,7 @@ def test_a_square_is_erased_anywhere_but_at_the_border():
     ever = erased[:, 0].any(dim=0)
     assert ever[3:9, 3:11].all()
     assert ever.sum() == 6 * 8
-    with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of a side"):
+    with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of the image's shorter side"):
         preparation.image_shape((1, 8, 20))
 
 

@@ -311,10 +311,10 @@ def test_the_check_for_rules_finds_what_is_wrong():
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
-        (TwoFaced, "dense map, fused kernels and reference"),
-        (Leaking, "dense map, independence of samples"),
-        (Undefined, "dense map, independence of samples|zero poses"),
-        (Detached, "dense map, gradients"),
+        (TwoFaced, "check of fused kernels and reference failed on the dense map"),
+        (Leaking, "check of independence of samples failed on the dense map"),
+        (Undefined, "check of independence of samples|zero poses failed on the dense map"),
+        (Detached, "check of gradients failed on the dense map"),
     ):
         with pytest.raises(AssertionError, match=law):
             check_rule(lambda layer, rule=rule: rule())

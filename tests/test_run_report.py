@@ -56,6 +56,14 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
     assert page.count("<figure>") == 1
     assert "<script>" not in page
     assert "run&lt;script&gt;" in page
+    longer = shutil.copytree(finished[0], tmp_path / "longer")
+    recipe = json.loads((longer / "recipe.json").read_text())
+    recipe["recipe"]["epochs"] = 5
+    (longer / "recipe.json").write_text(json.dumps(recipe))
+    assert call("report", longer)[0] == 0
+    page = (longer / "report.html").read_text()
+    assert "Not finished: 3 of 5 epochs" in page
+    assert page.count("<figure>") == 1
     (run / "metrics.csv").unlink()
     assert "no run" in refused("report", run)
     assert "no run" in refused("report", tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.pictures import save_curves
-from torchcaps.run_folder import existing_run, read_metrics, read_rows
+from torchcaps.run_folder import existing_run, finished, read_rows
 
 PICTURES = {
     "curves.png": "Loss, validation accuracy and speed",
@@ -27,7 +27,9 @@ STYLE = (
 
 
 def write_run_report(folder: Path, out: Path) -> None:
-    """Write a page with the metrics, pictures, recipe and environment of a run, finished or not.
+    """Write a page with the metrics, pictures, recipe and environment of a run.
+
+    The page of a run that is not finished, or that continues with more epochs, shows its epochs and no test metrics.
 
     Arguments:
         folder: run folder of `torchcaps train`.
@@ -40,7 +42,7 @@ def write_run_report(folder: Path, out: Path) -> None:
     rows = read_rows(folder / "metrics.csv") if run is not None else []
     if run is None or not rows:
         raise BadInput(f"{folder} holds no run with a finished epoch: name a run folder of `torchcaps train`")
-    metrics = read_metrics(folder) if (folder / "metrics.json").exists() else {}
+    metrics = finished(folder, run.recipe) or {}
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"
     headline = (
@@ -53,9 +55,7 @@ def write_run_report(folder: Path, out: Path) -> None:
     with TemporaryDirectory() as drawn:
         save_curves(rows, Path(drawn) / "curves.png")
         for name, caption in PICTURES.items():
-            path = folder / name
-            if name == "curves.png" and not path.is_file():
-                path = Path(drawn) / name
+            path = (folder if metrics and (folder / name).is_file() else Path(drawn)) / name
             if path.is_file():
                 encoded = base64.b64encode(path.read_bytes()).decode()
                 parts.append(
