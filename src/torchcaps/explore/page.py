@@ -138,7 +138,7 @@ def build(explorer: Explorer) -> Any:
             gr.Dropdown(choices=names, value=chosen),
             gr.Slider(maximum=max(2, passes), value=number),
             gr.Image(value=drawn, visible=drawable),
-            (network, view) if drawable else None,
+            (network, view),
             *sliders,
         ]
 
@@ -150,8 +150,15 @@ def build(explorer: Explorer) -> Any:
         unseen = gr.Image(value=None, visible=False)
         return [sentence, None, None, None, None, gr.skip(), gr.skip(), unseen, None, *hidden]
 
-    def draw_pose(state: Any, *pose: float) -> Any:
+    def show_support(state: Any, number: float, class_name: str | None) -> Any:
         if state is None:
+            return None
+        view = state[1]
+        names = view.names()
+        return view.support(int(number or 1), names.index(class_name) if class_name in names else view.best)
+
+    def draw_pose(state: Any, *pose: float) -> Any:
+        if state is None or state[1].found.reconstruction is None:
             return None
         network, view = state
         own = view.found.poses[view.best].flatten().tolist()
@@ -259,8 +266,10 @@ def build(explorer: Explorer) -> Any:
             tab.select(lambda name=name: name, None, source, **quick).then(show_best, inputs, outputs, **quick)
         for new_image in (drawing.change, file.change, category.input, instance.input):
             new_image(show_best, inputs, outputs, **quick).then(**to_url)
-        for changed in (class_name, rule, iterations, epsilon, number, elevation, azimuth, lighting):
+        for changed in (rule, iterations, epsilon, elevation, azimuth, lighting):
             changed.input(show, inputs, outputs, **quick).then(**to_url)
+        for changed in (class_name, number):
+            changed.input(show_support, [state, number, class_name], support, **quick).then(**to_url)
         network.input(choose, network, [rule, iterations, toy_tab, message], **quick).then(
             show_best, inputs, outputs, **quick
         ).then(**to_url)
