@@ -17,7 +17,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.classifier import Classifier
 from torchcaps.errors import BadInput, printable
-from torchcaps.pictures import as_picture
+from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
 from torchcaps.routing.votes import Votes
@@ -65,7 +65,7 @@ class Layer:
 
         The shares of a parent sum to 1. ``number`` is the index of the pass.
         """
-        return self._divided(*self._weights(number))
+        return self._divided(self._weights(number))
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
@@ -78,31 +78,30 @@ class Layer:
         Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j. If
         activations depend on the mass alone, as in self-routing, the result is that of `shares`.
         """
-        weights, parent = self._weights(number)
         if getattr(self.rule, "activation_from_mass", False):
-            return self._divided(weights, parent)
+            return self.shares(number)
         assert self.parents is not None
         found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns of its own
         votes = found.votes.materialised()[0, ..., :columns].flatten(3)
         mean = functional.normalize(found.moments.mean[0, ..., :columns].flatten(2), dim=2)
-        along = torch.einsum("jecn,ejn->jec", votes, mean[parent].to(votes.dtype))
-        return self._divided((weights * along).clamp_min(0), parent)
+        mean = self.routing_map.at_edges(mean.to(votes.dtype).transpose(0, 1)[None])[0]
+        along = torch.einsum("jecn,jen->jec", votes, mean)
+        return self._divided((self._weights(number) * along).clamp_min(0))
 
-    def _weights(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the weights w_ij ``[J, E, C]``, and the parent site of every edge."""
+    def _weights(self, number: int) -> Float[Tensor, "J E C"]:
+        """Return the weights w_ij."""
         found = self.passes[number]
-        edges = found.votes.routing_map.edges_on(found.moments.mass.device)
-        return found.votes.weights(found.agreement)[0], edges[:, 1]
+        return found.votes.weights(found.agreement)[0]
 
-    def _divided(self, values: Tensor, parent: Tensor) -> Float[Tensor, "J E C"]:
+    def _divided(self, values: Float[Tensor, "J E C"]) -> Float[Tensor, "J E C"]:
         """Divide values along the edges by their sum per parent; share a parent whose sum is 0 equally."""
-        sums = self._sums(values, parent)[parent].mT[:, :, None]
-        values = torch.where(sums > 0, values, 1.0)
-        return values / self._sums(values, parent)[parent].mT[:, :, None]
+        values = torch.where(self._sums(values) > 0, values, 1.0)
+        return values / self._sums(values)
 
-    def _sums(self, values: Tensor, parent: Tensor) -> Float[Tensor, "P J"]:
-        sums = values.new_zeros(self.routing_map.parent_sites, values.shape[0])
-        return sums.index_add(0, parent, values.sum(dim=2).mT)
+    def _sums(self, values: Float[Tensor, "J E C"]) -> Float[Tensor, "J E 1"]:
+        """Sum values over all children of each parent, and copy the sums to the parent's edges."""
+        sums = self.routing_map.sum_at_parents(values.sum(dim=2)[None])
+        return self.routing_map.at_edges(sums)[0][:, :, None]
 
 
 @contextmanager
@@ -182,6 +181,11 @@ class Inspection:
     poses: Float[Tensor, "classes R N"]
     reconstruction: Float[Tensor, "C H W"] | None
 
+    @property
+    def best(self) -> int:
+        """Index of the class with the highest score."""
+        return int(self.scores.argmax())
+
     def figure(self, count: int = 3) -> "Figure":
         """Draw the image, all scores, the support for the ``count`` best classes in each pass, and a reconstruction."""
         from matplotlib.figure import Figure
@@ -210,7 +214,7 @@ class Inspection:
             axis.set_yticks([])
         bars = axes[0, 1]
         names = [printable(name)[:12] for name in self.class_names]
-        colours = ["#0072B2" if index in best else "#999999" for index in range(classes)]
+        colours = [COLOURS[0] if index in best else COLOURS[3] for index in range(classes)]
         bars.barh(range(classes), self.scores.numpy(), color=colours)
         bars.set_yticks(range(classes), names, fontsize=7, parse_math=False)
         bars.invert_yaxis()

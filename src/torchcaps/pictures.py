@@ -149,8 +149,13 @@ def as_picture(image: Float[Tensor, "C H W"]) -> Any:
     """
     image = image if image.shape[0] == 3 else image[:1]
     if image.min() < 0 or image.max() > 1:
-        image = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
+        image = stretched(image)
     return image.permute(1, 2, 0).squeeze(-1).numpy()
+
+
+def stretched(image: Tensor) -> Tensor:
+    """Scale an image linearly, so that its smallest value becomes 0 and its largest 1."""
+    return (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
 
 
 def _save(figure: "Figure", path: Path) -> None:

@@ -53,7 +53,8 @@ def write_run_report(folder: Path, out: Path) -> None:
     )
     parts = [f"<h1>{_text(folder.resolve().name)}</h1>", f"<p>{_text(headline)}.</p>"]
     with TemporaryDirectory() as drawn:
-        save_curves(rows, Path(drawn) / "curves.png")
+        if not metrics or not (folder / "curves.png").is_file():
+            save_curves(rows, Path(drawn) / "curves.png")
         for name, caption in PICTURES.items():
             path = (folder if metrics and (folder / name).is_file() else Path(drawn)) / name
             if path.is_file():

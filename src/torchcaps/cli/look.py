@@ -26,8 +26,7 @@ def inspect(
     found = look(Classifier.from_pretrained(run), image)
     with atomically(out) as stream:
         found.figure().savefig(stream, format="png", dpi=120)
-    best = int(found.scores.argmax())
-    print(f"{found.class_names[best]} ({found.scores[best]:.3f}); the picture: {out}")
+    print(f"{found.class_names[found.best]} ({found.scores[found.best]:.3f}); the picture: {out}")
 
 
 def report(

@@ -21,6 +21,7 @@ from torchcaps.experiments.attacks import fgsm
 from torchcaps.inspection import Inspection, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of
+from torchcaps.pictures import stretched
 from torchcaps.routing import ROUTINGS, Routing
 
 LOADED = 12
@@ -181,12 +182,7 @@ class View(NamedTuple):
         """Describe the prediction in words."""
         if self.order:
             return f"From left to right: {', '.join(self.order)}"
-        return f"{self.names()[self.best]} ({float(self.found.scores[self.best]):.2f})"
-
-    @property
-    def best(self) -> int:
-        """Index of the class with the highest score."""
-        return int(self.found.scores.argmax())
+        return f"{self.names()[self.found.best]} ({float(self.found.scores[self.found.best]):.2f})"
 
     def names(self) -> list[str]:
         """Return the class names, with a number after each name that several classes have."""
@@ -208,7 +204,7 @@ class View(NamedTuple):
         """Draw the pose of the winning capsule: negative numbers are blue, positive numbers are red."""
         from matplotlib import colormaps
 
-        pose = self.found.poses[self.best]
+        pose = self.found.poses[self.found.best]
         share = 0.5 + 0.5 * pose / pose.abs().max().clamp_min(1e-12)
         colours = torch.from_numpy(colormaps["coolwarm"](share.numpy())[..., :3]).float().permute(2, 0, 1)
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
@@ -220,7 +216,7 @@ class View(NamedTuple):
         maps = self.found.support[min(number, len(self.found.support)) - 1, index]
         warm = torch.from_numpy(colormaps["inferno"]((maps / maps.max().clamp_min(1e-12)).numpy())[..., :3]).float()
         grey = self.found.image.mean(dim=0) if len(self.found.image) == 3 else self.found.image[0]
-        grey = (grey - grey.min()) / (grey.max() - grey.min()).clamp_min(1e-6)
+        grey = stretched(grey)
         return enlarged((0.35 * grey[:, :, None] + 0.65 * warm).permute(2, 0, 1), spread_out=False)
 
 
@@ -243,7 +239,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
     decoder = getattr(classifier.model, "decoder", None)
     if not isinstance(decoder, nn.Module):
         raise BadInput("this network has no decoder: train a network with a decoder to change the pose")
-    best, device = int(found.scores.argmax()), next(decoder.parameters()).device
+    best, device = found.best, next(decoder.parameters()).device
     poses = found.poses[None, None].clone()
     poses[0, 0, best] = torch.tensor(pose).view_as(found.poses[best])
     with torch.inference_mode():
@@ -280,7 +276,7 @@ def enlarged(
     """
     image = image if image.shape[0] == 3 else image[:1].expand(3, -1, -1)
     if spread_out:
-        image = (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
+        image = stretched(image)
     times = max(1, round(side / image.shape[1]))
     large = image.repeat_interleave(times, dim=1).repeat_interleave(times, dim=2)
     return (255 * large.clamp(0, 1)).round().to(torch.uint8).permute(1, 2, 0).numpy()

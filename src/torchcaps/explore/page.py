@@ -112,14 +112,14 @@ def build(explorer: Explorer) -> Any:
             if pixels is None:
                 return nothing("Draw, upload or choose an image.")
             view = viewed(network, pixels, rule, int(iterations or 1) if rules.iterations else 0, epsilon or 0.0)
-            pose = view.found.poses[view.best].flatten().tolist()
+            pose = view.found.poses[view.found.best].flatten().tolist()
             drawable = view.found.reconstruction is not None
             drawn = redrawn(explorer.classifier(network), view.found, pose) if drawable else None
         except (BadInput, ValueError, RuntimeError, OSError) as error:
             said = str(error) if file is None else str(error).replace(file, Path(file).name)
             return nothing(escaped(said))
         names = view.names()
-        chosen = class_name if class_name in names else names[view.best]
+        chosen = class_name if class_name in names else names[view.found.best]
         passes = len(view.found.support)
         bound = max(1.0, *map(abs, pose))
         sliders = [
@@ -155,13 +155,13 @@ def build(explorer: Explorer) -> Any:
             return None
         view = state[1]
         names = view.names()
-        return view.support(int(number or 1), names.index(class_name) if class_name in names else view.best)
+        return view.support(int(number or 1), names.index(class_name) if class_name in names else view.found.best)
 
     def draw_pose(state: Any, *pose: float) -> Any:
         if state is None or state[1].found.reconstruction is None:
             return None
         network, view = state
-        own = view.found.poses[view.best].flatten().tolist()
+        own = view.found.poses[view.found.best].flatten().tolist()
         return redrawn(explorer.classifier(network), view.found, [*pose[: len(own)], *own[SLIDERS:]])
 
     def choose(network: str) -> list[Any]:
