@@ -28,6 +28,7 @@ FLOORS = {
     "losses": 2,
     "models": 3,
     "data": 3,
+    "batches": 4,
     "checkpoints": 4,
     "classifier": 4,
     "confusion": 4,

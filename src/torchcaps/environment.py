@@ -1,5 +1,6 @@
-"""The versions, the commit and the hardware that are saved with every result."""
+"""The versions, the commit and the hardware that are saved with every result; the number of cores."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -29,6 +30,11 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def available_cores() -> int:
+    """Return the number of processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _commit() -> str | None:

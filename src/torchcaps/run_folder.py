@@ -7,6 +7,7 @@ import csv
 import json
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -25,7 +26,7 @@ from torchcaps.checkpoints import load_checkpoint
 from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, DataWarning
 from torchcaps.options import absent, check_kind
 from torchcaps.recipe import Recipe
 
@@ -151,7 +152,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             run; the run was started with other settings or data; a checkpoint or metrics.csv is missing or damaged.
     """
     before = existing_run(folder, resume)
-    data, digests = fingerprint(splits)
+    data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
     if before is not None:
         _check_settings(folder, before.recipe, recipe)
@@ -237,16 +238,31 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
     """Count the images that are among a run's training or validation images.
 
     Returns:
-        The number of images per split, with the keys ``train`` and ``validation``.
+        The number of images per split, with the keys ``train`` and ``validation``; empty if the images cannot be
+        compared.
 
     Raises:
         BadInput: the run's image digests are missing or damaged.
+
+    Warns:
+        DataWarning: the run has checksums of image files, but `images` were not read from files.
     """
     path = folder / DIGESTS
     try:
         known = safetensors.numpy.load(path.read_bytes())
-        digests = image_digests(images)
-        return {name: int(np.isin(digests, known[name]).sum()) for name in ("train", "validation")}
+        if "train" in known:
+            digests, kind = image_digests(images), ""
+        elif images.files is not None:
+            digests, kind = images.files.digests, " files"
+        else:
+            warnings.warn(
+                f"{folder} was trained on image files that were not held in memory, so these images cannot be compared"
+                " with its training images",
+                DataWarning,
+                stacklevel=2,
+            )
+            return {}
+        return {name: int(np.isin(digests, known[name + kind]).sum()) for name in ("train", "validation")}
     except (OSError, LookupError, SafetensorError) as error:
         raise BadInput(f"{path} is missing or damaged ({error}): restore a copy") from error
 

@@ -14,13 +14,13 @@ from jaxtyping import Int64
 from lightning.pytorch.callbacks import Callback, EarlyStopping, RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
+from torchcaps.batches import Batches, ImageBatches, SplitBatches, batch_starts, default_workers
 from torchcaps.capsules import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_checkpoint
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
-from torchcaps.data import Images, Preparation, Splits, Variation
+from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import Pretrained, create_model, routing_of
@@ -30,96 +30,13 @@ from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locke
 from torchcaps.training_module import TrainingModule
 
 
-class ImageBatches(Dataset):
-    """Dataset that yields batches of a split held in memory.
-
-    Arguments:
-        images: the split.
-        preparation: how stored images become the model's input.
-        variation: random numbers for the augmentation in one epoch; None for validation and test.
-    """
-
-    def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
-        self.images = images
-        self.preparation = preparation
-        self.variation = variation
-
-    def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        chosen = torch.from_numpy(indices)
-        pixels, labels = self.images.pixels[chosen], self.images.labels[chosen]
-        if self.variation is None:
-            return self.preparation.views(pixels), labels
-        return self.preparation.varied(pixels, self.variation.of(chosen)), labels
-
-
-def batch_starts(images: int, batch_size: int) -> range:
-    """Return the index of the first image of each batch of an epoch.
-
-    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
-    single image.
-
-    Arguments:
-        images: number of images in the split.
-        batch_size: images per batch.
-
-    Example:
-        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
-        ([0, 4], [0, 4, 8], [0])
-    """
-    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
-
-
-def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLoader:
-    parts = np.split(order, batch_starts(len(order), batch_size)[1:])
-    return DataLoader(batches, sampler=parts, batch_size=None)
-
-
-class SplitBatches(lightning.LightningDataModule):
-    """Data module with the batches of the training, validation and test splits.
-
-    Each device gets a share of every split.
-
-    The order of the training images depends only on the seed and the epoch. The augmentation of a training image
-    depends only on the seed, the epoch and the index of the image.
-
-    Arguments:
-        splits: training, validation and test images.
-        recipe: recipe that sets the batch size, the seed and the image preparation.
-    """
-
-    def __init__(self, splits: Splits, recipe: Recipe) -> None:
-        super().__init__()
-        self.splits = splits
-        self.recipe = recipe
-
-    def train_dataloader(self) -> DataLoader:
-        recipe, images, trainer = self.recipe, self.splits.train, self.trainer
-        assert trainer is not None
-        epoch, devices = trainer.current_epoch, trainer.world_size
-        order = np.random.default_rng([recipe.seed, epoch, 1]).permutation(len(images))
-        order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
-        preparation = recipe.preparation()
-        variation = preparation.variation(recipe.seed, epoch, len(images))
-        return _loader(ImageBatches(images, preparation, variation), order, recipe.batch_size // devices)
-
-    def val_dataloader(self) -> DataLoader:
-        return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
-
-    def test_dataloader(self) -> DataLoader:
-        return self._share(self.splits.test, self.recipe)
-
-    def _share(self, images: Images, recipe: Recipe) -> DataLoader:
-        assert self.trainer is not None
-        mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
-        return _loader(ImageBatches(images, recipe.preparation()), mine, recipe.batch_size)
-
-
 def fit(
     recipe: Recipe,
     splits: Splits,
     folder: Path,
     *,
     devices: int = 1,
+    workers: int | None = None,
     resume: bool = False,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
@@ -138,6 +55,8 @@ def fit(
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
+        workers: processes per device that decode and prepare images. None uses none for images in memory, and one per
+            core for images on disk. The results do not depend on it.
         resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.
@@ -165,16 +84,17 @@ def fit(
         len(splits.train.class_names),
         recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size)),
     )
-    last = folder / "last.ckpt"
+    workers = default_workers(splits.train, devices) if workers is None else workers
+    data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
-        return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
+        return _train(recipe, data, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
-        return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end)
+        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end)
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -204,15 +124,15 @@ def _new_model(recipe: Recipe, images: Images) -> nn.Module:
 
 def _train(
     recipe: Recipe,
-    splits: Splits,
+    data: SplitBatches,
     folder: Path,
     module: TrainingModule,
     devices: int,
     last: Path | None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None,
 ) -> dict[str, Any]:
+    splits = data.splits
     trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end))
-    data = SplitBatches(splits, recipe)
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:
         trainer.fit(module, data, ckpt_path=last)
@@ -367,6 +287,7 @@ def evaluate(
         enable_progress_bar=sys.stdout.isatty(),
         enable_model_summary=False,
     )
-    batches = _loader(ImageBatches(images, preparation or Preparation()), np.arange(len(images)), batch_size)
-    accuracy = trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
+    batches = ImageBatches(images, preparation or Preparation())
+    loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
+    accuracy = trainer.test(module, loader, verbose=False)[0]["accuracy_percent"]
     return Evaluation(accuracy, module.tested)

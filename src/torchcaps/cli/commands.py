@@ -9,7 +9,7 @@ import typer
 
 from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
-from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, run_folder, setting, writable
+from torchcaps.cli.common import Cache, DataDir, keep_heap_warm, print_table, run_folder, setting, writable
 from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, inspect, report
 from torchcaps.errors import BadInput, DataWarning, nearest
@@ -44,7 +44,7 @@ def recipes() -> None:
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; see `torchcaps recipes`.")],
-    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of your own images.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another dataset, or your own images: a folder or a table.")] = None,
     data_dir: DataDir = Path("data"),
     out: Annotated[
         Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default: runs/RECIPE-seedN.")
@@ -55,6 +55,10 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that decode images; default: one per core if needed.", min=0)
+    ] = None,
+    cache: Cache = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
@@ -88,6 +92,8 @@ def train(
             validation_fraction=chosen.validation_fraction,
             validation_attribute=chosen.validation_attribute,
             seed=chosen.seed,
+            cache=cache,  # type: ignore[arg-type]
+            processes=devices,
             **chosen.data_options,
         )
         channels, height, width = splits.train.image_shape
@@ -98,7 +104,7 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+        metrics = fit(chosen, splits, folder, devices=devices, workers=workers, resume=resume)
     except KeyboardInterrupt:
         raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
     if _first_process():
@@ -120,10 +126,11 @@ def train(
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Run folder; several run folders are evaluated as an ensemble.")],
-    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder of images.")] = None,
+    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder or a table of images.")] = None,
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
+    cache: Cache = "auto",
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
@@ -153,7 +160,8 @@ def evaluate(
     else:
         options = options if name == recipe.data else {}
         options |= {"image_size": (height, width), "channels": channels}
-    test = load_splits(name, data_dir, validation_fraction=recipe.validation_fraction, seed=recipe.seed, **options).test
+    held_out = {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
+    test = load_splits(name, data_dir, **held_out, cache=cache, **options).test  # type: ignore[arg-type]
     if test.class_names != tuple(classifier.class_names):
         raise BadInput(
             f"{name} has the classes {', '.join(test.class_names)}, but {run} was trained on "

@@ -15,6 +15,10 @@ from rich.text import Text
 from torchcaps.errors import BadInput, printable
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
+Cache = Annotated[
+    str,
+    typer.Option(help="Own images: hold them in memory (memory), decode them in each epoch (none), or choose (auto)."),
+]
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Load datasets by name or folders of your own images, and split them for training, validation and test."""
+"""Load datasets by name or your own images, and split them for training, validation and test."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,8 +14,10 @@ from torchcaps.data.files import uncompressed_md5
 from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_file import read_image
-from torchcaps.data.image_folder import load_image_folder, read_folder
-from torchcaps.data.images import Images, Splits, cut, cut_by, shift, shift_offsets
+from torchcaps.data.image_folder import list_folder, load_image_folder
+from torchcaps.data.image_list import Cache, read_list
+from torchcaps.data.image_table import is_table, list_table, load_image_table
+from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut, cut_by, shift, shift_offsets
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
@@ -26,8 +28,11 @@ from torchcaps.errors import BadInput, DataWarning, nearest
 __all__ = [
     "DATASETS",
     "FOLDER_OPTIONS",
+    "TABLE_OPTIONS",
+    "Cache",
     "Dataset",
     "Images",
+    "ImagesOnDisk",
     "Preparation",
     "Splits",
     "Variation",
@@ -43,6 +48,7 @@ __all__ = [
     "load_fashion_mnist",
     "load_idx_pair",
     "load_image_folder",
+    "load_image_table",
     "load_mnist",
     "load_mnist_5k",
     "load_smallnorb",
@@ -145,6 +151,9 @@ IMBALANCE = 10
 """`load_splits` warns if one class has more than this many times as many training images as another."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """Options that `load_splits` accepts for a folder of images."""
+TABLE_OPTIONS = (*FOLDER_OPTIONS, "image_column", "label_column")
+"""Options that `load_splits` accepts for a table of images."""
+CACHES = ("auto", "memory", "none")
 
 
 def load_splits(
@@ -154,33 +163,41 @@ def load_splits(
     validation_fraction: float = 0.1,
     validation_attribute: str = "",
     seed: int = 0,
+    cache: Cache = "memory",
+    processes: int = 1,
     **options: Any,
 ) -> Splits:
-    """Load a named dataset or a folder of images as training, validation and test splits.
+    """Load a named dataset, or a folder or a table of images, as training, validation and test splits.
 
     The validation images are held out from the training images, class by class. `seed` changes only the choice of
     validation images; the test images are the same for every seed. If a folder contains `val/` (or `valid/`,
     `validation/`) next to `train/` and `test/`, the images in `val/` are the validation split, and no training images
-    are held out.
+    are held out. The same holds for a table with a validation split.
 
     Arguments:
-        name_or_folder: a name in `DATASETS`, or the path of a folder. The folder contains either one subfolder of
-            images per class, or `train/` and `test/`, each with one subfolder of images per class. If there is a
-            dataset and a folder of the same name, the dataset is loaded.
+        name_or_folder: a name in `DATASETS`; the path of a folder; or a table of images, as in `load_image_table`. The
+            folder contains either one subfolder of images per class, or `train/` and `test/`, each with one subfolder
+            of images per class. If there is a dataset and a folder of the same name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
         validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
         validation_attribute: attribute of a named dataset, such as "instance". If given, one value of the attribute is
             chosen for each class, and all training images of the class with this value are held out.
             `validation_fraction` is then not used.
         seed: seed for choosing the validation images, 0 or greater.
-        options: for a folder, `image_size`, `channels` and `test_fraction`, as in `load_image_folder`; for a named
-            dataset, the options listed in `DATASETS[name].options`.
+        cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
+            "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The pixels do
+            not depend on it.
+        processes: number of processes that load the same images, for ``cache="auto"``.
+        options: for a folder, `image_size`, `channels` and `test_fraction`, as in `load_image_folder`; for a table, the
+            same and `image_column` and `label_column`, as in `load_image_table`; for a named dataset, the options
+            listed in `DATASETS[name].options`.
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder; the dataset does not accept an option or the
             attribute; a value is out of its range; a split has no images; or a file is missing or damaged.
     Warns:
         DataWarning: a class has no training images; one class has more than ten times as many training images as
-            another; files of the folder are skipped; or images are distorted by resizing or nearly black.
+            another; files or splits are skipped; images are distorted by resizing or nearly black; or ``cache="auto"``
+            does not hold the images in memory.
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -190,14 +207,18 @@ def load_splits(
         raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
-    known = name_or_folder in DATASETS
+    if cache not in CACHES:
+        raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
+    known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = Path(name_or_folder).expanduser()
-    if not known and not folder.is_dir():
+    if not known and not table and not folder.is_dir():
         raise BadInput(
-            f"{name_or_folder}: neither the name of a dataset nor a folder of images"
+            f"{name_or_folder}: neither the name of a dataset nor a folder or a table of images"
             f"{nearest(name_or_folder, DATASETS)}; or give the path of a folder"
         )
-    allowed = DATASETS[name_or_folder].options if known else FOLDER_OPTIONS
+    if known and cache == "none":
+        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory; use cache only with own images")
+    allowed = DATASETS[name_or_folder].options if known else TABLE_OPTIONS if table else FOLDER_OPTIONS
     for option in sorted(options.keys() - set(allowed)):
         accepted = ", ".join(allowed) or "none"
         raise BadInput(f"{name_or_folder} does not accept the option {option}; remove it. Accepted options: {accepted}")
@@ -208,10 +229,13 @@ def load_splits(
         splits = Splits(*(by_attribute or cut(train, validation_fraction, seed)), test)
     elif validation_attribute:
         raise BadInput(
-            f"validation_attribute is {validation_attribute!r}, but a folder of images has no attributes; remove it"
+            f"validation_attribute is {validation_attribute!r}, but your own images have no attributes; remove it"
         )
     else:
-        splits, remarks = read_folder(folder, **options, validation=(validation_fraction, seed))
+        columns = {name: options.pop(name) for name in ("image_column", "label_column") if name in options}
+        images = list_table(name_or_folder, **columns) if table else list_folder(folder)
+        rows = images.split(options.pop("test_fraction", 0.2), 0, (validation_fraction, seed))
+        splits, remarks = read_list(images, rows, **options, cache=cache, processes=processes)
     for split in ("train", "validation", "test"):
         if not len(getattr(splits, split)):
             cure = "give every class more images" + ("" if known else ", or make data.test_fraction smaller")

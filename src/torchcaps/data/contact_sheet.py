@@ -71,7 +71,7 @@ def _mosaic(images: Images, rows: int, columns: int, seed: int) -> tuple[np.ndar
     random = np.random.default_rng(seed)
     for label in range(rows):
         members = (images.labels == label).nonzero().flatten().numpy()
-        chosen = images.pixels[torch.from_numpy(random.permutation(members)[:columns])][:, : shape[-1]]
+        chosen = images.batch(torch.from_numpy(random.permutation(members)[:columns]))[:, : shape[-1]]
         if scale < 1:
             chosen = functional.interpolate(chosen, (height, width), mode="bilinear", antialias=True)
         inner = sheet[label, margin // 2 : margin // 2 + height, : len(chosen), margin // 2 : margin // 2 + width]

@@ -1,12 +1,18 @@
 """Compute checksums of the images of a run, to detect later whether the images have changed."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import UInt64
 
-from torchcaps.data.images import Images, Splits
+from torchcaps.data.images import Images, ImagesOnDisk, Splits
+
+SPLITS = ("train", "validation", "test")
+AT_ONCE = 256
+"""Number of images that are decoded at the same time to compute their checksums."""
 
 
 def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
@@ -17,42 +23,61 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
     Returns:
         The checksums, ``[N]``.
     Example:
-        >>> import torch
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> one, other = image_digests(images)
         >>> bool(one == other)
         True
     """
     shape = repr(images.image_shape).encode()
-    pixels = images.pixels.contiguous().numpy().reshape(len(images), -1)
-    digests = (hashlib.blake2b(row.data, digest_size=8, key=shape).digest() for row in pixels)
-    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+    digests = b""
+    for indices in torch.arange(len(images)).split(AT_ONCE):
+        rows = images.batch(indices).contiguous().numpy().reshape(len(indices), -1)
+        digests += b"".join(hashlib.blake2b(row.data, digest_size=8, key=shape).digest() for row in rows)
+    return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 
 
-def fingerprint(splits: Splits) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
-    """Summarise each split of a run: the number of images, and a checksum of their pixels, labels and order.
+def fingerprint(
+    splits: Splits, before: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
+    """Summarise each split of a run: the number of images, and a checksum of the images, their labels and their order.
+
+    The checksum covers the encoded image files if the images were read from files, else the pixels.
 
     Arguments:
         splits: training, validation and test images.
+        before: earlier summary to compare with. The new summary uses the same kind of checksums if it can.
     Returns:
-        The summary that is saved in recipe.json, and the `image_digests` of each split.
+        The summary that is saved in recipe.json, and checksums of each image. For images in memory, these are the
+        `image_digests` with the names of the splits as keys. For images from files, ``"train files"`` and so on are the
+        checksums of the files.
     Example:
-        >>> import torch
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]
         2
     """
-    parts = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    digests = {name: image_digests(images) for name, images in parts.items()}
+    parts = {name: getattr(splits, name) for name in SPLITS}
+    digests = {}
+    for name, images in parts.items():
+        if not isinstance(images, ImagesOnDisk):
+            digests[name] = image_digests(images)
+        if images.files is not None:
+            digests[f"{name} files"] = images.files.digests
+    kind = "files" if all(f"{name} files" in digests for name in SPLITS) else "pixels"
+    if before is not None and before.get("checksums", "pixels") == "pixels":
+        kind = "pixels"
     summary = {}
     for name, images in parts.items():
-        digest = hashlib.sha256(digests[name].astype("<u8").tobytes())
+        if kind == "files":
+            found = digests[f"{name} files"]
+        else:
+            found = digests[name] if name in digests else image_digests(images)
+        digest = hashlib.sha256(found.astype("<u8").tobytes())
         digest.update(images.labels.contiguous().numpy().astype("<i8").tobytes())
         summary[name] = {"images": len(images), "sha256": digest.hexdigest()}
-    return {"class_names": list(splits.train.class_names), **summary}, digests
+    return {"class_names": list(splits.train.class_names), "checksums": kind, **summary}, digests
 
 
-def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Describe how the data of a run have changed; returns None if the data are the same.
 
     Arguments:
@@ -63,7 +88,7 @@ def difference(before: dict[str, Any], now: dict[str, Any]) -> str | None:
     """
     if before["class_names"] != now["class_names"]:
         return f"its classes were {', '.join(before['class_names'])} and are now {', '.join(now['class_names'])}"
-    for name in ("train", "validation", "test"):
+    for name in SPLITS:
         one, other = before[name], now[name]
         if one["images"] != other["images"]:
             return f"it had {one['images']} {name} images and now has {other['images']}"

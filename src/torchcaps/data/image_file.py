@@ -1,8 +1,10 @@
 """Read one image file."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torchcaps.errors import BadInput
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from PIL.ImageFile import ImageFile
 
 FORMATS = {
     ".bmp": "BMP",
@@ -27,6 +30,8 @@ FORMATS = {
     ".webp": "WEBP",
 }
 """Name of the image format in Pillow for each supported file extension, in lower case."""
+GREY = ("1", "L", "LA", "La")
+"""Modes of greyscale images with 8 bits or fewer in Pillow."""
 LONGEST_SIDE = 10_000
 """Largest side, in pixels, that an image can be resized to."""
 
@@ -36,14 +41,19 @@ class Facts(NamedTuple):
 
     Arguments:
         height, width: size in pixels of the upright image, before resizing.
-        largest: largest pixel value of a 16-bit greyscale image, before scaling; None for other images.
+        grey: True if the file is greyscale.
+        deep: True if the file is greyscale with more than 8 bits per pixel.
         several: True if the file contains more than one frame or page.
+        largest: largest pixel value of a 16-bit greyscale image, before scaling; None for other images, and if only the
+            header was read.
     """
 
     height: int
     width: int
-    largest: int | None
+    grey: bool
+    deep: bool
     several: bool
+    largest: int | None = None
 
 
 def read_image(
@@ -68,50 +78,96 @@ def read_image(
         >>> read_image(Path("digit.png"), channels=1, image_size=28).shape  # doctest: +SKIP
         torch.Size([1, 28, 28])
     """
-    return read_with_facts(path, channels, height_and_width(image_size))[0]
+    return decode(file_bytes(path), path, channels, height_and_width(image_size))[0]
 
 
-def read_with_facts(
-    path: Path, channels: int | None, size: tuple[int, int] | None
-) -> tuple[UInt8[Tensor, "C H W"], Facts]:
-    """Read an image as `read_image` does; returns the pixels and the `Facts` of the file."""
-    if find_spec("PIL") is None:
-        raise BadInput(f"{path}: reading images needs Pillow; install torchcaps[train]")
-    from PIL import Image, ImageOps, UnidentifiedImageError
+def file_bytes(path: Path) -> bytes:
+    """Read the content of an image file.
 
-    if channels not in (None, 1, 3):
-        raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+    Raises:
+        BadInput: the path is a folder, or the file does not exist or cannot be read.
+    """
     if path.is_dir():
         raise BadInput(f"{path} is a folder; give the path of an image")
     if not path.is_file():
         raise BadInput(f"{path}: no such file; give the path of an image")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # such as warnings about metadata
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            # Opens a stream: if Pillow 13 gets the path, it memory-maps uncompressed TIFFs, and garbles a TIFF that has
-            # an EXIF rotation.
-            with path.open("rb") as stream, Image.open(stream, formats=tuple(FORMATS.values())) as file:
-                file.load()
-                picture = ImageOps.exif_transpose(file)
-                # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
-                several = file.format != "MPO" and getattr(file, "is_animated", False)
-            deep = picture.mode.startswith("I")
-            largest = int(np.asarray(picture).max()) if deep else None
-            picture = _eight_bits(picture, channels)
-    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadInput(f"{path}: too many pixels ({error}); make the image smaller") from error
-    except UnidentifiedImageError as error:
-        known = ", ".join(sorted(set(FORMATS.values())))
-        raise BadInput(f"{path}: cannot be read as an image (not one of {known}); replace or remove it") from error
-    except Exception as error:  # Pillow can raise almost any exception on a damaged file
-        raise BadInput(f"{path}: cannot be read as an image ({error}); replace or remove it") from error
-    width, height = picture.size
+        return path.read_bytes()
+    except (OSError, MemoryError) as error:
+        raise BadInput(f"{path}: cannot be read ({error}); replace or remove it") from error
+
+
+def decode(
+    content: bytes, name: Path | str, channels: int | None, size: tuple[int, int] | None
+) -> tuple[UInt8[Tensor, "C H W"], Facts]:
+    """Decode the content of an image file as `read_image` does.
+
+    Arguments:
+        content: content of the file.
+        name: name of the image for error messages.
+        channels, size: as `channels` and `image_size` of `read_image`.
+    Returns:
+        The pixels and the `Facts` of the file.
+    """
+    if channels not in (None, 1, 3):
+        raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+    with _opened(content, name) as file:
+        from PIL import Image, ImageOps
+
+        file.load()
+        picture = ImageOps.exif_transpose(file)
+        facts = _facts(file, picture.width, picture.height)
+        if facts.deep:
+            facts = facts._replace(largest=int(np.asarray(picture).max()))
+        picture = _eight_bits(picture, channels)
     if size is not None:
         picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))
-    pixels = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
-    return pixels, Facts(height, width, largest, several)
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous(), facts
+
+
+def header(content: bytes, name: Path | str) -> Facts:
+    """Read the `Facts` of an image from its header, without decoding the pixels.
+
+    Height and width are exchanged if the EXIF orientation turns the image by 90°.
+    """
+    with _opened(content, name) as file:
+        from PIL.ExifTags import Base
+
+        width, height = file.size
+        # In other formats, `getexif` would decode the pixels.
+        if file.format in ("JPEG", "MPO", "TIFF", "WEBP") and file.getexif().get(Base.Orientation, 1) in (5, 6, 7, 8):
+            width, height = height, width
+        return _facts(file, width, height)
+
+
+@contextmanager
+def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
+    """Open an image, and convert every error of the block to a `BadInput` that names the image."""
+    if find_spec("PIL") is None:
+        raise BadInput(f"{name}: reading images needs Pillow; install torchcaps[train]")
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as warnings about metadata
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(BytesIO(content), formats=tuple(FORMATS.values())) as file:
+                yield file
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        raise BadInput(f"{name}: too many pixels ({error}); make the image smaller") from error
+    except UnidentifiedImageError as error:
+        known = ", ".join(sorted(set(FORMATS.values())))
+        raise BadInput(f"{name}: cannot be read as an image (not one of {known}); replace or remove it") from error
+    except Exception as error:  # Pillow can raise almost any exception on a damaged file
+        raise BadInput(f"{name}: cannot be read as an image ({error}); replace or remove it") from error
+
+
+def _facts(file: "ImageFile", width: int, height: int) -> Facts:
+    # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
+    several = file.format != "MPO" and getattr(file, "is_animated", False)
+    deep = file.mode.startswith("I")
+    return Facts(height, width, deep or file.mode in GREY, deep, several)
 
 
 def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -145,7 +201,7 @@ def _eight_bits(picture: "Picture", channels: int | None) -> "Picture":
                 f"its pixel values {values.min()} to {values.max()} are outside the 16-bit range 0 to 65535"
             )
         picture = Image.fromarray((values.astype(np.float64) / 257).round().astype(np.uint8))
-    grey = channels == 1 or (channels is None and picture.mode in ("1", "L", "LA", "La"))
+    grey = channels == 1 or (channels is None and picture.mode in GREY)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "black"), picture)

@@ -1,30 +1,24 @@
 """Read your own images: one folder per class, either in a single tree or in both train/ and test/."""
 
-import math
 import os
 import unicodedata
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from torchcaps.data.image_file import FORMATS, Facts, height_and_width, read_with_facts
-from torchcaps.data.images import Images, Splits, cut_indices
+from torchcaps.data.image_file import FORMATS
+from torchcaps.data.image_files import Paths, shown
+from torchcaps.data.image_list import ImageList, read_list
+from torchcaps.data.images import Images
 from torchcaps.errors import BadInput, DataWarning
 
 VALIDATION = ("val", "valid", "validation")
 """Accepted names of the folder of validation images, which lies next to train/ and test/."""
 CLUTTER = ("thumbs.db", "desktop.ini")
 """Names, in lower case, of files that operating systems create. Like hidden files, they are skipped without warning."""
-MANY = 2_000
-"""A progress bar is drawn if there are more files than this."""
-DISTORTION = 1.05
-"""A warning gives the number of images whose aspect ratio is changed by more than this factor."""
-
 Tree = dict[str, list[Path]]
 """Image files by class; classes and files are sorted by name."""
 
@@ -69,64 +63,36 @@ def load_image_folder(
     Example:
         >>> train, test = load_image_folder(Path("photos"), image_size=32)  # doctest: +SKIP
     """
-    splits, remarks = read_folder(root, image_size, channels, seed, test_fraction, progress)
+    images = list_folder(root, validation=False)
+    splits = images.split(test_fraction, seed, None)
+    read, remarks = read_list(images, splits, image_size=image_size, channels=channels, progress=progress)
     for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=2)
-    return splits.train, splits.test
+    return read.train, read.test
 
 
-def read_folder(
-    root: Path,
-    image_size: int | Sequence[int] | None = None,
-    channels: int | None = None,
-    seed: int = 0,
-    test_fraction: float = 0.2,
-    progress: bool = True,
-    validation: tuple[float, int] | None = None,
-) -> tuple[Splits, list[str]]:
-    """Read the splits that `load_image_folder` describes; returns the splits and the texts of the warnings.
+def list_folder(root: Path, validation: bool = True) -> ImageList:
+    """List the images of a folder with the layout that `load_image_folder` describes.
 
     Arguments:
-        root, image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
-        validation: `(fraction, seed)` for holding out validation images from the training images; used if there is no
-            folder of validation images. None leaves the validation split empty.
+        root: the folder.
+        validation: list the images in `root/val/` (or `valid/`, `validation/`) too.
     """
-    size = height_and_width(image_size)
-    if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
-        raise BadInput(f"test_fraction is {test_fraction!r}; give a number above 0 and below 1")
     if not root.is_dir():
         raise BadInput(f"{root}: no such folder; give a folder with one subfolder of images per class")
     folders, ignored = _layout(root)
-    if validation is None:
+    if not validation:
         folders.pop("validation", None)
     skipped: list[Path] = []
     trees = {split: _tree(folder, skipped) for split, folder in folders.items()}
     _same_classes(folders, trees)
     class_names = tuple(next(iter(trees.values())))
     files = [file for tree in trees.values() for members in tree.values() for file in members]
-    labels = torch.tensor(
-        [label for tree in trees.values() for label, members in enumerate(tree.values()) for _ in members]
-    )
+    labels = [label for tree in trees.values() for label, members in enumerate(tree.values()) for _ in members]
     lengths = [sum(map(len, tree.values())) for tree in trees.values()]
     rows = dict(zip(trees, torch.arange(len(files)).split(lengths), strict=True))
-    if "test" not in rows:
-        for name, members in trees["train"].items():
-            if len(members) == 1:
-                raise BadInput(
-                    f"{members[0]}: the only image of class {name}, but the training and test splits"
-                    " need one each; add an image"
-                )
-        rows["train"], rows["test"] = cut_indices(labels, test_fraction, seed)
-    if "validation" not in rows:
-        train, rows["validation"] = rows["train"], torch.arange(0)
-        if validation is not None:
-            rest, held_out = cut_indices(labels[train], *validation)
-            rows["train"], rows["validation"] = train[rest], train[held_out]
-    splits = [rows[split] for split in ("train", "validation", "test")]
-    pixels, facts = _read_all(files, splits, channels, size, progress)
-    images = [Images(part, labels[chosen], class_names) for part, chosen in zip(pixels, splits, strict=True)]
-    remarks = [*_remarks_on_folders(root, skipped, ignored, class_names), *_remarks_on_files(root, files, facts, size)]
-    return Splits(*images), remarks
+    remarks = [*_remarks_on_folders(root, skipped, ignored, class_names)]
+    return ImageList(str(root), Paths(files), torch.tensor(labels), class_names, rows, remarks)
 
 
 def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
@@ -158,7 +124,7 @@ def _tree(root: Path, skipped: list[Path]) -> Tree:
         try:
             folder.name.encode()
         except UnicodeEncodeError as error:
-            raise BadInput(f"{_shown(folder)}: the name of this class is not UTF-8; rename the folder") from error
+            raise BadInput(f"{shown(folder)}: the name of this class is not UTF-8; rename the folder") from error
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         tree[folder.name] = [path for path in paths if _is_image(path)]
         for path in set(paths).difference(tree[folder.name]):
@@ -198,55 +164,6 @@ def _holds_images(root: Path) -> bool:
     return False
 
 
-def _read_all(
-    files: list[Path],
-    splits: Sequence[Tensor],
-    channels: int | None,
-    size: tuple[int, int] | None,
-    progress: bool,
-) -> tuple[list[Tensor], list[Facts]]:
-    """Read each file directly into the tensor of its split; returns the pixels per split and the `Facts` per file."""
-    places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
-    pixels: list[Tensor] = []
-    facts: list[Facts] = []
-    for index, file in enumerate(_tracked(files, progress and len(files) > MANY)):
-        image, of_file = read_with_facts(file, channels, size)
-        facts.append(of_file)
-        count, height, width = image.shape
-        if not pixels:
-            pixels = [_room(len(chosen), count, height, width, len(files)) for chosen in splits]
-        first_height, first_width = pixels[0].shape[2:]
-        if (height, width) != (first_height, first_width):
-            raise BadInput(
-                f"{files[0]} is {first_width} x {first_height} pixels but {file} is {width} x {height}; resize all"
-                " images with --set data.image_size=N (in Python, image_size=N)"
-            )
-        if count > pixels[0].shape[1]:
-            pixels = [part.expand(-1, count, -1, -1).contiguous() for part in pixels]
-        split, row = places[index]
-        pixels[split][row] = image
-    return pixels, facts
-
-
-def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor:
-    try:
-        return torch.empty(count, channels, height, width, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise BadInput(
-            f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"
-            " the free memory; reduce them with --set data.image_size=N (in Python, image_size=N)"
-        ) from error
-
-
-def _tracked(files: list[Path], shown: bool) -> Iterable[Path]:
-    if not shown or find_spec("rich") is None:
-        return files
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(files, "reading images", console=Console(stderr=True))
-
-
 def _remarks_on_folders(
     root: Path, skipped: Sequence[Path], ignored: Sequence[Path], class_names: Sequence[str]
 ) -> Iterator[str]:
@@ -256,7 +173,7 @@ def _remarks_on_folders(
     parts = []
     if others:
         endings = Counter(path.suffix.lower() or "no ending" for path in set(skipped).difference(folders, loose))
-        listed = ", ".join(f"{_shown(ending)} {count:,}" for ending, count in endings.most_common(6))
+        listed = ", ".join(f"{shown(ending)} {count:,}" for ending, count in endings.most_common(6))
         more = f" and {len(endings) - 6:,} other endings" if len(endings) > 6 else ""
         kind = "file that is not an image" if others == 1 else "files that are not images"
         parts.append(f"skipped {others:,} {kind} of a known format ({listed}{more})")
@@ -281,39 +198,6 @@ def _remarks_on_folders(
             )
 
 
-def _remarks_on_files(
-    root: Path, files: Sequence[Path], facts: Sequence[Facts], size: tuple[int, int] | None
-) -> Iterator[str]:
-    """Yield warning texts about files with several frames, nearly black images, and changed aspect ratios."""
-    several = [file for file, image in zip(files, facts, strict=True) if image.several]
-    if several:
-        have = "1 file has" if len(several) == 1 else f"{len(several):,} files have"
-        yield f"{root}: {have} several frames, such as {_shown(several[0])}; only the first frame is read"
-    largest = max((image.largest for image in facts if image.largest is not None), default=None)
-    if largest is not None and largest < 4096:
-        yield (
-            f"{root}: the largest value of the 16-bit images is {largest:,} of 65,535, as in {largest.bit_length()}-bit"
-            " data, so these images are nearly black; scale them to the full 16 bits"
-            f" (multiply by {65_535 // max(largest, 1):,})"
-        )
-    if size is not None:
-        ratios = [image.width / image.height for image in facts]
-        target = math.log(size[1] / size[0])
-        distorted = sum(abs(math.log(ratio) - target) > math.log(DISTORTION) for ratio in ratios)
-        seen = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
-        if distorted:
-            yield (
-                f"{root}: resizing to height {size[0]} and width {size[1]} changes the aspect ratio of {distorted:,} of"
-                f" {len(files):,} images by more than 5 % (width / height is {seen});"
-                " crop them, or set data.image_size=[height,width] to their aspect ratio"
-            )
-
-
 def _listed(paths: Sequence[Path]) -> str:
     more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
-    return ", ".join(_shown(path) for path in sorted(paths)[:3]) + more
-
-
-def _shown(path: Path | str) -> str:
-    """Convert a path to printable text; bytes that are not UTF-8 are escaped."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
+    return ", ".join(shown(path) for path in sorted(paths)[:3]) + more

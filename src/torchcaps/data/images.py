@@ -1,4 +1,4 @@
-"""Hold labelled images in memory, split them into parts, and shift them."""
+"""Hold labelled images in memory or on disk, split them into parts, and shift them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int64, Shaped, UInt8
 from torch import Tensor
 
+from torchcaps.data.image_files import ImageFiles
 from torchcaps.errors import BadInput, nearest
 
 
@@ -20,6 +21,7 @@ class Images:
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`; or `[N, k]` if each image shows k classes.
         class_names: names of the classes, in the order of the labels.
         attributes: other properties of the images, such as the azimuth of the camera: name → int64 tensor `[N]`.
+        files: the N encoded images from which the pixels were read; None if they were not read from single files.
     Raises:
         BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
             attribute values differ; or a label is not an index of `class_names`.
@@ -32,6 +34,7 @@ class Images:
     labels: Int64[Tensor, " N"] | Int64[Tensor, "N k"]
     class_names: tuple[str, ...]
     attributes: Mapping[str, Int64[Tensor, " N"]] = field(default_factory=dict)
+    files: ImageFiles | None = None
 
     def __post_init__(self) -> None:
         if self.pixels.ndim != 4 or self.pixels.dtype != torch.uint8:
@@ -58,11 +61,16 @@ class Images:
         _, channels, height, width = self.pixels.shape
         return channels, height, width
 
+    def batch(self, indices: Int64[Tensor, " M"]) -> UInt8[Tensor, "M C H W"]:
+        """Return the pixels of the images at `indices`."""
+        return self.pixels[indices]
+
     def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> "Images":
         """Return the images at `indices`, in that order, with the same class names."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         attributes = {name: values[chosen] for name, values in self.attributes.items()}
-        return Images(self.pixels[chosen], self.labels[chosen], self.class_names, attributes)
+        files = None if self.files is None else self.files.subset(chosen)
+        return Images(self.pixels[chosen], self.labels[chosen], self.class_names, attributes, files)
 
     def where(self, **allowed: Sequence[int]) -> "Images":
         """Return the images whose attributes have the given values.
@@ -83,6 +91,55 @@ class Images:
                 raise BadInput(f"unknown attribute {name!r}{nearest(name, self.attributes)}")
             chosen &= torch.isin(self.attributes[name], torch.tensor([*values]))
         return self.subset(chosen.nonzero().flatten())
+
+
+class ImagesOnDisk(Images):
+    """Labelled images that stay encoded on disk and are decoded each time they are used.
+
+    `batch` decodes some of the images; `pixels` decodes all of them into memory.
+
+    Arguments:
+        files: the N encoded images.
+        labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
+        class_names: names of the classes, in the order of the labels.
+        image_shape: `(C, H, W)` of the decoded images.
+        resize: resize images of another size. If False, `batch` and `pixels` raise `BadInput` for such an image.
+    """
+
+    files: ImageFiles
+    decoded_shape: tuple[int, int, int]
+    resize: bool
+
+    def __init__(
+        self,
+        files: ImageFiles,
+        labels: Int64[Tensor, " N"],
+        class_names: tuple[str, ...],
+        image_shape: tuple[int, int, int],
+        resize: bool,
+    ) -> None:
+        vars(self).update(files=files, labels=labels, class_names=class_names, attributes={})
+        vars(self).update(decoded_shape=image_shape, resize=resize)
+
+    @property
+    def pixels(self) -> UInt8[Tensor, "N C H W"]:
+        """All images, decoded."""
+        return self.files.decoded(self.decoded_shape, self.resize)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """`(C, H, W)`: number of channels, height and width in pixels."""
+        return self.decoded_shape
+
+    def batch(self, indices: Int64[Tensor, " M"]) -> UInt8[Tensor, "M C H W"]:
+        """Decode the images at `indices`."""
+        return self.files.subset(indices).decoded(self.decoded_shape, self.resize)
+
+    def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> Images:
+        """Return the images at `indices`, in that order, with the same class names; nothing is decoded."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        files, labels = self.files.subset(chosen), self.labels[chosen]
+        return ImagesOnDisk(files, labels, self.class_names, self.decoded_shape, self.resize)
 
 
 @dataclass(frozen=True, eq=False)

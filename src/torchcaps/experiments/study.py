@@ -126,7 +126,7 @@ class Study:
         run = existing_run(folder, resume=True)
         if run is not None and run.recipe.plain() != recipe.plain():
             raise BadInput(f"{folder} holds a run with other settings: remove it, or choose another folder with --out")
-        if run is not None and (changed := difference(run.data, fingerprint(splits)[0])):
+        if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
             raise BadInput(f"{folder} holds a run on other data ({changed}): remove it, or choose another --out")
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
+from torchcaps.data import DATASETS, TABLE_OPTIONS, load_image_table
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS, routing_of
@@ -150,7 +150,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
     if group == "data" and chosen in DATASETS:
         takes, names = DATASETS[chosen].load, DATASETS[chosen].options
     elif group == "data":
-        takes, names = load_image_folder, FOLDER_OPTIONS
+        takes, names = load_image_table, TABLE_OPTIONS
     elif group == "routing":
         takes, names = ROUTINGS[chosen], list(routing_options(chosen))
     else:

@@ -1,0 +1,127 @@
+"""Load the batches of the training, validation and test images."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from torchcaps.data import Images, ImagesOnDisk, Preparation, Splits, Variation
+from torchcaps.environment import available_cores
+from torchcaps.errors import BadInput
+from torchcaps.recipe import Recipe
+
+
+class ImageBatches(Dataset):
+    """Dataset that yields batches of a split.
+
+    Arguments:
+        images: the split.
+        preparation: how stored images become the model's input.
+        variation: random numbers for the augmentation in one epoch; None for validation and test.
+    """
+
+    def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
+        self.images = images
+        self.preparation = preparation
+        self.variation = variation
+
+    def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor] | BadInput:
+        chosen = torch.from_numpy(indices)
+        try:
+            pixels, labels = self.images.batch(chosen), self.images.labels[chosen]
+        except BadInput as error:
+            return error  # `Batches` raises it; a worker process would add a traceback to the message
+        if self.variation is None:
+            return self.preparation.views(pixels), labels
+        return self.preparation.varied(pixels, self.variation.of(chosen)), labels
+
+
+def batch_starts(images: int, batch_size: int) -> range:
+    """Return the index of the first image of each batch of an epoch.
+
+    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
+    single image.
+
+    Arguments:
+        images: number of images in the split.
+        batch_size: images per batch.
+
+    Example:
+        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
+        ([0, 4], [0, 4, 8], [0])
+    """
+    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
+
+
+class Batches(DataLoader):
+    """Loader of batches that raises an error of a worker process as in a single process.
+
+    Arguments:
+        batches: dataset of batches.
+        order: indices of the images in the order in which they are loaded.
+        batch_size: images per batch.
+        workers: processes that load images; with 0, the training process does.
+    """
+
+    def __init__(self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int = 0) -> None:
+        parts = np.split(order, batch_starts(len(order), batch_size)[1:])
+        super().__init__(batches, sampler=parts, batch_size=None, num_workers=min(workers, len(parts)))
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            if isinstance(batch, BadInput):
+                raise batch
+            yield batch
+
+
+def default_workers(images: Images, devices: int = 1) -> int:
+    """Return the number of worker processes per device: one per core for images on disk, none for images in memory."""
+    return max(1, available_cores() // devices) if isinstance(images, ImagesOnDisk) else 0
+
+
+class SplitBatches(lightning.LightningDataModule):
+    """Data module with the batches of the training, validation and test splits.
+
+    Each device gets a share of every split.
+
+    The order of the training images depends only on the seed and the epoch. The augmentation of a training image
+    depends only on the seed, the epoch and the index of the image.
+
+    Arguments:
+        splits: training, validation and test images.
+        recipe: recipe that sets the batch size, the seed and the image preparation.
+        workers: processes that load images.
+    """
+
+    def __init__(self, splits: Splits, recipe: Recipe, workers: int = 0) -> None:
+        super().__init__()
+        self.splits = splits
+        self.recipe = recipe
+        self.workers = workers
+
+    def train_dataloader(self) -> DataLoader:
+        recipe, images, trainer = self.recipe, self.splits.train, self.trainer
+        assert trainer is not None
+        epoch, devices = trainer.current_epoch, trainer.world_size
+        order = np.random.default_rng([recipe.seed, epoch, 1]).permutation(len(images))
+        order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
+        preparation = recipe.preparation()
+        variation = preparation.variation(recipe.seed, epoch, len(images))
+        batches = ImageBatches(images, preparation, variation)
+        return Batches(batches, order, recipe.batch_size // devices, self.workers)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
+
+    def test_dataloader(self) -> DataLoader:
+        return self._share(self.splits.test, self.recipe)
+
+    def _share(self, images: Images, recipe: Recipe) -> DataLoader:
+        assert self.trainer is not None
+        mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
+        return Batches(ImageBatches(images, recipe.preparation()), mine, recipe.batch_size, self.workers)

@@ -1,0 +1,105 @@
+"""Encoded images, such as image files, that are decoded when they are used."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int64, UInt8, UInt64
+from torch import Tensor
+
+from torchcaps.data.image_file import decode, file_bytes
+from torchcaps.errors import BadInput
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Encoded images: files of a folder, or rows of a table."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Return the name of an image for messages, such as its path."""
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded image, such as the content of a JPEG file."""
+
+
+class Paths:
+    """The `Source` of image files on disk.
+
+    Arguments:
+        paths: paths of the files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def name(self, index: int) -> str:
+        return shown(self.paths[index])
+
+    def read(self, index: int) -> bytes:
+        return file_bytes(self.paths[index])
+
+
+class ImageFiles:
+    """Some of the images of a `Source`, with a checksum of each encoded image.
+
+    Arguments:
+        source: the encoded images.
+        digests: 64-bit checksum of each encoded image of the source.
+        indices: indices of the chosen images in the source.
+    """
+
+    def __init__(self, source: Source, digests: UInt64[np.ndarray, " N"], indices: Int64[Tensor, " M"]) -> None:
+        self.source = source
+        self.all_digests = digests
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the images, such as the paths of the files."""
+        return [self.source.name(index) for index in self.indices.tolist()]
+
+    @property
+    def digests(self) -> UInt64[np.ndarray, " M"]:
+        """Checksums of the encoded images."""
+        return self.all_digests[self.indices.numpy()]
+
+    def subset(self, indices: Int64[Tensor, " K"]) -> "ImageFiles":
+        """Return the images at `indices`, in that order."""
+        return ImageFiles(self.source, self.all_digests, self.indices[indices])
+
+    def decoded(self, shape: tuple[int, int, int], resize: bool) -> UInt8[Tensor, "M C H W"]:
+        """Decode the images.
+
+        Arguments:
+            shape: `(C, H, W)` of the decoded images.
+            resize: resize images of another size; otherwise, such an image raises `BadInput`.
+        Raises:
+            BadInput: an image cannot be read, or has another size.
+        """
+        pixels = torch.empty(len(self), *shape, dtype=torch.uint8)
+        for row, index in enumerate(self.indices.tolist()):
+            name = self.source.name(index)
+            image, _ = decode(self.source.read(index), name, shape[0], shape[1:] if resize else None)
+            if tuple(image.shape) != shape:
+                raise BadInput(
+                    f"{name} is {image.shape[2]} x {image.shape[1]} pixels, but the other images are {shape[2]} x"
+                    f" {shape[1]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
+                )
+            pixels[row] = image
+        return pixels
+
+
+def shown(path: Path | str) -> str:
+    """Convert a path to printable text; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -1,0 +1,266 @@
+"""Turn a list of encoded images with labels and splits into `Splits`, in memory or on disk."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from torchcaps.data.image_file import Facts, decode, header, height_and_width
+from torchcaps.data.image_files import ImageFiles, Source
+from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
+from torchcaps.errors import BadInput, printable
+
+Cache = Literal["auto", "memory", "none"]
+
+MANY = 2_000
+"""A progress bar is drawn if there are more images than this."""
+DISTORTION = 1.05
+"""A warning gives the number of images whose aspect ratio is changed by more than this factor."""
+SHARE = 0.5
+"""With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
+CHECKED = 50
+"""Number of 16-bit images that are decoded to check their range, if images are not held in memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageList:
+    """Encoded images with their labels and splits.
+
+    Arguments:
+        name: name of the folder or file for messages.
+        source: the N encoded images.
+        labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
+        class_names: names of the classes, in the order of the labels.
+        rows: indices of the images of each split. "train" is required; "validation" and "test" are held out from
+            "train" if absent.
+        remarks: texts of warnings.
+    """
+
+    name: str
+    source: Source
+    labels: Int64[Tensor, " N"]
+    class_names: tuple[str, ...]
+    rows: Mapping[str, Int64[Tensor, " _"]]
+    remarks: list[str] = field(default_factory=list)
+
+    def split(self, test_fraction: float, seed: int, validation: tuple[float, int] | None) -> list[Tensor]:
+        """Return the indices of the training, validation and test images.
+
+        Arguments:
+            test_fraction: fraction of each class to hold out for testing if there is no test split.
+            seed: seed for choosing the test images.
+            validation: `(fraction, seed)` for holding out validation images if there is no validation split. None
+                leaves the validation split empty.
+        Raises:
+            BadInput: there is no test split, and a class has only one image; or `test_fraction` is out of its range.
+        """
+        if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
+            raise BadInput(f"test_fraction is {test_fraction!r}; give a number above 0 and below 1")
+        train, test, held_out = self.rows["train"], self.rows.get("test"), self.rows.get("validation")
+        if test is None:
+            for label, count in enumerate(self.labels[train].bincount(minlength=len(self.class_names)).tolist()):
+                if count == 1:
+                    only = self.source.name(int(train[self.labels[train] == label]))
+                    raise BadInput(
+                        f"{only}: the only image of class {self.class_names[label]}, but the training and test splits"
+                        " need one each; add an image"
+                    )
+            rest, chosen = cut_indices(self.labels[train], test_fraction, seed)
+            train, test = train[rest], train[chosen]
+        if held_out is None:
+            held_out = torch.arange(0)
+            if validation is not None:
+                rest, chosen = cut_indices(self.labels[train], *validation)
+                train, held_out = train[rest], train[chosen]
+        return [train, held_out, test]
+
+
+def read_list(
+    images: ImageList,
+    splits: Sequence[Int64[Tensor, " _"]],
+    *,
+    image_size: int | Sequence[int] | None = None,
+    channels: int | None = None,
+    cache: Cache = "memory",
+    processes: int = 1,
+    progress: bool = True,
+) -> tuple[Splits, list[str]]:
+    """Read the images of a list; returns the splits and the texts of the warnings.
+
+    Arguments:
+        images: the list.
+        splits: indices of the training, validation and test images.
+        image_size, channels, progress: as for `load_image_folder`.
+        cache: "memory" decodes all images now. "none" reads only their headers now, and decodes images each time they
+            are used. "auto" is "memory" if the decoded images take at most half of the free memory, else "none".
+        processes: number of processes that load the same images.
+    Raises:
+        BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
+            fit into memory.
+    """
+    size = height_and_width(image_size)
+    if channels not in (None, 1, 3):
+        raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+    remarks = list(images.remarks)
+    if cache == "auto":
+        needed, free = _decoded_bytes(images.source, channels, size) * processes, free_memory()
+        cache = "memory"
+        if free is not None and needed > SHARE * free:
+            cache = "none"
+            remarks.append(
+                f"{images.name}: {len(images.source):,} decoded images would take {needed / 1e9:,.1f} GB of"
+                f" {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold them in"
+                " memory, use --cache memory or a smaller data.image_size"
+            )
+    digests = np.zeros(len(images.source), np.uint64)
+    contents = _contents(images.source, digests, progress)
+    if cache == "memory":
+        pixels, facts = _decode_all(images.source, contents, splits, channels, size)
+    else:
+        facts = [header(content, images.source.name(index)) for index, content in enumerate(contents)]
+        shape = _common_shape(images.source, facts, channels, size)
+        facts = _with_largest(images.source, facts)
+    parts: list[Images] = []
+    for number, chosen in enumerate(splits):
+        files = ImageFiles(images.source, digests, chosen)
+        labels = images.labels[chosen]
+        if cache == "memory":
+            parts.append(Images(pixels[number], labels, images.class_names, files=files))
+        else:
+            parts.append(ImagesOnDisk(files, labels, images.class_names, shape, resize=size is not None))
+    return Splits(*parts), [*remarks, *_remarks_on_files(images, facts, size)]
+
+
+def free_memory() -> int | None:
+    """Return the memory in bytes that this process can still use; None if it is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:
+    """Estimate the memory that the decoded images take, from the header of the first image."""
+    first = header(source.read(0), source.name(0))
+    height, width = size or (first.height, first.width)
+    return len(source) * (channels or 3) * height * width
+
+
+def _contents(source: Source, digests: np.ndarray, progress: bool) -> Iterator[bytes]:
+    """Yield the encoded images, and store the checksum of each."""
+    indices: Iterable[int] = range(len(source))
+    if progress and len(source) > MANY and find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.progress import track
+
+        indices = track(indices, "reading images", console=Console(stderr=True))
+    for index in indices:
+        content = source.read(index)
+        digests[index] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+        yield content
+
+
+def _decode_all(
+    source: Source,
+    contents: Iterable[bytes],
+    splits: Sequence[Tensor],
+    channels: int | None,
+    size: tuple[int, int] | None,
+) -> tuple[list[Tensor], list[Facts]]:
+    """Decode each image directly into the tensor of its split; returns the pixels per split and all `Facts`."""
+    places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
+    pixels: list[Tensor] = []
+    facts: list[Facts] = []
+    for index, content in enumerate(contents):
+        image, found = decode(content, source.name(index), channels, size)
+        facts.append(found)
+        count, height, width = image.shape
+        if not pixels:
+            pixels = [_room(len(chosen), count, height, width, len(source)) for chosen in splits]
+        _check_size(source, index, (height, width), tuple(pixels[0].shape[2:]))
+        if count > pixels[0].shape[1]:
+            pixels = [part.expand(-1, count, -1, -1).contiguous() for part in pixels]
+        if index in places:
+            split, row = places[index]
+            pixels[split][row] = image
+    return pixels, facts
+
+
+def _common_shape(
+    source: Source, facts: Sequence[Facts], channels: int | None, size: tuple[int, int] | None
+) -> tuple[int, int, int]:
+    """Return the shape `(C, H, W)` that all images have when they are decoded."""
+    first = facts[0].height, facts[0].width
+    if size is None:
+        for index, found in enumerate(facts):
+            _check_size(source, index, (found.height, found.width), first)
+    return (channels or (1 if all(found.grey for found in facts) else 3), *(size or first))
+
+
+def _check_size(source: Source, index: int, size: tuple[int, ...], first: tuple[int, ...]) -> None:
+    if size != first:
+        raise BadInput(
+            f"{source.name(0)} is {first[1]} x {first[0]} pixels but {source.name(index)} is {size[1]} x {size[0]};"
+            " resize all images with --set data.image_size=N (in Python, image_size=N)"
+        )
+
+
+def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor:
+    try:
+        return torch.empty(count, channels, height, width, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise BadInput(
+            f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"
+            " the free memory; reduce them with --set data.image_size=N (in Python, image_size=N), or decode them in"
+            ' each epoch with --cache none (in Python, cache="none")'
+        ) from error
+
+
+def _with_largest(source: Source, facts: list[Facts]) -> list[Facts]:
+    """Add the largest value to some of the 16-bit images."""
+    deep = [index for index, found in enumerate(facts) if found.deep]
+    for index in deep[:: math.ceil(len(deep) / CHECKED) or 1]:
+        facts[index] = decode(source.read(index), source.name(index), None, None)[1]
+    return facts
+
+
+def _remarks_on_files(images: ImageList, facts: Sequence[Facts], size: tuple[int, int] | None) -> Iterator[str]:
+    """Yield warning texts about files with several frames, nearly black images, and changed aspect ratios."""
+    several = [index for index, found in enumerate(facts) if found.several]
+    if several:
+        have = "1 file has" if len(several) == 1 else f"{len(several):,} files have"
+        first = printable(images.source.name(several[0]))
+        yield f"{images.name}: {have} several frames, such as {first}; only the first frame is read"
+    largest = max((found.largest for found in facts if found.largest is not None), default=None)
+    if largest is not None and largest < 4096:
+        yield (
+            f"{images.name}: the largest value of the 16-bit images is {largest:,} of 65,535, as in"
+            f" {largest.bit_length()}-bit data, so these images are nearly black; scale them to the full 16 bits"
+            f" (multiply by {65_535 // max(largest, 1):,})"
+        )
+    if size is not None:
+        ratios = [found.width / found.height for found in facts]
+        target = math.log(size[1] / size[0])
+        distorted = sum(abs(math.log(ratio) - target) > math.log(DISTORTION) for ratio in ratios)
+        seen = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
+        if distorted:
+            yield (
+                f"{images.name}: resizing to height {size[0]} and width {size[1]} changes the aspect ratio of"
+                f" {distorted:,} of {len(facts):,} images by more than 5 % (width / height is {seen});"
+                " crop them, or set data.image_size=[height,width] to their aspect ratio"
+            )

@@ -1,0 +1,270 @@
+"""Read your own images from a table: a CSV file of paths and labels, Parquet files, or a Hugging Face dataset."""
+
+import csv
+import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchcaps.data.image_file import file_bytes
+from torchcaps.data.image_files import Paths
+from torchcaps.data.image_list import ImageList, read_list
+from torchcaps.data.images import Images
+from torchcaps.errors import BadInput, DataWarning, printable
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+HUB = "hf:"
+"""Prefix of the name of a dataset on the Hugging Face Hub."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+"""Separator of the columns for each extension of a text file."""
+IMAGE_COLUMNS = ("image", "img", "path", "file", "filename", "file_name")
+"""Names of columns that are taken for the images if `image_column` is not given."""
+LABEL_COLUMNS = ("label", "labels", "class", "category")
+"""Names of columns that are taken for the labels if `label_column` is not given."""
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+"""Accepted names of splits."""
+
+
+def is_table(name: str) -> bool:
+    """Return whether `name` is a table of images: a CSV or Parquet file, a folder of Parquet files, or ``hf:NAME``."""
+    path = Path(name).expanduser()
+    if name.startswith(HUB) or path.is_file():
+        return True
+    saved = ("dataset_dict.json", "dataset_info.json")
+    return path.is_dir() and (any((path / file).is_file() for file in saved) or bool(_parquet_files(path)))
+
+
+def load_image_table(
+    source: str | Path,
+    *,
+    image_size: int | Sequence[int] | None = None,
+    channels: int | None = None,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    progress: bool = True,
+) -> tuple[Images, Images]:
+    """Read a table of images and labels as `(train, test)`.
+
+    A CSV file (or a file of tab-separated values that ends in .tsv) has a row of column names, a column with the paths
+    of the image files, relative to its own folder, and a column of labels. If it has a column ``split``, its values are
+    train, validation and test.
+
+    Parquet files, folders saved by ``datasets.save_to_disk``, and datasets on the Hugging Face Hub have a column with
+    the encoded images and a column of labels; their own splits are used. They need the extra ``torchcaps[datasets]``.
+
+    If there is no test split, the fraction `test_fraction` of each class is held out. Images are decoded as in
+    `load_image_folder`. This function does not read a validation split; `load_splits` does.
+
+    Arguments:
+        source: path of a .csv, .tsv or .parquet file; path of a folder of Parquet files or of a saved dataset; or
+            ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"`` for a dataset on the Hub.
+        image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
+        image_column: name of the column of images. None takes the only column with a usual name or of images.
+        label_column: name of the column of labels. None takes the only column with a usual name or of class labels.
+    Raises:
+        BadInput: the source cannot be read; a column is missing or cannot be told; a row has no image or no label; the
+            same file is listed twice; a split has an unknown name; there are fewer than two classes; or an image or
+            argument is invalid, as for `load_image_folder`.
+    Warns:
+        DataWarning: a split of a dataset is skipped; or images are changed, as for `load_image_folder`.
+    Example:
+        >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
+    """
+    images = list_table(str(source), image_column, label_column)
+    splits = images.split(test_fraction, seed, None)
+    splits[1] = torch.arange(0)
+    read, remarks = read_list(images, splits, image_size=image_size, channels=channels, progress=progress)
+    for remark in remarks:
+        warnings.warn(remark, DataWarning, stacklevel=2)
+    return read.train, read.test
+
+
+def list_table(name: str, image_column: str | None = None, label_column: str | None = None) -> ImageList:
+    """List the images of a table that `load_image_table` describes."""
+    path = Path(name).expanduser()
+    if not name.startswith(HUB) and path.suffix.lower() in DELIMITERS:
+        return _list_text(path, image_column, label_column)
+    return _list_dataset(name, path, image_column, label_column)
+
+
+def _list_text(path: Path, image_column: str | None, label_column: str | None) -> ImageList:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream, delimiter=DELIMITERS[path.suffix.lower()], strict=True)
+            rows, numbers = [], []
+            for row in reader:
+                rows.append(row)
+                numbers.append(reader.line_num)
+            columns = list(reader.fieldnames or [])
+    except (OSError, ValueError, csv.Error) as error:
+        raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
+    image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
+    label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
+    splits: dict[str, list[int]] = {}
+    lines: dict[Path, int] = {}
+    for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
+        if None in row or None in row.values():
+            raise BadInput(f"{path}, line {line}: has another number of columns than the first line; correct it")
+        for column in (image_column, label_column):
+            if not row[column].strip():
+                raise BadInput(
+                    f"{path}, line {line}: column {printable(column)} is empty; fill it in or remove the line"
+                )
+        file = path.parent / row[image_column]
+        if lines.setdefault(file, line) != line:
+            twice = f"lines {lines[file]} and {line} name the same file {printable(row[image_column])}"
+            raise BadInput(f"{path}: {twice}; remove one of them")
+        found = row.get("split", "train").strip().lower()
+        if found not in SPLITS:
+            raise BadInput(f"{path}, line {line}: split is {printable(found)!r}; give train, validation or test")
+        splits.setdefault(SPLITS[found], []).append(index)
+    labels = [row[label_column] for row in rows]
+    return _image_list(str(path), Paths([*lines]), labels, None, splits)
+
+
+class Rows:
+    """The `Source` of the rows of a dataset.
+
+    Arguments:
+        dataset: dataset with one column of images that are not decoded.
+        column: name of the column.
+        names: name of each image for messages.
+    """
+
+    def __init__(self, dataset: "Dataset", column: str, names: Sequence[str]) -> None:
+        self.dataset = dataset
+        self.column = column
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def read(self, index: int) -> bytes:
+        try:
+            image = self.dataset[index][self.column]
+        except Exception as error:  # a damaged file can raise almost any exception
+            raise BadInput(f"{self.name(index)}: cannot be read ({error}); replace the file") from error
+        if image is None or (image["bytes"] is None and not image["path"]):
+            raise BadInput(f"{self.name(index)}: has no image; remove the row")
+        return image["bytes"] if image["bytes"] is not None else file_bytes(Path(image["path"]))
+
+
+def _list_dataset(name: str, path: Path, image_column: str | None, label_column: str | None) -> ImageList:
+    if find_spec("datasets") is None:
+        raise BadInput(f"{name}: reading it needs Hugging Face datasets; pip install 'torchcaps[datasets]'")
+    import datasets
+
+    found, remarks = _open_dataset(name, path), []
+    splits: dict[str, list[int]] = {}
+    names: list[str] = []
+    parts, labels = [], []
+    class_names: Sequence[str] | None = None
+    for split, dataset in found.items():
+        if split not in SPLITS:
+            remarks.append(f"{name}: skipped the split {split}; only train, validation and test are read")
+            continue
+        features = dataset.features
+        pictures = [key for key, kind in features.items() if isinstance(kind, datasets.Image)] or IMAGE_COLUMNS
+        classes = [key for key, kind in features.items() if isinstance(kind, datasets.ClassLabel)] or LABEL_COLUMNS
+        column = _column(name, "image_column", image_column, pictures, features)
+        label = _column(name, "label_column", label_column, classes, features)
+        kind = features[label]
+        class_names = kind.names if isinstance(kind, datasets.ClassLabel) else None
+        try:
+            labels += dataset[label][:]
+            part = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
+        except Exception as error:  # a damaged file can raise almost any exception
+            raise BadInput(
+                f"{name}: column {column} does not contain images, or the file is damaged ({error}); choose"
+                " --set data.image_column=NAME, or replace the file"
+            ) from error
+        parts.append(part if column == "image" else part.rename_column(column, "image"))
+        splits[SPLITS[split]] = [*range(len(names), len(names) + len(dataset))]
+        names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
+    if "train" not in splits:
+        raise BadInput(f"{name}: has no split train, but {', '.join(found)}; rename one of its splits")
+    for row, one in enumerate(labels):
+        if one is None or (class_names is not None and not 0 <= one < len(class_names)):
+            raise BadInput(f"{names[row]}: has no label; remove the row")
+        if not isinstance(one, str | int):
+            raise BadInput(f"{names[row]}: the label is {one!r}; give one text or one whole number per image")
+    rows = Rows(datasets.concatenate_datasets(parts), "image", names)
+    images = _image_list(name, rows, labels, class_names, splits)
+    images.remarks.extend(remarks)
+    return images
+
+
+def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
+    """Open a saved dataset, Parquet files, or a dataset on the Hub; returns its splits by name."""
+    import datasets
+
+    found: Any
+    logged, bars = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    try:
+        if name.startswith(HUB):
+            owner_and_name, _, configuration = name.removeprefix(HUB).partition(":")
+            found = datasets.load_dataset(owner_and_name, configuration or None)
+        elif path.is_file():
+            found = datasets.load_dataset("parquet", data_files=str(path))
+        elif files := _parquet_files(path):
+            by_split: dict[str, list[str]] = {}
+            for file in files:
+                by_split.setdefault(file.stem.partition("-")[0], []).append(str(file))
+            found = datasets.load_dataset("parquet", data_files=by_split)
+        else:
+            found = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library and the Hub raise many kinds of errors
+        raise BadInput(f"{name}: cannot be opened as a dataset ({error}); check the name or the files") from error
+    finally:
+        datasets.logging.set_verbosity(logged)
+        if not bars:
+            datasets.enable_progress_bars()
+    return {"train": found} if isinstance(found, datasets.Dataset) else dict(found)
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.parquet")) or sorted((folder / "data").glob("*.parquet"))
+
+
+def _column(
+    name: str | Path, option: str, given: str | None, usual: Sequence[str], columns: Sequence[str] | Any
+) -> str:
+    """Return the name of the column `given`, or of the only column with a usual name."""
+    known = ", ".join(printable(column) for column in columns) or "none"
+    if given is not None:
+        if given not in columns:
+            raise BadInput(f"{name}: has no column {given}; choose {option} from its columns: {known}")
+        return given
+    fitting = [column for column in columns if column in usual]
+    if len(fitting) != 1:
+        raise BadInput(
+            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME; its columns: {known}"
+        )
+    return fitting[0]
+
+
+def _image_list(
+    name: str, source: Any, labels: Sequence[Any], class_names: Sequence[str] | None, splits: dict[str, list[int]]
+) -> ImageList:
+    if not splits.get("train"):
+        raise BadInput(f"{name}: has no training images; add rows")
+    if class_names is None:
+        known = sorted(set(labels))
+        class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()
+    if len(class_names) < 2:
+        raise BadInput(f"{name}: has only the class {class_names[0]}; give images of at least 2 classes")
+    rows = {split: torch.tensor(indices) for split, indices in splits.items()}
+    return ImageList(name, source, torch.tensor(labels), tuple(class_names), rows)

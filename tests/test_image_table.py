@@ -1,0 +1,209 @@
+"""Tables of images: CSV files, Parquet files and saved Hugging Face datasets, written by their own libraries."""
+
+import io
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from conftest import SMALL_CAPSNET, make_images
+from image_trees import refused, tree, warned
+from torchcaps.data import load_image_table, load_splits
+
+SPLITS = ("train", "validation", "test")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def write(path, *lines, encoding="utf-8"):
+    path.write_text("\n".join(lines) + "\n", encoding=encoding)
+    return path
+
+
+def listed(root, **options):
+    """The images of a folder as lines of a table."""
+    return [f"{path.relative_to(root)},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
+
+
+def png(value):
+    stream = io.BytesIO()
+    Image.new("L", (8, 6), value).save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def rows(count, first=0):
+    return {
+        "image": [{"bytes": png(first + index), "path": None} for index in range(count)],
+        "label": [index % 2 for index in range(count)],
+    }
+
+
+def dataset(count, first=0, names=("cat", "dog")):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+    return datasets.Dataset.from_dict(rows(count, first), features=features)
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_a_csv_gives_what_its_folder_gives(cache, tmp_path):
+    tree(tmp_path, count=10)
+    table = write(tmp_path / "photos.csv", "path,label", *listed(tmp_path), encoding="utf-8-sig")
+    one = load_splits(str(tmp_path), tmp_path, cache=cache)
+    other = load_splits(str(table), tmp_path, cache=cache)
+    for name in SPLITS:
+        assert torch.equal(getattr(one, name).pixels, getattr(other, name).pixels)
+        assert torch.equal(getattr(one, name).labels, getattr(other, name).labels)
+        assert getattr(one, name).files.names == getattr(other, name).files.names
+    assert other.train.class_names == ("cat", "dog")
+
+
+def test_the_splits_of_a_csv_are_its_own(tmp_path):
+    tree(tmp_path, count=4)
+    ends = ("train", "train", "val", "TEST")
+    lines = [f"{line},{ends[index % 4]}" for index, line in enumerate(listed(tmp_path))]
+    table = write(tmp_path / "photos.tsv", "file\tclass\tsplit", *(line.replace(",", "\t") for line in lines))
+    splits = load_splits(str(table), tmp_path)
+    assert [getattr(splits, name).pixels[:, 0, 0, 0].tolist() for name in SPLITS] == [[0, 10] * 2, [20] * 2, [30] * 2]
+    train, test = load_image_table(table)
+    assert [len(train), len(test)] == [4, 2]
+
+
+def test_columns_are_chosen_by_name(tmp_path):
+    tree(tmp_path, count=4)
+    lines = [f"{line},{index % 2}" for index, line in enumerate(listed(tmp_path))]
+    table = write(tmp_path / "photos.csv", "path,label,class", *lines)
+    known = "its columns: path, label, class"
+    refused(lambda: load_image_table(table), "choose the label column with --set data.label_column=NAME", known)
+    assert load_image_table(table, label_column="class")[0].class_names == ("0", "1")
+    refused(lambda: load_image_table(table, label_column="kind"), "has no column kind", known)
+    refused(
+        lambda: load_splits(str(tmp_path), tmp_path, label_column="class"), "does not accept the option label_column"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ((), ("choose the image column", "none")),
+        (("path,label",), ("no training images",)),
+        (("path,label", "cat/0.png,cat,7"), ("line 2", "number of columns")),
+        (("path,label", "cat/0.png"), ("line 2", "number of columns")),
+        (("path,label", "cat/0.png,"), ("line 2", "label is empty")),
+        (("path,label", " ,cat"), ("line 2", "path is empty")),
+        (("path,label", "cat/0.png,cat", "cat/0.png,dog"), ("lines 2 and 3", "cat/0.png")),
+        (("path,label", "cat/0.png,cat", "cat/1.png,cat"), ("only the class cat",)),
+        (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
+        (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),
+        (("path,label,split", "cat/0.png,cat,test"), ("no training images",)),
+        (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
+        (
+            ("path,label", *(f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in "129")),
+            ("9.png", "no such"),
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_csv_is_named(lines, parts, tmp_path):
+    tree(tmp_path, count=4)
+    table = tmp_path / "photos.csv"
+    table.write_text("\n".join(lines))
+    refused(lambda: load_image_table(table), tmp_path, *parts)
+
+
+def test_text_in_another_encoding_is_named(tmp_path):
+    table = tmp_path / "photos.csv"
+    table.write_bytes("path,label\ncat.png,Kätzchen\n".encode("latin-1"))
+    refused(lambda: load_image_table(table), table, "cannot be read as a table", "UTF-8")
+
+
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_a_saved_dataset_is_read_with_its_splits_and_class_names(cache, tmp_path):
+    parts = {"train": dataset(6), "validation": dataset(4, 100), "test": dataset(2, 200), "extra": dataset(2)}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    with warned("skipped the split extra"):
+        splits = load_splits(str(tmp_path / "saved"), tmp_path, cache=cache)
+    found = [getattr(splits, name).pixels[:, 0, 0, 0].tolist() for name in SPLITS]
+    assert found == [[0, 1, 2, 3, 4, 5], [100, 101, 102, 103], [200, 201]]
+    assert splits.train.class_names == ("cat", "dog")
+    assert splits.train.labels.tolist() == [0, 1] * 3
+    dataset(10).save_to_disk(tmp_path / "single")
+    assert [len(part) for part in load_image_table(tmp_path / "single")] == [8, 2]
+
+
+def test_parquet_files_are_read_with_and_without_the_librarys_own_types(tmp_path):
+    dataset(6).to_parquet(tmp_path / "typed.parquet")
+    train, test = load_image_table(tmp_path / "typed.parquet", test_fraction=0.4)
+    assert sorted([*train.pixels[:, 0, 0, 0].tolist(), *test.pixels[:, 0, 0, 0].tolist()]) == [*range(6)]
+    plain = {"image": [one["bytes"] for one in rows(6)["image"]], "label": ["b", "a", "b", "a", "b", "a"]}
+    (tmp_path / "shards" / "data").mkdir(parents=True)
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test"):
+        datasets.Dataset.from_dict(plain).to_parquet(tmp_path / "shards" / "data" / f"{name}.parquet")
+    train, test = load_image_table(tmp_path / "shards")
+    assert [len(train), len(test)] == [12, 6]
+    assert train.class_names == ("a", "b")
+    assert test.labels.tolist() == [1, 0] * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"label": [0, 1, None, 1, 0, 1]}, ("row 2 of train", "no label")),
+        ({"label": [0.5, 1.0, 0.5, 1.0, 0.5, 1.0]}, ("row 0 of train", "0.5", "one whole number")),
+        ({"label": [[0], [1], [0], [1], [0], [1]]}, ("row 0 of train", "[0]", "one text or one whole number")),
+        ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("a: no such file",)),
+        ({"image": [1] * 6}, ("column image does not contain images", "--set data.image_column=NAME")),
+        ({"image": [png(1)] * 5 + [None]}, ("row 5 of train", "has no image")),
+        ({"image": [png(1)] * 5 + [b"text"]}, ("row 5 of train", "cannot be read as an image")),
+    ],
+)
+def test_what_is_wrong_with_a_dataset_is_named(change, parts, tmp_path):
+    content = {"image": [one["bytes"] for one in rows(6)["image"]], "label": [0, 1] * 3} | change
+    datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
+    refused(lambda: load_image_table(tmp_path / "photos.parquet"), *parts)
+
+
+def test_files_that_are_no_datasets_are_named(tmp_path):
+    text = write(tmp_path / "photos.parquet", "text")
+    refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
+    refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
+    datasets.DatasetDict({"trial": dataset(4)}).save_to_disk(tmp_path / "saved")
+    refused(lambda: load_image_table(tmp_path / "saved"), "has no split train, but trial")
+
+
+def test_a_damaged_table_gives_one_sentence_or_images(tmp_path):
+    random = np.random.default_rng(0)
+    tree(tmp_path, count=3)
+    text = write(tmp_path / "photos.csv", "path,label,split", *(f"{line},train" for line in listed(tmp_path)))
+    dataset(6).to_parquet(tmp_path / "photos.parquet")
+    for table in (text, tmp_path / "photos.parquet"):
+        whole = table.read_bytes()
+        for _ in range(40):
+            content = bytearray(whole)
+            for place in random.integers(0, len(whole), 3):
+                content[place] = random.integers(256)
+            damaged = table.with_stem("damaged")
+            damaged.write_bytes(content)
+            try:
+                said, count = "", len(load_image_table(damaged)[0])
+            except ValueError as error:
+                said, count = str(error), 0
+            assert count > 0 or (str(tmp_path) in said and "\n" not in said)
+
+
+def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
+    photos = make_images(tmp_path / "photos", per_class=12)
+    table = write(tmp_path / "photos.csv", "picture,label", *listed(photos))
+    table = table.rename(photos / "photos.csv")
+    chosen = ("--data", table, "--set", "data.image_column=picture")
+    options = ("--epochs", 1, "--out", tmp_path / "run", *SMALL_CAPSNET)
+    done = command("train", "capsnet-mnist", *chosen, *options)
+    assert done.returncode == 0, done.stderr
+    assert command("evaluate", tmp_path / "run").returncode == 0
+    done = command(
+        "train", "capsnet-mnist", "--data", photos, "--set", "data.image_column=picture", "--out", tmp_path / "other"
+    )
+    assert done.returncode == 2
+    assert "does not accept the option image_column" in done.stderr

@@ -1,0 +1,163 @@
+"""Images that stay encoded on disk give the same pixels, splits, warnings and weights as images in memory."""
+
+import re
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import load_file
+
+from conftest import SMALL_CAPSNET, make_images
+from image_trees import refused, save, tree
+from torchcaps.data import ImagesOnDisk, image_digests, load_splits, save_contact_sheet
+from torchcaps.errors import DataWarning
+
+SPLITS = ("train", "validation", "test")
+
+
+def odd_folder(root):
+    """Files of all modes and formats, rotated, transparent and animated, with a 12-bit image."""
+    random = np.random.default_rng(0)
+    colour = Image.fromarray(random.integers(0, 256, (9, 14, 3), dtype=np.uint8))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name in ("cat", "dog"):
+        folder = root / name
+        folder.mkdir(parents=True)
+        colour.save(folder / "turned.jpg", exif=turned)
+        colour.convert("CMYK").save(folder / "ink.jpg")
+        colour.convert("P").save(folder / "palette.png")
+        colour.convert("L").save(folder / "grey.png")
+        colour.convert("1").save(folder / "black.png")
+        colour.convert("LA").save(folder / "clear.png")
+        colour.convert("RGBA").save(folder / "clear.webp")
+        colour.save(folder / "turned.tif", exif=turned)
+        Image.fromarray(random.integers(0, 4096, (9, 14), dtype=np.uint16)).save(folder / "deep.png")
+        colour.save(folder / "moving.gif", save_all=True, append_images=[colour.rotate(180)])
+    return root
+
+
+def loaded(source, cache, **options):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        splits = load_splits(str(source), source, validation_fraction=0.3, cache=cache, **options)
+    return splits, [str(warning.message) for warning in said]
+
+
+@pytest.mark.parametrize("channels", [None, 1, 3])
+def test_images_on_disk_equal_images_in_memory(channels, tmp_path):
+    odd_folder(tmp_path)
+    memory, said = loaded(tmp_path, "memory", image_size=[8, 7], channels=channels)
+    disk, said_again = loaded(tmp_path, "none", image_size=[8, 7], channels=channels)
+    assert said == said_again
+    assert len(said) == 3
+    for name in SPLITS:
+        one, other = getattr(memory, name), getattr(disk, name)
+        assert isinstance(other, ImagesOnDisk)
+        assert one.image_shape == other.image_shape == (channels or 3, 8, 7)
+        assert torch.equal(one.pixels, other.pixels)
+        assert torch.equal(one.labels, other.labels)
+        assert one.files.names == other.files.names
+        assert np.array_equal(image_digests(one), image_digests(other))
+        chosen = torch.tensor([2, 0])
+        assert torch.equal(one.batch(chosen), other.subset(chosen).pixels)
+        assert one.subset(chosen).files.names == other.subset(chosen).files.names
+
+
+def test_sizes_and_channels_are_found_from_the_headers(tmp_path):
+    tree(tmp_path, count=4)
+    assert loaded(tmp_path, "none")[0].train.image_shape == (1, 6, 8)
+    save(tmp_path / "cat" / "z.png", mode="RGB", colour=(1, 2, 3))
+    assert loaded(tmp_path, "none")[0].test.image_shape == (3, 6, 8)
+    other = save(tmp_path / "dog" / "z.png", size=(9, 6))
+    for cache in ("none", "memory"):
+        refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), other, "9 x 6", "image_size=N")
+
+
+def test_a_rotation_that_a_png_stores_after_its_pixels_is_named(tmp_path):
+    tree(tmp_path, count=4)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("L", (8, 6)).save(tmp_path / "cat" / "1.png", exif=turned)
+    images = loaded(tmp_path, "none")[0]
+    with pytest.raises(ValueError, match=r"1\.png is 6 x 8 pixels, but the other images are 8 x 6; resize"):
+        [getattr(images, name).pixels for name in SPLITS]
+
+
+def test_auto_holds_images_in_memory_if_they_fit(tmp_path):
+    tree(tmp_path, count=4)
+    images, said = loaded(tmp_path, "auto")
+    assert not isinstance(images.train, ImagesOnDisk)
+    assert said == []
+    images, said = loaded(tmp_path, "auto", processes=10**12)
+    assert isinstance(images.train, ImagesOnDisk)
+    assert re.search("8 decoded images would take .* GB of free memory, .* decoded again .* --cache memory", said[0])
+
+
+def test_unknown_caches_and_named_datasets_are_refused(untyped, tmp_path):
+    refused(lambda: load_splits("mnist-5k", tmp_path, cache="disk"), "cache is 'disk'", "auto, memory, none")
+    refused(lambda: load_splits("mnist-5k", tmp_path, cache="none"), "mnist-5k is always held in memory")
+
+
+def test_a_contact_sheet_decodes_only_what_it_draws(tmp_path):
+    tree(tmp_path, count=8)
+    images = loaded(tmp_path, "none")[0].train
+    for name in images.files.names:
+        if not name.endswith(("0.png", "1.png", "2.png", "3.png")):
+            open(name, "w").close()
+    first = images.subset([index for index, name in enumerate(images.files.names) if name.endswith(("0.png", "1.png"))])
+    assert save_contact_sheet(first, tmp_path / "sheet.png") == "2 classes"
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    return make_images(tmp_path_factory.mktemp("data") / "photos", per_class=12)
+
+
+def train(command, photos, out, *more):
+    options = ("--epochs", 2, "--batch-size", 4, "--out", out, *SMALL_CAPSNET)
+    return command("train", "capsnet-mnist", "--data", photos, *options, *more)
+
+
+def test_training_from_disk_with_workers_gives_the_same_weights(command, photos, call, tmp_path):
+    folder = tmp_path / "memory"
+    assert train(command, photos, folder).returncode == 0
+    begun = train(command, photos, tmp_path / "disk", "--cache", "none", "--workers", 2, "--epochs", 1)
+    assert begun.returncode == 0, begun.stderr
+    done = train(command, photos, tmp_path / "disk", "--resume")
+    assert done.returncode == 0, done.stderr
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("memory", "disk")]
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+    for cache in ("memory", "none"):
+        code, _, error = call("evaluate", folder, "--data", photos, "--cache", cache)
+        assert code == 0
+        assert "has seen" not in error
+    shutil.copytree(photos, tmp_path / "again" / "train")
+    shutil.copytree(photos, tmp_path / "again" / "test")
+    for cache in ("memory", "none"):
+        _, _, error = call("evaluate", folder, "--data", tmp_path / "again", "--cache", cache)
+        assert re.search("of these 24 images, .* has seen 17 train and 2 validation images", error)
+
+
+def test_images_that_cannot_be_compared_with_the_training_are_said(command, photos, tmp_path):
+    from torchcaps.run_folder import seen_in_training
+
+    assert train(command, photos, tmp_path / "run", "--cache", "none").returncode == 0
+    test = loaded(photos, "memory")[0].test
+    assert seen_in_training(tmp_path / "run", test) == {"train": 0, "validation": 0}
+    with pytest.warns(DataWarning, match="cannot be compared"):
+        seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, workers, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos")
+    bad = tmp_path / "photos" / "left" / "003.png"
+    bad.write_bytes(bad.read_bytes()[:-40])
+    done = train(command, tmp_path / "photos", tmp_path / "run", "--cache", "none", "--workers", workers)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert re.match(rf"error: {bad}: cannot be read as an image \(.*\); replace or remove it", done.stderr)
