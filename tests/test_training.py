@@ -60,9 +60,10 @@ def test_a_run_folder_is_complete(finished):
     assert metrics["best_epoch"] == int(best["epoch"])
 
 
-def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_path):
+@pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
+def test_a_killed_run_resumes_to_the_same_bits(loading, command, images, finished, tmp_path):
     out = tmp_path / "run"
-    settings = ["--epochs", "3", "--batch-size", "2"]
+    settings = ["--epochs", "3", "--batch-size", "2", *loading]
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET, *settings]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
@@ -81,20 +82,21 @@ def test_a_killed_run_resumes_to_the_same_bits(command, images, finished, tmp_pa
     assert len((out / "metrics.csv").read_text().splitlines()) == 4
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(images, tmp_path):
+@pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
+def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(loading, images, tmp_path):
     """Of a process that heeds Ctrl-C, also where these tests run in the background and do not."""
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     heeding += "from torchcaps import cli; cli.main()"
     out = tmp_path / "run"
     words = ["train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
-    words = [sys.executable, "-c", heeding, *words, "--epochs", "200", "--batch-size", "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words = [sys.executable, "-c", heeding, *words, "--epochs", "200", "--batch-size", "2", *loading]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
         for line in process.stdout:
             if line.startswith("epoch 2/200"):
                 break
         while process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does, which interrupts the worker processes too
             time.sleep(0.02)
         _, error = process.communicate()
     assert process.returncode == 130
