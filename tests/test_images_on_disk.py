@@ -1,8 +1,13 @@
 """Images that stay encoded on disk give the same pixels, splits, warnings and weights as images in memory."""
 
+import os
 import re
 import shutil
+import signal
+import subprocess
+import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +15,11 @@ import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
-from conftest import SMALL_CAPSNET, make_images
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
 from torchcaps.data import ImagesOnDisk, image_digests, load_splits, save_contact_sheet
 from torchcaps.errors import DataWarning
+from torchcaps.run_folder import seen_in_training
 
 SPLITS = ("train", "validation", "test")
 
@@ -143,8 +149,6 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
 
 
 def test_images_that_cannot_be_compared_with_the_training_are_said(command, photos, tmp_path):
-    from torchcaps.run_folder import seen_in_training
-
     assert train(command, photos, tmp_path / "run", "--cache", "none").returncode == 0
     test = loaded(photos, "memory")[0].test
     assert seen_in_training(tmp_path / "run", test) == {"train": 0, "validation": 0}
@@ -161,3 +165,20 @@ def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, w
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert re.match(rf"error: {bad}: cannot be read as an image \(.*\); replace or remove it", done.stderr)
+
+
+def test_a_killed_worker_process_is_said_in_one_line(photos, tmp_path):
+    words = [*COMMAND, "train", "capsnet-mnist", "--data", str(photos), "--out", str(tmp_path / "run"), *SMALL_CAPSNET]
+    words += ["--cache", "none", "--workers", "1", "--epochs", "500", "--batch-size", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
+        for line in process.stdout:
+            if line.startswith("epoch 1/500"):
+                break
+        while process.poll() is None:
+            for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(worker), signal.SIGKILL)
+            time.sleep(0.05)
+        _, error = process.communicate()
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume\n", error)

@@ -138,6 +138,13 @@ def _train(
         trainer.fit(module, data, ckpt_path=last)
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
+    except RuntimeError as error:
+        if "DataLoader worker" in str(error):
+            raise BadInput(
+                f"a worker process that decodes images ended ({error}), perhaps because memory ran out: use fewer"
+                " --workers, and continue with --resume"
+            ) from error
+        raise
     chosen = load_checkpoint(folder / f"{recipe.choose}.ckpt", module)
     module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
