@@ -226,6 +226,8 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
             found = datasets.load_dataset("parquet", data_files=by_split)
         else:
             found = datasets.load_from_disk(str(path))
+            for dataset in [found] if isinstance(found, datasets.Dataset) else found.values():
+                dataset.data.table.validate(full=True)  # reading a damaged Arrow file can crash the process
     except Exception as error:  # the library and the Hub raise many kinds of errors
         raise BadInput(f"{name}: cannot be opened as a dataset ({error}); check the name or the files") from error
     finally:
