@@ -31,11 +31,15 @@ class ImageBatches(Dataset):
         self.variation = variation
 
     def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor] | BadInput:
-        chosen = torch.from_numpy(indices)
         try:
-            pixels, labels = self.images.batch(chosen), self.images.labels[chosen]
+            return self.load(indices)
         except BadInput as error:
             return error  # `Batches` raises it; a worker process would add a traceback to the message
+
+    def load(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return the prepared images at `indices` and their labels."""
+        chosen = torch.from_numpy(indices)
+        pixels, labels = self.images.batch(chosen), self.images.labels[chosen]
         if self.variation is None:
             return self.preparation.views(pixels), labels
         return self.preparation.varied(pixels, self.variation.of(chosen)), labels
