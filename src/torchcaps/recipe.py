@@ -48,9 +48,9 @@ class Recipe:
         data_options: arguments of the dataset's loader.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
-        margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps the margin constant. ``linear``
-            raises the margin from 0.2 to 0.9 over the training. ``official`` is the schedule of the authors' code,
-            0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+        margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
+            the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
+            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
         standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
@@ -70,8 +70,9 @@ class Recipe:
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
-        schedule: schedule of the learning rate, ``exponential`` or ``cosine``. ``exponential`` multiplies the initial learning rate by
-            decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last step.
+        schedule: schedule of the learning rate, ``exponential`` or ``cosine``. ``exponential`` multiplies the initial
+            learning rate by decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last
+            step.
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
         decay_steps: number of steps after which the exponential schedule has applied ``decay_rate`` once, at least 1.

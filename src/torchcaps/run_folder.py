@@ -136,11 +136,13 @@ class Begun(NamedTuple):
         run: content of recipe.json.
         digests: for each split, the checksums of its images.
         last: checkpoint to resume from; None to start with the first epoch.
+        trained: number of epochs that `last` has trained.
     """
 
     run: Run
     digests: dict[str, Any]
     last: Path | None
+    trained: int = 0
 
 
 def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
@@ -174,7 +176,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt has {trained}: restore a copy, or train again "
             "in another folder"
         )
-    return Begun(run, digests, last)
+    return Begun(run, digests, last, trained)
 
 
 def begin_run(folder: Path, begun: Begun) -> None:

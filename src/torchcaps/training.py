@@ -121,6 +121,7 @@ def fit(
     *,
     devices: int = 1,
     resume: bool = False,
+    on_start: Callable[[TrainingModule, int], None] | None = None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
@@ -139,6 +140,7 @@ def fit(
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
         resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
+        on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
@@ -157,14 +159,8 @@ def fit(
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"there are no {name} images: add images to each class")
-    recipe = replace(recipe, precision=resolve_precision(recipe.precision))
-    torch.manual_seed(recipe.seed)
-    module = module_class(
-        _new_model(recipe, splits.train),
-        recipe,
-        len(splits.train.class_names),
-        recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size)),
-    )
+    module = new_module(recipe, splits, module_class)
+    recipe = module.recipe
     last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
         return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
@@ -174,6 +170,8 @@ def fit(
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
+        if on_start is not None:
+            on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end)
 
 
@@ -185,6 +183,18 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """
     if devices < 1 or recipe.batch_size % devices:
         raise BadInput(f"devices is {devices}: use 1 or another number that divides the batch size {recipe.batch_size}")
+
+
+def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
+    """Build the module that `fit` trains: initial weights of the recipe's seed, and the precision resolved.
+
+    Raises:
+        BadInput: an option of the model or of its routing rule is invalid.
+    """
+    recipe = replace(recipe, precision=resolve_precision(recipe.precision))
+    torch.manual_seed(recipe.seed)
+    steps = recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size))
+    return module_class(_new_model(recipe, splits.train), recipe, len(splits.train.class_names), steps)
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:

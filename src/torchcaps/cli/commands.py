@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,15 +55,17 @@ def train(
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
+    from torchcaps.estimate import print_estimate
     from torchcaps.recipes import OWN_IMAGES, create_recipe
-    from torchcaps.run_folder import existing_run
-    from torchcaps.training import check_devices, fit
+    from torchcaps.run_folder import existing_run, read_rows
+    from torchcaps.training import check_devices, fit, new_module
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
@@ -74,7 +77,7 @@ def train(
         raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
-    if _first_process():
+    if _first_process() and not dry_run:
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
@@ -96,9 +99,16 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+        on_start = partial(print_estimate, splits=splits, devices=devices)
+        if dry_run:
+            trained = len(read_rows(folder / "metrics.csv")) if resume else 0
+            on_start(new_module(chosen, splits), max(0, chosen.epochs - trained))
+            return
+        metrics = fit(chosen, splits, folder, devices=devices, resume=resume, on_start=on_start)
     except KeyboardInterrupt:
-        raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
+        raise Interrupted(
+            "nothing was written" if dry_run else f"run the same command with --resume to continue in {folder}"
+        ) from None
     if _first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
