@@ -46,6 +46,8 @@ class Recipe:
             rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
+        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. Only
+            tensors that fit are loaded; see `load_matching`.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
@@ -109,6 +111,7 @@ class Recipe:
     model_options: Mapping[str, Any] = field(default_factory=dict)
     routing_options: Mapping[str, Any] = field(default_factory=dict)
     data_options: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: str = ""
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     margin_schedule: str = "none"

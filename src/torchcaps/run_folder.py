@@ -33,7 +33,7 @@ LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
 LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
-PROGRESS_SECONDS = 60.0
+PROGRESS_SECONDS = 10.0
 """Seconds between two printed lines of progress within an epoch, if there is no progress bar."""
 
 
@@ -306,10 +306,12 @@ class EpochLog(Callback):
         self.train_seconds = now - self.start
         if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.printed > PROGRESS_SECONDS:
             self.printed = now
-            done = (batch_index + 1) / trainer.num_training_batches
+            steps = int(trainer.num_training_batches)
+            done = (batch_index + 1) / steps
+            left = self.train_seconds / done * ((trainer.max_epochs or 0) - trainer.current_epoch - done)
             print(
-                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {100 * done:.0f} %  "
-                f"{done * self.images / self.train_seconds:.0f} images/s",
+                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  step {batch_index + 1}/{steps}  "
+                f"{done * self.images / self.train_seconds:.0f} images/s  {left / 60:.1f} min left",
                 flush=True,
             )
 

@@ -23,6 +23,7 @@ from torchcaps.confusion import per_class, save_confusion, warn_of_one_predictio
 from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
+from torchcaps.fine_tuning import load_matching
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
@@ -162,7 +163,12 @@ def fit(
     module = new_module(recipe, splits, module_class)
     recipe = module.recipe
     last = folder / "last.ckpt"
-    if int(os.environ.get("LOCAL_RANK", 0)):
+    first_process = not int(os.environ.get("LOCAL_RANK", 0))
+    if recipe.pretrained and not (resume and last.exists()):
+        loaded = load_matching(module.model, recipe, splits.train.class_names)
+        if first_process:
+            print(loaded, flush=True)
+    if not first_process:
         return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)

@@ -55,6 +55,9 @@ def train(
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    pretrained: Annotated[
+        str | None, typer.Option("--from", metavar="FOLDER", help="Weights to start from: run folder or weights/NAME.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
@@ -69,7 +72,7 @@ def train(
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
-    flags["precision"] = precision
+    flags |= {"precision": precision, "pretrained": pretrained}
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)

@@ -33,9 +33,9 @@ from torchcaps.recipes.other_routings import (
     self_routing_capsnet_smallnorb,
     self_routing_capsnet_toys,
 )
+from torchcaps.recipes.own_images import capsnet_images, cnn_images, matrix_capsnet_images
 from torchcaps.recipes.vector_capsules import (
     capsnet_fashion_mnist,
-    capsnet_images,
     capsnet_mnist,
     capsnet_mnist_5k,
     capsnet_stem_mnist,
@@ -57,6 +57,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist-5k": capsnet_mnist_5k,
     "capsnet-stem-mnist": capsnet_stem_mnist,
     "capsnet-images": capsnet_images,
+    "matrix-capsnet-images": matrix_capsnet_images,
+    "cnn-images": cnn_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,
     "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
