@@ -1,6 +1,7 @@
 """The estimate before a training: what it says, and that it changes nothing."""
 
 import re
+import shlex
 from dataclasses import replace
 from datetime import datetime
 
@@ -112,3 +113,30 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
     assert (code, error) == (0, "")
     assert ", 1 to go; done at about" in out
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
+
+
+def test_capsnet_on_large_images_names_a_command_that_fits(call, images, monkeypatch):
+    """With a limit below the size of a small network."""
+    words = (
+        "train",
+        "capsnet-mnist",
+        "--data",
+        images,
+        *SMALL_CAPSNET,
+        "--set",
+        "data.image_size=[24,28]",
+        "--dry-run",
+    )
+    assert call(*words)[2] == ""
+    for name, limit, said in (("MOST_PARAMETERS", 1000, "24×28, because"), ("MOST_SECONDS", 0.0, "and takes")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"torchcaps.estimate.{name}", limit)
+            code, out, error = call(*words)
+            assert (code, error.count("\n")) == (0, 1)
+            assert said in error
+            assert "to go; done at" in out
+            fits = re.search(r"`torchcaps (train matrix-capsnet-images .*)`; or use --set model.stem=true, or", error)[
+                1
+            ]
+            assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
+            assert call("train", "cnn-baseline-mnist", *words[2:4], "--dry-run")[2] == ""

@@ -41,7 +41,7 @@ def test_a_run_folder_is_complete(finished):
     folder, done = finished
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        *("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "model.safetensors"),
+        *("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "model.safetensors"),
         *("config.json", "reconstructions.png", "confusion.png", "tensorboard", "image-digests.safetensors", ".lock"),
         *("curves.png", "worst.png"),
     }

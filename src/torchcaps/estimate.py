@@ -1,9 +1,13 @@
 """Estimate the memory and the time of a training from a few real steps."""
 
+import ctypes
+import json
+import shlex
 import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,7 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchcaps.data import Splits
+from torchcaps.data import DATASETS, Splits
+from torchcaps.errors import DataWarning
 from torchcaps.training import ImageBatches, batch_starts
 from torchcaps.training_module import TrainingModule
 
@@ -26,6 +31,10 @@ BUDGET_SECONDS = 2.0
 """No further step begins after this time."""
 PATIENCE_SECONDS = 10.0
 """A message is printed if the steps take longer than this."""
+
+
+MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 4 * 3600
+"""`print_estimate` warns if CapsNet has more parameters, or if its training on a folder of images takes longer."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +130,36 @@ def estimate(
 
 
 def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1) -> None:
-    """Estimate the memory and the time of a training and print the estimate; see `estimate` for the arguments."""
+    """Print an estimate of the memory and the time of a training; see `estimate` for the arguments.
+
+    Warns:
+        DataWarning: CapsNet is too large for the images.
+    """
+    many = sum(one.numel() for one in module.model.parameters()) > MOST_PARAMETERS
+    if many:
+        _warn_of_large_images(module, splits, "")
     found = estimate(module, splits, epochs, devices=devices, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
+    if not many and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
+        _warn_of_large_images(module, splits, f" and takes {duration(found.seconds)}")
+
+
+def _warn_of_large_images(module: TrainingModule, splits: Splits, time_taken: str) -> None:
+    """Warn that CapsNet is too large for the images, and name a network that is not."""
+    recipe, (_, height, width) = module.recipe, splits.train.image_shape
+    if recipe.model != "capsnet":
+        return
+    words = ["torchcaps", "train", "matrix-capsnet-images", "--data", recipe.data]
+    for name, value in recipe.data_options.items():
+        words += ["--set", f"data.{name}={json.dumps(value, separators=(',', ':'))}"]
+    stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
+    warnings.warn(
+        f"CapsNet has {sum(one.numel() for one in module.model.parameters()):,} parameters on images of "
+        f"{height}×{width}{time_taken}, because every position has its own transforms; positions share them in "
+        f"`{shlex.join(words)}`; or use {stem}a smaller data.image_size",
+        DataWarning,
+        stacklevel=2,
+    )
 
 
 class _Steps:
@@ -201,9 +237,10 @@ def _start_memory(kind: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     try:
+        ctypes.CDLL(None).malloc_trim(0)  # so that memory that is only kept for later counts as free
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
-    except OSError:
+    except (OSError, AttributeError):
         return _peak_memory(kind)
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 from torch import nn
 
-from torchcaps.checkpoints import load_checkpoint
+from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
@@ -170,7 +170,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
-    load_checkpoint(folder / "best.ckpt", module)
+    if recipe.choose == "best":
+        load_best(folder, module)
     if rows < trained:
         raise BadInput(
             f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt has {trained}: restore a copy, or train again "
@@ -233,6 +234,19 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise BadInput(f"{path} is damaged ({error}): delete it and train with --resume") from error
     return metrics
+
+
+def best_epoch(folder: Path) -> int:
+    """Return the number of the epoch whose weights a finished training kept, counted from 1.
+
+    Raises:
+        BadInput: metrics.json or metrics.csv is damaged.
+    """
+    if (folder / "metrics.json").exists() and (known := read_metrics(folder).get("best_epoch")):
+        return int(known)
+    rows = read_rows(folder / "metrics.csv")
+    best = max(rows, key=lambda row: (float(row["validation_accuracy_percent"]), -float(row["validation_loss"])))
+    return int(best["epoch"])
 
 
 def seen_in_training(folder: Path, images: Images) -> dict[str, int]:

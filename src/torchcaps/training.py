@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from torchcaps.capsules import Prediction
-from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_checkpoint
+from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits, Variation
@@ -27,7 +27,7 @@ from torchcaps.fine_tuning import load_matching
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
+from torchcaps.run_folder import EpochLog, begin_run, best_epoch, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.training_module import TrainingModule
 
 
@@ -136,7 +136,7 @@ def fit(
         recipe: all settings of the training. They are saved in the folder's recipe.json.
         splits: training, validation and test images.
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
-            image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json,
+            image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
@@ -234,7 +234,9 @@ def _train(
         trainer.fit(module, data, ckpt_path=last)
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
-    chosen = load_checkpoint(folder / f"{recipe.choose}.ckpt", module)
+    best = recipe.choose == "best"
+    chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
+    kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder)
     module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
@@ -249,7 +251,7 @@ def _train(
         "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
         "epochs": len(rows),
         "epochs_planned": recipe.epochs,
-        "best_epoch": chosen["epoch"] + 1,
+        "best_epoch": kept,
         "precision": recipe.precision,
         "train_images": len(splits.train),
         "validation_images": len(splits.validation),
@@ -269,13 +271,16 @@ def _train(
                 save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
+        (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors has these weights
     return metrics
 
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> lightning.Trainer:
-    same = {"save_on_train_epoch_end": True, "enable_version_counter": False}
-    best = RunCheckpoint(folder, "best", monitor="validation_rank", mode="max", **same)  # type: ignore[arg-type]
-    callbacks: list[Callback] = [log, best, RunCheckpoint(folder, "last", **same)]  # type: ignore[arg-type]
+    same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+    callbacks: list[Callback] = [log, RunCheckpoint(folder, "last", **same)]
+    if recipe.choose == "best":
+        rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
+        callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
