@@ -101,3 +101,12 @@ def test_results_of_an_experiment_lie_beside_its_runs(call, refused, tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "out" / "results") in refused("experiment", "report", "--out", tmp_path / "out")
     assert "results contains no result" in refused("experiment", "report")
+
+
+def test_recipes_for_own_images_differ_in_network_loss_and_learning_rate_alone():
+    recipes = [vars(create_recipe(name)) for name in ("capsnet-images", "matrix-capsnet-images", "cnn-images")]
+    network = {"name", "model", "model_options", "routing_options", "loss", "reconstruction_weight"}
+    rate = {"learning_rate", "schedule", "warm_up_epochs"}
+    different = {key for key in recipes[0] if len({str(recipe[key]) for recipe in recipes}) > 1}
+    assert different <= network | rate
+    assert {key for key in recipes[1] if recipes[1][key] != recipes[2][key]} <= network

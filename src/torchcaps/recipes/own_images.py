@@ -1,4 +1,4 @@
-"""Recipes for a folder of your own images. They share the preparation, the optimiser and its schedule."""
+"""Recipes for a folder of your own images. They share preparation, optimiser, batch size and number of epochs."""
 
 from dataclasses import replace
 
@@ -20,8 +20,6 @@ def capsnet_images() -> Recipe:
         reconstruction_weight=0.0005,
         shift=2,
         learning_rate=2e-4,
-        schedule="cosine",
-        warm_up_epochs=1.0,
         batch_size=16,
         epochs=30,
     )
@@ -30,7 +28,8 @@ def capsnet_images() -> Recipe:
 def matrix_capsnet_images() -> Recipe:
     """Matrix capsules on your own images of at least 21×21 pixels; give their folder with ``--data``.
 
-    Network, loss and routing are those of `matrix_capsnet_toys`; the other settings are those of `capsnet_images`.
+    Network, loss and routing are those of `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of
+    epochs are those of `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine.
     Positions share their transforms, so the number of parameters does not depend on the size of the images.
     """
     return replace(
@@ -42,19 +41,21 @@ def matrix_capsnet_images() -> Recipe:
         loss="activation_logit_cross_entropy",
         reconstruction_weight=0.0,
         learning_rate=1e-3,
+        schedule="cosine",
+        warm_up_epochs=1.0,
     )
 
 
 def cnn_images() -> Recipe:
     """CNN baseline on your own images, to compare capsules with; give their folder with ``--data``.
 
-    The network is that of `cnn_baseline_toys`; the other settings are those of `capsnet_images`.
+    The network is that of `cnn_baseline_toys`; the other settings are those of `matrix_capsnet_images`.
     """
     return replace(
-        capsnet_images(),
+        matrix_capsnet_images(),
         name="cnn-images",
         model="matrix-baseline-cnn",
+        model_options={},
+        routing_options={},
         loss="cross_entropy",
-        reconstruction_weight=0.0,
-        learning_rate=1e-3,
     )
