@@ -187,6 +187,7 @@ def test_unknown_names_suggest_the_nearest(refused):
     assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
     assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
     assert "--data FOLDER" in refused("train", "capsnet-images")
+    assert "--data FOLDER" in refused("train", "cnn-images")
     assert "did you mean 'routing.iterations'" in refused("train", "capsnet-mnist", "--set", "routing.iteration=3")
     assert "did you mean 'attention'" in refused("train", "capsnet-mnist", "--set", "model.routing=atention")
     assert "--foo" in refused("train", "capsnet-mnist", "--foo")

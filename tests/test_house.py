@@ -33,6 +33,8 @@ FLOORS = {
     "classifier": 4,
     "confusion": 4,
     "environment": 4,
+    "estimate": 4,
+    "fine_tuning": 4,
     "inspection": 4,
     "pictures": 4,
     "recipe": 4,

@@ -60,6 +60,25 @@ def run(finished, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_weights_are_written_once_and_the_optimiser_once(tmp_path):
+    """While a run goes on, best.ckpt holds weights alone; when it is finished, model.safetensors has them."""
+    sizes = []
+
+    def look(model):
+        sizes.append({path.name: path.stat().st_size for path in (tmp_path / "run").glob("*.ckpt")})
+        return {}
+
+    for choose in ("best", "last"):
+        fit(tiny(2, choose=choose), SPLITS, tmp_path / "run", on_epoch_end=look)
+        weights = (tmp_path / "run" / "model.safetensors").stat().st_size
+        assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["last.ckpt"]
+        assert 3 * weights < (tmp_path / "run" / "last.ckpt").stat().st_size < 3.2 * weights
+        shutil.rmtree(tmp_path / "run")
+    assert [sorted(found) for found in sizes] == [[], ["best.ckpt", "last.ckpt"], [], ["last.ckpt"]]
+    assert weights < sizes[1]["best.ckpt"] < 1.1 * weights
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("moved", [False, True])
 def test_the_best_epoch_belongs_to_the_run_and_not_to_its_path(moved, tmp_path):
     folder = tmp_path / "run"
@@ -126,9 +145,10 @@ def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished
     assert read_run(run).recipe.epochs == 4
     code, _, error = train(call, images, tmp_path / "whole", "--epochs", 4, "--batch-size", 2)
     assert code == 0, error
-    for name in ("last.ckpt", "best.ckpt"):
-        one, other = (read_checkpoint(folder / name)["state_dict"] for folder in (run, tmp_path / "whole"))
-        assert all(torch.equal(one[key], other[key]) for key in one)
+    one, other = (read_checkpoint(folder / "last.ckpt")["state_dict"] for folder in (run, tmp_path / "whole"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert metrics["best_epoch"] == json.loads((tmp_path / "whole" / "metrics.json").read_text())["best_epoch"]
     assert "has already trained 4 epochs" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
     assert read_run(run).recipe.epochs == 4
 
@@ -228,14 +248,17 @@ def test_a_checkpoint_can_be_read_by_torch_and_holds_no_pickle(finished, tmp_pat
     assert SEAL in (tmp_path / "trap.ckpt").read_bytes()
 
 
-def test_a_best_checkpoint_that_is_gone_or_damaged_is_found_before_training(refused, images, run):
+def test_best_weights_that_are_gone_or_damaged_are_found_before_training(refused, images, run):
     again = (images, run, "--epochs", 4, "--batch-size", 2, "--resume")
-    best = (run / "best.ckpt").read_bytes()
-    (run / "best.ckpt").write_bytes(best[:-1])
+    (run / "best.ckpt").write_bytes(b"damaged")
     assert "best.ckpt is damaged" in train(refused, *again)
     (run / "best.ckpt").unlink()
+    weights = (run / "model.safetensors").read_bytes()
+    (run / "model.safetensors").write_bytes(weights[:-1])
+    assert "model.safetensors is damaged" in train(refused, *again)
+    (run / "model.safetensors").unlink()
     assert "best.ckpt is missing: restore it from a copy" in train(refused, *again)
-    (run / "best.ckpt").write_bytes(best)
+    (run / "model.safetensors").write_bytes(weights)
     (run / "last.ckpt").rename(run / "kept")
     assert "last.ckpt is missing: restore it from a copy" in train(refused, *again)
     (run / "kept").rename(run / "last.ckpt")

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
+from torchcaps.models.pretrained import CONFIG, WEIGHTS, read_config, read_weights
 
 SEAL = b"\nsha256:"
 """Separator between the bytes from `torch.save` and their hexadecimal SHA-256 checksum.
@@ -70,14 +71,18 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): check its permissions") from error
-    body, seal, checksum = content.rpartition(SEAL)
-    if not seal or hashlib.sha256(body).hexdigest().encode() != checksum:
+    end = content.rfind(SEAL)
+    body, checksum = (
+        memoryview(content)[: max(0, end)],
+        content[end + len(SEAL) :],
+    )  # a view, because copies can be large
+    if end < 0 or hashlib.sha256(body).hexdigest().encode() != checksum:
         raise BadInput(
             f"{path} is damaged or not a checkpoint of torchcaps (wrong checksum): "
             "restore it from a copy, or train again in another folder with --out"
         )
     try:
-        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's own message advises weights_only=False
         raise BadInput(
             f"{path} contains more than tensors and plain data, or was written by another version of torch: "
@@ -92,6 +97,11 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
         BadInput: the checkpoint cannot be read or belongs to another model.
     """
     checkpoint = read_checkpoint(path)
+    _check_shapes(path, checkpoint, module)
+    return checkpoint
+
+
+def _check_shapes(path: Path, checkpoint: Any, module: nn.Module) -> None:
     expected = {name: value.shape for name, value in module.state_dict().items()}
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     found = {name: value.shape for name, value in (weights or {}).items()}
@@ -102,7 +112,23 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
             f"{list(found.get(different[0], []))}, expected {list(expected.get(different[0], []))}; "
             "give the folder of this recipe's run with --out"
         )
-    return checkpoint
+
+
+def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
+    """Read the weights of the best epoch, from best.ckpt during a training and from model.safetensors after it.
+
+    Returns:
+        A checkpoint with the entry ``state_dict``, and with the entry ``epoch`` if it was read from best.ckpt.
+
+    Raises:
+        BadInput: both files are missing, or the file is damaged or belongs to another model.
+    """
+    if (folder / "best.ckpt").exists() or not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
+        return load_checkpoint(folder / "best.ckpt", module)
+    weights = read_weights(folder / WEIGHTS, read_config(folder).weights_sha256)
+    chosen = {"state_dict": {f"model.{name}": value for name, value in weights.items()}}
+    _check_shapes(folder / WEIGHTS, chosen, module)
+    return chosen
 
 
 class _Hashing(io.RawIOBase):

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,7 +19,7 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip",),
+    "recipe": ("flip", "pretrained"),
     "preparation": ("flip",),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
@@ -48,6 +49,30 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     annotated = get_type_hints(function.__init__ if constructed else function)
     names = inspect.signature(function).parameters
     return {name: annotated.get(name, Any) for name in names}
+
+
+def meanings(described: Callable[..., Any]) -> dict[str, str]:
+    """Map the name of each option of a function or class to the first sentence of its description.
+
+    The descriptions are the entries of ``Arguments:`` in the docstring of the function, the class, or the class's
+    constructor. Options without a description are left out.
+
+    Example:
+        >>> meanings(meanings)
+        {'described': 'function or class.'}
+
+    Arguments:
+        described: function or class. Its docstring is written as in this package.
+    """
+    found: dict[str, str] = {}
+    for text in (inspect.getdoc(described), inspect.getdoc(getattr(described, "__init__", None))):
+        section = re.search(r"^Arguments:\n((?:    .*\n?|\n)+)", text or "", re.MULTILINE)
+        for entry in re.split(r"^    (?=\S)", section[1], flags=re.MULTILINE)[1:] if section else []:
+            names, _, description = " ".join(entry.split()).partition(": ")
+            sentence = re.split(r"(?<!al\.)(?<=\.) (?=[A-Z0-9`])", description, maxsplit=1)[0]
+            for name in names.split(", "):
+                found.setdefault(name, sentence)
+    return found
 
 
 def fits(value: Any, kind: Any) -> bool:

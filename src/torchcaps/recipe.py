@@ -39,24 +39,26 @@ class Recipe:
 
     Arguments:
         name: name of the recipe.
-        model: a key of `MODELS`.
-        data: a key of `DATASETS`, or the path of a folder of images.
+        model: name of the network, a key of `MODELS`.
+        data: name of a dataset, a key of `DATASETS`, or the path of a folder of images.
         model_options: arguments of the model. Image shape and number of classes come from the data and are not given
             here. The entry ``routing`` is the name of a routing rule; without this entry, the model uses its default
             rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
-        loss: a key of `LOSSES`.
+        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. Only
+            tensors that fit are loaded; see `load_matching`.
+        loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
-        margin_schedule: schedule of the margin of the spread loss. ``none`` keeps the margin constant. ``linear``
-            raises the margin from 0.2 to 0.9 over the training. ``official`` is the schedule of the authors' code,
-            0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+        margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
+            the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
+            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
-        standardise: ``none`` keeps pixels in [0, 1]. ``first`` gives each image mean 0 and variance 1 before crop,
-            brightness and contrast; ``last`` does so after crop, brightness and contrast.
-        crop: side of the crop in pixels. The crop has a random position in training, and is central otherwise. 0 keeps
-            the whole image.
+        standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
+            ``first`` (before crop, brightness and contrast) or ``last`` (after them).
+        crop: side of the crop in pixels; 0 keeps the whole image. The crop has a random position in training, and is
+            central otherwise.
         flip: whether to mirror half of the training images left to right. In stereo pairs, the channels are swapped
             too.
         brightness: largest number that is added to or subtracted from all pixels of a training image, in [0, 10].
@@ -67,11 +69,12 @@ class Recipe:
         erase: side in pixels of a square that is set to 0 in each training image; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
-        optimizer: a key of `OPTIMIZERS`.
+        optimizer: name of the optimiser, a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
-        schedule: schedule of the learning rate. ``exponential`` multiplies the initial learning rate by
-            decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last step.
+        schedule: schedule of the learning rate, ``exponential`` or ``cosine``. ``exponential`` multiplies the initial
+            learning rate by decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last
+            step.
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
         decay_steps: number of steps after which the exponential schedule has applied ``decay_rate`` once, at least 1.
@@ -108,6 +111,7 @@ class Recipe:
     model_options: Mapping[str, Any] = field(default_factory=dict)
     routing_options: Mapping[str, Any] = field(default_factory=dict)
     data_options: Mapping[str, Any] = field(default_factory=dict)
+    pretrained: str = ""
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
     margin_schedule: str = "none"

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 from torch import nn
 
-from torchcaps.checkpoints import load_checkpoint
+from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
@@ -34,7 +34,7 @@ LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
 LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
-PROGRESS_SECONDS = 60.0
+PROGRESS_SECONDS = 10.0
 """Seconds between two printed lines of progress within an epoch, if there is no progress bar."""
 
 
@@ -137,11 +137,13 @@ class Begun(NamedTuple):
         run: content of recipe.json.
         digests: for each split, the checksums of its images.
         last: checkpoint to resume from; None to start with the first epoch.
+        trained: number of epochs that `last` has trained.
     """
 
     run: Run
     digests: dict[str, Any]
     last: Path | None
+    trained: int = 0
 
 
 def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
@@ -169,13 +171,14 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
-    load_checkpoint(folder / "best.ckpt", module)
+    if recipe.choose == "best":
+        load_best(folder, module)
     if rows < trained:
         raise BadInput(
             f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt has {trained}: restore a copy, or train again "
             "in another folder"
         )
-    return Begun(run, digests, last)
+    return Begun(run, digests, last, trained)
 
 
 def begin_run(folder: Path, begun: Begun) -> None:
@@ -232,6 +235,19 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise BadInput(f"{path} is damaged ({error}): delete it and train with --resume") from error
     return metrics
+
+
+def best_epoch(folder: Path) -> int:
+    """Return the number of the epoch whose weights a finished training kept, counted from 1.
+
+    Raises:
+        BadInput: metrics.json or metrics.csv is damaged.
+    """
+    if (folder / "metrics.json").exists() and (known := read_metrics(folder).get("best_epoch")):
+        return int(known)
+    rows = read_rows(folder / "metrics.csv")
+    best = max(rows, key=lambda row: (float(row["validation_accuracy_percent"]), -float(row["validation_loss"])))
+    return int(best["epoch"])
 
 
 def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
@@ -320,10 +336,12 @@ class EpochLog(Callback):
         self.train_seconds = now - self.start
         if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.printed > PROGRESS_SECONDS:
             self.printed = now
-            done = (batch_index + 1) / trainer.num_training_batches
+            steps = int(trainer.num_training_batches)
+            done = (batch_index + 1) / steps
+            left = self.train_seconds / done * ((trainer.max_epochs or 0) - trainer.current_epoch - done)
             print(
-                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  {100 * done:.0f} %  "
-                f"{done * self.images / self.train_seconds:.0f} images/s",
+                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  step {batch_index + 1}/{steps}  "
+                f"{done * self.images / self.train_seconds:.0f} images/s  {left / 60:.1f} min left",
                 flush=True,
             )
 

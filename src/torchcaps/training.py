@@ -17,16 +17,17 @@ from torch import Tensor, nn
 
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, batch_starts, default_workers
 from torchcaps.capsules import Prediction
-from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_checkpoint
+from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
+from torchcaps.fine_tuning import load_matching
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
+from torchcaps.run_folder import EpochLog, begin_run, best_epoch, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.training_module import TrainingModule
 
 
@@ -38,6 +39,7 @@ def fit(
     devices: int = 1,
     workers: int | None = None,
     resume: bool = False,
+    on_start: Callable[[TrainingModule, int], None] | None = None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
 ) -> dict[str, Any]:
@@ -51,13 +53,14 @@ def fit(
         recipe: all settings of the training. They are saved in the folder's recipe.json.
         splits: training, validation and test images.
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
-            image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, best.ckpt, model.safetensors, config.json,
+            image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
         workers: processes per device that decode and prepare images. None uses none for images in memory, and one per
             core for images on disk. The results do not depend on it.
         resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
+        on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
@@ -76,17 +79,16 @@ def fit(
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"there are no {name} images: add images to each class")
-    recipe = replace(recipe, precision=resolve_precision(recipe.precision))
-    torch.manual_seed(recipe.seed)
-    module = module_class(
-        _new_model(recipe, splits.train),
-        recipe,
-        len(splits.train.class_names),
-        recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size)),
-    )
+    module = new_module(recipe, splits, module_class)
+    recipe = module.recipe
     workers = default_workers(splits.train, devices) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
-    if int(os.environ.get("LOCAL_RANK", 0)):
+    first_process = not int(os.environ.get("LOCAL_RANK", 0))
+    if recipe.pretrained and not (resume and last.exists()):
+        loaded = load_matching(module.model, recipe, splits.train.class_names)
+        if first_process:
+            print(loaded, flush=True)
+    if not first_process:
         return _train(recipe, data, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
@@ -94,6 +96,8 @@ def fit(
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
+        if on_start is not None:
+            on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end)
 
 
@@ -105,6 +109,18 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """
     if devices < 1 or recipe.batch_size % devices:
         raise BadInput(f"devices is {devices}: use 1 or another number that divides the batch size {recipe.batch_size}")
+
+
+def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
+    """Build the module that `fit` trains: initial weights of the recipe's seed, and the precision resolved.
+
+    Raises:
+        BadInput: an option of the model or of its routing rule is invalid.
+    """
+    recipe = replace(recipe, precision=resolve_precision(recipe.precision))
+    torch.manual_seed(recipe.seed)
+    steps = recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size))
+    return module_class(_new_model(recipe, splits.train), recipe, len(splits.train.class_names), steps)
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
@@ -145,7 +161,9 @@ def _train(
                 " --workers, and continue with --resume"
             ) from error
         raise
-    chosen = load_checkpoint(folder / f"{recipe.choose}.ckpt", module)
+    best = recipe.choose == "best"
+    chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
+    kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder)
     module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
@@ -160,7 +178,7 @@ def _train(
         "wall_seconds": round(sum(float(row["seconds"]) for row in rows), 2),
         "epochs": len(rows),
         "epochs_planned": recipe.epochs,
-        "best_epoch": chosen["epoch"] + 1,
+        "best_epoch": kept,
         "precision": recipe.precision,
         "train_images": len(splits.train),
         "validation_images": len(splits.validation),
@@ -180,13 +198,16 @@ def _train(
                 save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
+        (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors has these weights
     return metrics
 
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> lightning.Trainer:
-    same = {"save_on_train_epoch_end": True, "enable_version_counter": False}
-    best = RunCheckpoint(folder, "best", monitor="validation_rank", mode="max", **same)  # type: ignore[arg-type]
-    callbacks: list[Callback] = [log, best, RunCheckpoint(folder, "last", **same)]  # type: ignore[arg-type]
+    same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
+    callbacks: list[Callback] = [log, RunCheckpoint(folder, "last", **same)]
+    if recipe.choose == "best":
+        rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
+        callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()

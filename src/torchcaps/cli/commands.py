@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,16 +10,26 @@ import typer
 
 from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
-from torchcaps.cli.common import Cache, DataDir, keep_heap_warm, print_table, run_folder, setting, writable
+from torchcaps.cli.common import (
+    Cache,
+    DataDir,
+    keep_heap_warm,
+    print_table,
+    print_version,
+    run_folder,
+    setting,
+    writable,
+)
 from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, inspect, report
+from torchcaps.cli.predict import predict
+from torchcaps.cli.recipes import recipes
 from torchcaps.errors import BadInput, DataWarning, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train, evaluate and use capsule networks.",
 )
 app.add_typer(data_commands.app, name="data")
 
@@ -26,19 +37,16 @@ MOST_CLASSES = 20
 RunFolder = Annotated[Path, typer.Argument(help="Run folder of `torchcaps train`.")]
 
 
-@app.command()
-def recipes() -> None:
-    """List the recipes for `torchcaps train`."""
-    from torchcaps.models import routing_of
-    from torchcaps.recipes import RECIPES
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train, evaluate and use capsule networks."""
 
-    rows = []
-    for name, recipe in RECIPES.items():
-        summary = (recipe.__doc__ or "").strip().splitlines()[0]
-        routing = routing_of(recipe().model, recipe().model_options, recipe().routing_options)
-        rule = "" if routing is None else " ".join([routing.name, *(f"{k}={v}" for k, v in routing.options.items())])
-        rows.append((name, recipe().model, rule, recipe().data, recipe().epochs, summary))
-    print_table(("recipe", "model", "routing", "data", "epochs", "description"), rows)
+
+app.command()(recipes)
 
 
 @app.command()
@@ -60,27 +68,32 @@ def train(
     ] = None,
     cache: Cache = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    pretrained: Annotated[
+        str | None, typer.Option("--from", metavar="FOLDER", help="Weights to start from: run folder or weights/NAME.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
-    from torchcaps.recipes import create_recipe
-    from torchcaps.run_folder import existing_run
-    from torchcaps.training import check_devices, fit
+    from torchcaps.estimate import print_estimate
+    from torchcaps.recipes import OWN_IMAGES, create_recipe
+    from torchcaps.run_folder import existing_run, read_rows
+    from torchcaps.training import check_devices, fit, new_module
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
-    flags["precision"] = precision
+    flags |= {"precision": precision, "pretrained": pretrained}
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
-    if recipe == "capsnet-images" and data is None:
-        raise BadInput("capsnet-images trains on your own images; give their folder with --data FOLDER")
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
+    if chosen.data == OWN_IMAGES and "data" not in changes:
+        raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
-    if _first_process():
+    if _first_process() and not dry_run:
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
@@ -104,9 +117,16 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        metrics = fit(chosen, splits, folder, devices=devices, workers=workers, resume=resume)
+        on_start = partial(print_estimate, splits=splits, devices=devices)
+        if dry_run:
+            trained = len(read_rows(folder / "metrics.csv")) if resume else 0
+            on_start(new_module(chosen, splits), max(0, chosen.epochs - trained))
+            return
+        metrics = fit(chosen, splits, folder, devices=devices, workers=workers, resume=resume, on_start=on_start)
     except KeyboardInterrupt:
-        raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
+        raise Interrupted(
+            "nothing was written" if dry_run else f"run the same command with --resume to continue in {folder}"
+        ) from None
     if _first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
@@ -202,26 +222,7 @@ def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
     }
 
 
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
-    images: Annotated[list[Path], typer.Argument(help="Image files; each is resized like the training images.")],
-) -> None:
-    """Print, for each image, the class with the highest score and the runner-up.
-
-    A network for stereo pairs gets the same image in both channels.
-    """
-    from torchcaps.classifier import Classifier
-
-    classifier = Classifier.from_pretrained(run)
-    best = classifier.predict(images).scores.topk(2, dim=1)
-    rows = []
-    for path, values, classes in zip(images, best.values.tolist(), best.indices.tolist(), strict=True):
-        first, second = (classifier.class_names[index] for index in classes)
-        rows.append((path, first, f"{values[0]:.3f}", second, f"{values[1]:.3f}"))
-    print_table(("image", "class", "score", "runner-up", "score"), rows)
-
-
+app.command()(predict)
 app.command()(inspect)
 app.command()(report)
 app.command()(explore)

@@ -31,6 +31,16 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: st
     Console(width=console.width if console.is_terminal else 140).print(table)
 
 
+def print_version(asked: bool | None) -> bool:
+    """Print the version of torchcaps and stop, if it was asked for."""
+    if asked:
+        import torchcaps
+
+        print(f"torchcaps {torchcaps.__version__}")
+        raise typer.Exit
+    return False
+
+
 def run_folder(text: str) -> Path:
     """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():

@@ -18,10 +18,14 @@ def experiment(
     data: Annotated[str | None, typer.Option(help="Dataset to use instead of the experiment's default.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings per network, with seeds 0, 1, …")] = 1,
     data_dir: DataDir = Path("data"),
-    out: Annotated[Path, typer.Option(help="Folder for the runs; each experiment and budget has a subfolder.")] = Path(
-        "runs/experiments"
-    ),
-    results: Annotated[Path, typer.Option(help="Folder for the results and their pictures.")] = Path("results"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the runs, a subfolder per experiment and budget; default: runs/experiments."),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the results and their pictures; default: OUT/results, or results without --out."),
+    ] = None,
     report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
     page: Annotated[
         list[Path] | None,
@@ -32,6 +36,8 @@ def experiment(
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 
+    results = results or (out / "results" if out else Path("results"))
+    out = out or Path("runs/experiments")
     if name == "list":
         rows = [(known, "yes" if one.standard else "", one.paper, one.title) for known, one in EXPERIMENTS.items()]
         print_table(("experiment", "standard", "paper", "description"), rows)

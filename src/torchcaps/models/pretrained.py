@@ -286,19 +286,32 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
         model.get_submodule(layer).routing = made
 
 
+def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
+    """Read a file of weights and verify its checksum.
+
+    Arguments:
+        path: model.safetensors.
+        checksum: SHA-256 checksum of the file, in hexadecimal.
+
+    Raises:
+        BadInput: the file is damaged.
+    """
+    try:
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != checksum:
+            raise BadInput(f"{path} is damaged or does not belong to {CONFIG}: save the network again")
+        return safetensors.torch.load(content)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
+
+
 def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
     """Load the weights of a network from a file.
 
     Raises:
         BadInput: the file is damaged or contains the weights of another network.
     """
-    try:
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != checksum:
-            raise BadInput(f"{path} is damaged or does not belong to {CONFIG}: save the network again")
-        weights = safetensors.torch.load(content)
-    except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
+    weights = read_weights(path, checksum)
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     found = {name: tensor.shape for name, tensor in weights.items()}
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torchcaps.data import DATASETS, TABLE_OPTIONS, load_image_table
 from torchcaps.errors import BadInput, nearest
 from torchcaps.losses import LOSSES
 from torchcaps.models import MODELS, routing_of
-from torchcaps.options import described, fits, kinds_of
+from torchcaps.options import described, fits, kinds_of, meanings
 from torchcaps.recipe import Recipe
 from torchcaps.recipes.matrix_capsules import (
     cnn_baseline_smallnorb,
@@ -33,9 +33,9 @@ from torchcaps.recipes.other_routings import (
     self_routing_capsnet_smallnorb,
     self_routing_capsnet_toys,
 )
+from torchcaps.recipes.own_images import capsnet_images, cnn_images, matrix_capsnet_images
 from torchcaps.recipes.vector_capsules import (
     capsnet_fashion_mnist,
-    capsnet_images,
     capsnet_mnist,
     capsnet_mnist_5k,
     capsnet_stem_mnist,
@@ -49,11 +49,16 @@ from torchcaps.routing import ROUTINGS, routing_options
 
 GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "loss.OPTION")
 
+OWN_IMAGES = "images"
+"""Value of `Recipe.data` in recipes for a folder of your own images, which `torchcaps train` takes with ``--data``."""
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist": capsnet_mnist,
     "capsnet-mnist-5k": capsnet_mnist_5k,
     "capsnet-stem-mnist": capsnet_stem_mnist,
     "capsnet-images": capsnet_images,
+    "matrix-capsnet-images": matrix_capsnet_images,
+    "cnn-images": cnn_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,
     "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,
@@ -126,6 +131,34 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
     return replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
 
 
+def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
+    """List all settings of a recipe.
+
+    Returns:
+        For each setting: its name as in `create_recipe`, its value, and its meaning in one sentence. The meanings are
+        the descriptions in the docstrings of `Recipe`, the model, the routing rule, the loss and the dataset's loader.
+
+    Example:
+        >>> settings_of(create_recipe("capsnet-mnist"))[3]
+        ('shift', 2, 'largest random translation of training images in pixels, with zero padding; 0 is off.')
+    """
+    of_recipe = meanings(Recipe)
+    plain = [f.name for f in fields(recipe) if f.name != "name" and not f.name.endswith("_options")]
+    found = [(name, getattr(recipe, name), of_recipe[name]) for name in plain]
+    rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
+    groups: dict[str, tuple[str, Mapping[str, Any]]] = {"model": (recipe.model, recipe.model_options)}
+    if rule is not None:
+        groups["model"] = (recipe.model, {**recipe.model_options, "routing": rule.name})
+        groups["routing"] = (rule.name, rule.options)
+    groups |= {"data": (recipe.data, recipe.data_options), "loss": (recipe.loss, recipe.loss_options)}
+    for group, (chosen, values) in groups.items():
+        takes, names = _options_of(group, chosen)
+        parameters, of_group = inspect.signature(takes).parameters, meanings(takes)
+        for name in names:
+            found.append((f"{group}.{name}", values.get(name, parameters[name].default), of_group.get(name, "")))
+    return found
+
+
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
     """Return the routing options of a changed recipe. A change of model or rule discards the recipe's own options."""
     model = changed.get("model", recipe.model)
@@ -143,21 +176,22 @@ def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mappi
     return {"routing_options": {**(recipe.routing_options if same else {}), **changes}}
 
 
+def _options_of(group: str, chosen: str) -> tuple[Callable[..., Any], list[str]]:
+    """Return what takes the options of the chosen model, data, loss or routing rule, and the names of the options."""
+    if group == "data" and chosen in DATASETS:
+        return DATASETS[chosen].load, [*DATASETS[chosen].options]
+    if group == "data":
+        return load_image_table, [*TABLE_OPTIONS]
+    if group == "routing":
+        return ROUTINGS[chosen], [*routing_options(chosen)]
+    takes: Callable[..., Any] = (MODELS if group == "model" else LOSSES)[chosen]
+    given = ("image_shape", "num_classes", "scores", "target")
+    return takes, [name for name in kinds_of(takes) if name not in given]
+
+
 def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
     """Return the annotated type and the default of an option of the chosen model, data, loss or routing rule."""
-    takes: Callable[..., Any]
-    names: Sequence[str] | None = None
-    if group == "data" and chosen in DATASETS:
-        takes, names = DATASETS[chosen].load, DATASETS[chosen].options
-    elif group == "data":
-        takes, names = load_image_table, TABLE_OPTIONS
-    elif group == "routing":
-        takes, names = ROUTINGS[chosen], list(routing_options(chosen))
-    else:
-        takes = (MODELS if group == "model" else LOSSES)[chosen]
-    kinds = kinds_of(takes)
-    if names is None:
-        names = [name for name in kinds if name not in ("image_shape", "num_classes", "scores", "target")]
+    takes, names = _options_of(group, chosen)
     own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
         if group == "model" and (routing := routing_of(chosen, {})):
@@ -165,7 +199,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
         meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
     default = inspect.signature(takes).parameters[option].default
-    return kinds[option], None if default is inspect.Parameter.empty else default
+    return kinds_of(takes)[option], None if default is inspect.Parameter.empty else default
 
 
 def _value(key: str, text: str, kind: Any, default: Any) -> Any:

@@ -60,24 +60,6 @@ def capsnet_mnist_5k() -> Recipe:
     )
 
 
-def capsnet_images() -> Recipe:
-    """CapsNet on your own images; give their folder with ``--data``.
-
-    The batches are small, and the learning rate is 2e-4. A parent sums the votes of thousands of children, and every
-    training step changes all these votes. With few classes, the paper's learning rate of 1e-3 therefore saturates the
-    capsules within the first steps.
-    """
-    return replace(
-        capsnet_mnist(),
-        name="capsnet-images",
-        data="images",
-        batch_size=16,
-        learning_rate=2e-4,
-        decay_rate=1.0,
-        epochs=30,
-    )
-
-
 def capsnet_fashion_mnist() -> Recipe:
     """CapsNet on Fashion-MNIST with the settings of `capsnet_mnist`."""
     return replace(capsnet_mnist(), name="capsnet-fashion-mnist", data="fashion-mnist")

@@ -1,0 +1,89 @@
+"""The command `torchcaps predict`."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchcaps.cli.common import print_table
+from torchcaps.errors import BadInput
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files, or folders; images are resized as in training.")],
+    table: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="Write path, class and the score of every class to FILE instead."),
+    ] = None,
+) -> None:
+    """Print, for each image, the class with the highest score and the runner-up.
+
+    Folders are searched for images, including their subfolders. A network for stereo pairs gets the same image in both
+    channels.
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from torchcaps.classifier import Classifier
+
+    if table is not None and not table.parent.is_dir():
+        raise BadInput(f"--csv is {table}: the folder {table.parent} does not exist")
+    if table is not None and table.is_dir():
+        raise BadInput(f"--csv is {table}, which is a folder: give the name of a file")
+    paths = [path for given in images for path in images_in(given)]
+    classifier = Classifier.from_pretrained(run)
+    errors = Console(stderr=True)
+    shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)
+    answers = [classifier.predict(path) for path in shown]
+    if table is not None:
+        rows = [
+            (path, answer.class_names[0], *(f"{score:.6f}" for score in answer.scores[0].tolist()))
+            for path, answer in zip(paths, answers, strict=True)
+        ]
+        _write(table, ("path", "class", *classifier.class_names), rows)
+        print(f"predictions for {len(paths):,} images: {table}")
+        return
+    lines = []
+    for path, answer in zip(paths, answers, strict=True):
+        best = answer.scores[0].topk(2)
+        first, second = (classifier.class_names[index] for index in best.indices.tolist())
+        lines.append((path, first, f"{best.values[0]:.3f}", second, f"{best.values[1]:.3f}"))
+    print_table(("image", "class", "score", "runner-up", "score"), lines)
+
+
+def images_in(path: Path) -> list[Path]:
+    """List the image files in a folder and its subfolders, sorted by path; for a file, return the file.
+
+    Files and folders whose names start with a dot are skipped.
+
+    Raises:
+        BadInput: the folder contains no images.
+    """
+    from torchcaps.data.image_file import FORMATS
+
+    if not path.is_dir():
+        return [path]
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in FORMATS
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    if not found:
+        raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")
+    return found
+
+
+def _write(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    from torchcaps.data.files import atomically
+
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([columns, *rows])
+    with atomically(path) as stream:
+        stream.write(text.getvalue().encode("utf-8", errors="surrogateescape"))

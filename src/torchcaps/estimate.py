@@ -1,0 +1,273 @@
+"""Estimate the memory and the time of a training from a few real steps."""
+
+import ctypes
+import json
+import shlex
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchcaps.batches import ImageBatches, batch_starts
+from torchcaps.data import DATASETS, Splits
+from torchcaps.errors import DataWarning
+from torchcaps.training_module import TrainingModule
+
+MOST_STEPS = 6
+"""Largest number of steps whose time is measured, after a step to warm up."""
+BUDGET_SECONDS = 2.0
+"""No further step begins after this time."""
+PATIENCE_SECONDS = 10.0
+"""A message is printed if the steps take longer than this."""
+
+
+MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 4 * 3600
+"""`print_estimate` warns if CapsNet has more parameters, or if its training on a folder of images takes longer."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Expected memory and time of a training.
+
+    Arguments:
+        parameters: number of parameters.
+        memory_bytes: largest memory of the process, or on a GPU of the device.
+        state_bytes: part of the memory for the weights, their gradients and the state of the optimiser.
+        step_bytes: part of the memory for everything else that a training step needs, mainly activations.
+        epoch_seconds: time of an epoch, with validation.
+        seconds: time of the epochs that are left, and of the test at the end.
+
+    Example:
+        >>> found = Estimate(8_200_000, 10**9, 131_200_000, 300_000_000, 90.0, 900.0)
+        >>> print(found.text(10, datetime(2026, 1, 1, 23, 50)))
+        8,200,000 parameters; memory about 1.0 GB, of which weights, gradients and optimiser 131 MB and a step 300 MB
+        about 90 s per epoch, 10 to go; done at about 2026-01-02 00:05
+    """
+
+    parameters: int
+    memory_bytes: int
+    state_bytes: int
+    step_bytes: int
+    epoch_seconds: float
+    seconds: float
+
+    def text(self, epochs: int, now: datetime) -> str:
+        """Describe the estimate in two lines.
+
+        Arguments:
+            epochs: number of epochs that are left.
+            now: time at which the training starts.
+        """
+        end = now + timedelta(seconds=self.seconds)
+        clock = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
+        return (
+            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}, of which weights, gradients and "
+            f"optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}\n"
+            f"about {duration(self.epoch_seconds)} per epoch, {epochs} to go; done at about {clock}"
+        )
+
+
+def estimate(
+    module: TrainingModule, splits: Splits, epochs: int, *, devices: int = 1, say: Callable[[str], None] = print
+) -> Estimate:
+    """Estimate the memory and the time of a training from a few training steps of a copy of the module.
+
+    The steps use real batches. The module and the random state of PyTorch are not changed, so a training gives the same
+    bits with and without an estimate. After a step to warm up, steps are measured for two seconds, or at most six
+    steps. If the first step takes longer than two seconds, its time is used instead.
+
+    On a CPU, the memory is the resident memory of the process: Python and its libraries, the images of all splits,
+    weights, gradients, the state of the optimiser, and what a step allocates. On a GPU, it is what PyTorch allocates on
+    the device. The time does not include the writing of checkpoints.
+
+    Arguments:
+        module: model, loss and recipe, before the training.
+        splits: training, validation and test images.
+        epochs: number of epochs that are left.
+        devices: number of processes that train together. Only one process measures.
+        say: function that is called with a message if the steps take longer than ten seconds.
+    """
+    recipe = module.recipe
+    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    with torch.random.fork_rng([torch.cuda.current_device()] if kind == "cuda" else []), _message_if_slow(say):
+        held = _start_memory(kind)
+        copy = deepcopy(module).to(kind).train()
+        steps = _Steps(copy, splits, devices, kind)
+        seconds = [steps.train()]
+        weights = _bytes(copy)
+        gradients = sum(one.numel() * one.element_size() for one in copy.parameters() if one.requires_grad)
+        optimizer = sum(_bytes_of(state) for state in steps.optimizer.state.values())
+        start = time.perf_counter()
+        while seconds[0] < BUDGET_SECONDS and len(seconds) <= MOST_STEPS:
+            seconds.append(steps.train())
+            if time.perf_counter() - start > BUDGET_SECONDS:
+                break
+        per_image = steps.validate()
+    step = statistics.median(seconds[1:] or seconds)
+    starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
+    epoch = starts * step + len(splits.validation) * per_image / devices
+    images = len(splits.validation) + len(splits.test) * recipe.test_crops**2
+    return Estimate(
+        parameters=sum(one.numel() for one in module.model.parameters()),
+        memory_bytes=steps.peak + optimizer - (0 if kind == "cuda" else weights),
+        state_bytes=weights + gradients + optimizer,
+        step_bytes=max(0, steps.peak - held - weights - gradients),
+        epoch_seconds=epoch,
+        seconds=epochs * epoch + images * per_image / devices,
+    )
+
+
+def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1) -> None:
+    """Print an estimate of the memory and the time of a training; see `estimate` for the arguments.
+
+    Warns:
+        DataWarning: CapsNet is too large for the images.
+    """
+    many = sum(one.numel() for one in module.model.parameters()) > MOST_PARAMETERS
+    if many:
+        _warn_of_large_images(module, splits, "")
+    found = estimate(module, splits, epochs, devices=devices, say=partial(print, flush=True))
+    print(found.text(epochs, datetime.now()), flush=True)
+    if not many and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
+        _warn_of_large_images(module, splits, f" and takes {duration(found.seconds)}")
+
+
+def _warn_of_large_images(module: TrainingModule, splits: Splits, time_taken: str) -> None:
+    """Warn that CapsNet is too large for the images, and name a network that is not."""
+    recipe, (_, height, width) = module.recipe, splits.train.image_shape
+    if recipe.model != "capsnet":
+        return
+    words = ["torchcaps", "train", "matrix-capsnet-images", "--data", recipe.data]
+    for name, value in recipe.data_options.items():
+        words += ["--set", f"data.{name}={json.dumps(value, separators=(',', ':'))}"]
+    stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
+    warnings.warn(
+        f"CapsNet has {sum(one.numel() for one in module.model.parameters()):,} parameters on images of "
+        f"{height}×{width}{time_taken}, because every position has its own transforms; positions share them in "
+        f"`{shlex.join(words)}`; or use {stem}a smaller data.image_size",
+        DataWarning,
+        stacklevel=2,
+    )
+
+
+class _Steps:
+    """Runs training steps on the first batches of an epoch, and a validation step."""
+
+    def __init__(self, module: TrainingModule, splits: Splits, devices: int, kind: str) -> None:
+        self.module, self.kind, recipe = module, kind, module.recipe
+        self.optimizer: torch.optim.Optimizer = module.configure_optimizers()["optimizer"]
+        self.size = max(1, recipe.batch_size // devices)
+        preparation = recipe.preparation()
+        variation = preparation.variation(recipe.seed, 0, len(splits.train))
+        self.batches = ImageBatches(splits.train, preparation, variation)
+        self.validation = ImageBatches(splits.validation, preparation)
+        self.order = np.random.default_rng([recipe.seed, 0, 1]).permutation(len(splits.train))
+        self.next = self.peak = 0
+
+    def train(self) -> float:
+        """Run one training step and return its time in seconds."""
+        start = time.perf_counter()
+        chosen = self.order[self.next : self.next + self.size]
+        self.next = self.next + self.size if self.next + 2 * self.size <= len(self.order) else 0
+        images, labels = (part.to(self.kind) for part in self.batches.load(chosen))
+        self.optimizer.zero_grad()
+        with self._precision():
+            loss, _ = self.module.loss_and_scores(images, labels, train=True)
+        loss.backward()
+        self.peak = self.peak or _peak_memory(self.kind)  # later steps have the state of the optimiser too
+        if clip := self.module.recipe.gradient_clip:
+            nn.utils.clip_grad_norm_(self.module.parameters(), clip)
+        self.optimizer.step()
+        loss.item()  # waits for a GPU
+        return time.perf_counter() - start
+
+    def validate(self) -> float:
+        """Run the model on one batch of validation images, and return the time in seconds per image."""
+        self.module.eval()
+        start = time.perf_counter()
+        views, labels = self.validation.load(np.arange(min(self.size, len(self.validation.images))))
+        with torch.no_grad(), self._precision():
+            loss, _ = self.module.loss_and_scores(views[0].to(self.kind), labels.to(self.kind), train=False)
+        loss.item()
+        return (time.perf_counter() - start) / len(labels)
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.kind, torch.bfloat16, enabled=self.module.recipe.precision == "bf16")
+
+
+def duration(seconds: float) -> str:
+    """Write a time in the unit that fits.
+
+    Example:
+        >>> duration(0.2), duration(95.0), duration(900.0), duration(30_000.0)
+        ('1 s', '95 s', '15 min', '8.3 hours')
+    """
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} hours"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 999_500_000 else f"{count / 1e6:.0f} MB"
+
+
+def _bytes_of(state: dict[str, object]) -> int:
+    return sum(one.numel() * one.element_size() for one in state.values() if isinstance(one, torch.Tensor))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(one.numel() * one.element_size() for one in module.state_dict().values())
+
+
+def _start_memory(kind: str) -> int:
+    """Start to measure the largest memory, and return the memory that is in use."""
+    if kind == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # so that memory that is only kept for later counts as free
+        Path("/proc/self/clear_refs").write_text("5")
+        return _status("VmRSS")
+    except (OSError, AttributeError):
+        return _peak_memory(kind)
+
+
+def _peak_memory(kind: str) -> int:
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        return _status("VmHWM")
+    except OSError:
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+@contextmanager
+def _message_if_slow(say: Callable[[str], None]) -> Iterator[None]:
+    text = "a few training steps are measured to estimate the time; even one of them takes more than ten seconds"
+    timer = threading.Timer(PATIENCE_SECONDS, say, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,72 @@
+"""Start a training from saved weights."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchcaps.errors import BadInput
+from torchcaps.models import Pretrained, create_model, routing_of
+from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
+from torchcaps.recipe import Recipe
+
+MOST_NAMES = 4
+"""Largest number of tensors that `load_matching` names in its text."""
+
+
+def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) -> str:
+    """Copy the weights in ``recipe.pretrained`` that fit into a new model, and describe in one line what was copied.
+
+    A tensor is copied if the saved tensor of the same name has the same shape. If the saved network has other classes,
+    the tensors whose shape depends on the number of classes, such as the transforms of the class capsules, keep their
+    random initial values in any case.
+
+    Arguments:
+        model: network of the recipe; its weights are changed.
+        recipe: recipe whose ``pretrained`` names a folder with weights, or a repository on the Hugging Face Hub.
+        class_names: class names of the new model.
+
+    Raises:
+        BadInput: the folder cannot be read, contains another kind of network, or has no tensor that fits.
+    """
+    source = recipe.pretrained
+    folder = local_folder(source)
+    saved = read_config(folder)
+    if saved.model != recipe.model:
+        raise BadInput(
+            f"{source} contains a {saved.model}, but {recipe.name} trains a {recipe.model}: use other weights"
+        )
+    weights = read_weights(folder / WEIGHTS, saved.weights_sha256)
+    own = model.state_dict()
+    same_classes = saved.images is not None and list(saved.images.get("class_names", ())) == list(class_names)
+    of_classes = set() if same_classes else _depending_on_classes(model, recipe)
+    fits = [name for name in own if name in weights and weights[name].shape == own[name].shape]
+    fits = [name for name in fits if name not in of_classes]
+    numbers = sum(own[name].numel() for name in fits)
+    if not any(own[name].is_floating_point() for name in fits):
+        options = cast(Pretrained, model).options
+        other = [key for key, value in saved.options.items() if key != "num_classes" and options.get(key) != value]
+        raise BadInput(
+            f"{source} has no weights that fit {recipe.name}: set the options that differ in {folder / CONFIG}: "
+            f"{', '.join(other) or 'none'}"
+        )
+    model.load_state_dict({**own, **{name: weights[name] for name in fits}})
+    rest = [name for name in own if name not in fits]
+    more = f" and {len(rest) - MOST_NAMES} more" if len(rest) > MOST_NAMES else ""
+    share = 100 * numbers / sum(value.numel() for value in own.values())
+    return (
+        f"{source}: {len(fits)} of {len(own)} tensors loaded ({share:.1f} % of the weights); random initial values: "
+        f"{', '.join(rest[:MOST_NAMES]) or 'none'}{more}"
+    )
+
+
+def _depending_on_classes(model: nn.Module, recipe: Recipe) -> set[str]:
+    """Return the names of the tensors whose shape depends on the number of classes."""
+    options = dict(cast(Pretrained, model).options)
+    options["num_classes"] += 1
+    if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
+        options["routing"] = routing
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        wider = create_model(recipe.model, **options).state_dict()
+    return {name for name, value in model.state_dict().items() if wider[name].shape != value.shape}

@@ -1,0 +1,61 @@
+"""Recipes for a folder of your own images. They share preparation, optimiser, batch size and number of epochs."""
+
+from dataclasses import replace
+
+from torchcaps.recipe import Recipe
+
+
+def capsnet_images() -> Recipe:
+    """CapsNet on your own images; give their folder with ``--data``.
+
+    The batches are small, and the learning rate is 2e-4. A parent sums the votes of thousands of children, and every
+    training step changes all these votes. With few classes, the paper's learning rate of 1e-3 therefore saturates the
+    capsules within the first steps. CapsNet has its own transforms at every position, so its number of parameters grows
+    with the image; for images above about 64×64 pixels, use `matrix_capsnet_images`.
+    """
+    return Recipe(
+        name="capsnet-images",
+        model="capsnet",
+        data="images",
+        reconstruction_weight=0.0005,
+        shift=2,
+        learning_rate=2e-4,
+        batch_size=16,
+        epochs=30,
+    )
+
+
+def matrix_capsnet_images() -> Recipe:
+    """Matrix capsules on your own images of at least 21×21 pixels; give their folder with ``--data``.
+
+    Network, loss and routing are those of `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of
+    epochs are those of `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine.
+    Positions share their transforms, so the number of parameters does not depend on the size of the images.
+    """
+    return replace(
+        capsnet_images(),
+        name="matrix-capsnet-images",
+        model="matrix-capsnet",
+        model_options={"widths": [64, 16, 16, 16], "stem": 3, "stem_stride": 2, "normalise": True},
+        routing_options={"iterations": 3, "variance_floor": 0.3, "initial_beta_a": 0.0, "tempering": 0.25},
+        loss="activation_logit_cross_entropy",
+        reconstruction_weight=0.0,
+        learning_rate=1e-3,
+        schedule="cosine",
+        warm_up_epochs=1.0,
+    )
+
+
+def cnn_images() -> Recipe:
+    """CNN baseline on your own images, to compare capsules with; give their folder with ``--data``.
+
+    The network is that of `cnn_baseline_toys`; the other settings are those of `matrix_capsnet_images`.
+    """
+    return replace(
+        matrix_capsnet_images(),
+        name="cnn-images",
+        model="matrix-baseline-cnn",
+        model_options={},
+        routing_options={},
+        loss="cross_entropy",
+    )

@@ -1,0 +1,112 @@
+"""The commands `recipes` and `predict`, the version, and where experiments write."""
+
+import csv
+import re
+import shutil
+
+import pytest
+
+from torchcaps import Classifier, __version__
+from torchcaps.options import meanings
+from torchcaps.recipe import Recipe
+from torchcaps.recipes import RECIPES, create_recipe, settings_of
+
+
+def test_the_version_is_printed(command):
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"torchcaps {__version__}\n")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_setting_of_a_recipe_has_a_value_and_a_meaning(name):
+    recipe = create_recipe(name)
+    listed = {key: (value, meaning) for key, value, meaning in settings_of(recipe)}
+    assert all(meaning for key, (_, meaning) in listed.items() if not key.startswith("loss."))
+    for group in ("model", "data", "loss", "routing"):
+        for option, value in getattr(recipe, f"{group}_options").items():
+            assert listed[f"{group}.{option}"][0] == value
+    assert {"learning_rate", "batch_size", "epochs", "crop"} <= listed.keys()
+
+
+def test_meanings_are_sentences_of_the_docstring():
+    def function(one, two, three):
+        """Do nothing.
+
+        Arguments:
+            one: the first, by Sabour et al. 2017
+                and others. More about it.
+            two, three: the others.
+
+        Raises:
+            nothing: never.
+        """
+
+    said = {"one": "the first, by Sabour et al. 2017 and others.", "two": "the others.", "three": "the others."}
+    assert meanings(function) == said
+    assert meanings(lambda x: x) == {}
+    assert not [name for name in Recipe.__dataclass_fields__ if name not in meanings(Recipe)]
+
+
+def test_recipes_are_listed_by_data_and_explained_by_name(call, refused):
+    code, out, error = call("recipes", "--data", "own")
+    assert code == 0, error
+    assert set(re.findall(r"[\w-]+-images", out)) == {name for name in RECIPES if name.endswith("-images")}
+    assert "capsnet-mnist" not in out
+    code, out, error = call("recipes", "capsnet-images")
+    assert code == 0, error
+    assert re.search(r"routing\.iterations *│ 3 *│ number of routing iterations", out)
+    assert re.search(r"learning_rate *│ 0\.0002 ", out)
+    assert "torchcaps train capsnet-images --data FOLDER --set SETTING=VALUE" in out
+    assert "did you mean 'capsnet-images'?" in refused("recipes", "capsnet-image")
+    assert "no recipe for the data 'toy'; did you mean 'toys'?" in refused("recipes", "--data", "toy")
+    assert "not both" in refused("recipes", "capsnet-mnist", "--data", "own")
+
+
+def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finished, images, tmp_path):
+    folder = tmp_path / "new"
+    (folder / "deep").mkdir(parents=True)
+    shutil.copy(images / "left" / "000.png", folder / "deep" / "a, b.png")
+    shutil.copy(images / "right" / "000.png", folder / "z.PNG")
+    shutil.copy(images / "right" / "001.png", folder / ".hidden.png")
+    (folder / "notes.txt").write_text("no image")
+    code, out, error = call("predict", finished[0], folder)
+    assert code == 0, error
+    assert re.findall(r"deep/a, b\.png|z\.PNG|hidden|notes", out) == ["deep/a, b.png", "z.PNG"]
+    table = tmp_path / "table.csv"
+    code, out, error = call("predict", finished[0], folder, images / "left" / "001.png", "--csv", table)
+    assert (code, out) == (0, f"predictions for 3 images: {table}\n"), error
+    with table.open(newline="") as stream:
+        header, *rows = csv.reader(stream)
+    assert header == ["path", "class", "left", "right"]
+    paths = [folder / "deep" / "a, b.png", folder / "z.PNG", images / "left" / "001.png"]
+    answer = Classifier.from_pretrained(finished[0]).predict(paths)
+    for row, path, name, scores in zip(rows, paths, answer.class_names, answer.scores.tolist(), strict=True):
+        assert row == [str(path), name, *(f"{score:.6f}" for score in scores)]
+
+
+def test_a_table_is_written_whole_or_not_at_all(refused, finished, images, tmp_path):
+    table, folder = tmp_path / "table.csv", tmp_path / "new"
+    folder.mkdir()
+    assert "contains no images" in refused("predict", finished[0], folder)
+    shutil.copy(images / "left" / "000.png", folder / "a.png")
+    (folder / "b.png").write_text("damaged")
+    table.write_text("before")
+    assert "b.png" in refused("predict", finished[0], folder, "--csv", table)
+    assert table.read_text() == "before"
+    assert "does not exist" in refused("predict", finished[0], folder, "--csv", tmp_path / "none" / "table.csv")
+    assert "is a folder" in refused("predict", finished[0], folder, "--csv", folder)
+
+
+def test_results_of_an_experiment_lie_beside_its_runs(call, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(tmp_path / "out" / "results") in refused("experiment", "report", "--out", tmp_path / "out")
+    assert "results contains no result" in refused("experiment", "report")
+
+
+def test_recipes_for_own_images_differ_in_network_loss_and_learning_rate_alone():
+    recipes = [vars(create_recipe(name)) for name in ("capsnet-images", "matrix-capsnet-images", "cnn-images")]
+    network = {"name", "model", "model_options", "routing_options", "loss", "reconstruction_weight"}
+    rate = {"learning_rate", "schedule", "warm_up_epochs"}
+    different = {key for key in recipes[0] if len({str(recipe[key]) for recipe in recipes}) > 1}
+    assert different <= network | rate
+    assert {key for key in recipes[1] if recipes[1][key] != recipes[2][key]} <= network

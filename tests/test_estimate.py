@@ -1,0 +1,142 @@
+"""The estimate before a training: what it says, and that it changes nothing."""
+
+import re
+import shlex
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+import torch
+
+from conftest import SMALL_CAPSNET
+from torchcaps.data import Images, Splits
+from torchcaps.estimate import Estimate, duration, estimate
+from torchcaps.recipes import create_recipe
+from torchcaps.training import fit, new_module
+
+
+def digits(count: int) -> Images:
+    labels = torch.arange(count) % 10
+    return Images((20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8), labels, (*"0123456789",))
+
+
+SPLITS = Splits(digits(60), digits(20), digits(20))
+
+
+def module(name="cnn-baseline-mnist", **settings):
+    recipe = create_recipe(name, {"batch_size": "20", "precision": "float32", "epochs": "2", **settings})
+    if name == "cnn-baseline-mnist":
+        recipe = replace(recipe, model_options={"channels": (4, 4, 4)})
+    return new_module(recipe, SPLITS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"mixup": "0.2"}, {"gradient_clip": "0.1", "optimizer": "radam"}])
+def test_an_estimate_changes_neither_weights_nor_random_numbers(settings):
+    """Of a network with dropout, and of mixup: both draw random numbers in every step."""
+    one = module(**settings)
+    before, state = {name: value.clone() for name, value in one.state_dict().items()}, torch.get_rng_state()
+    found = estimate(one, SPLITS, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in one.state_dict().items())
+    assert all(parameter.grad is None for parameter in one.parameters())
+    assert one.training
+    assert found.parameters == sum(parameter.numel() for parameter in one.model.parameters())
+    assert found.seconds > 2 * found.epoch_seconds > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_training_gives_the_same_bits_with_and_without_an_estimate(tmp_path):
+    recipe, seen = module().recipe, []
+
+    def measure(one, epochs):
+        seen.append((epochs, estimate(one, SPLITS, epochs)))
+
+    fit(recipe, SPLITS, tmp_path / "without")
+    fit(replace(recipe, epochs=1), SPLITS, tmp_path / "with", on_start=measure)
+    fit(recipe, SPLITS, tmp_path / "with", resume=True, on_start=measure)
+    assert [epochs for epochs, _ in seen] == [1, 1]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("with", "without")]
+    assert weights[0] == weights[1]
+
+
+def test_state_is_weights_gradients_and_two_moments_of_adam():
+    one = module()
+    weights = sum(value.numel() * value.element_size() for value in one.state_dict().values())
+    parameters = 4 * sum(value.numel() for value in one.parameters())
+    found = estimate(one, SPLITS, 1)
+    assert weights + 3 * parameters <= found.state_bytes <= weights + 3 * parameters + 1000
+    assert found.memory_bytes > found.state_bytes + found.step_bytes
+
+
+def test_a_larger_batch_needs_more_memory():
+    """More by what PyTorch allocates: the convolutions of the pooled network keep 0.6 MB per image."""
+    small, large = (estimate(module("pooled-cnn-mnist", batch_size=size), SPLITS, 1) for size in ("2", "60"))
+    assert large.step_bytes - small.step_bytes > 20e6
+
+
+def test_the_text_names_the_day_if_it_is_not_today():
+    found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0)
+    assert found.text(1, datetime(2026, 1, 1, 12, 0)).endswith("about 20 s per epoch, 1 to go; done at about 13:00")
+    assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("3 to go; done at about 2026-01-02 00:30")
+    assert "memory about 2.0 GB, of which weights, gradients and optimiser 1 MB and a step 1.0 GB" in found.text(
+        1, datetime(2026, 1, 1)
+    )
+    assert [duration(x) for x in (99.4, 100.0, 5990.0, 6001.0)] == ["99 s", "2 min", "100 min", "1.7 hours"]
+
+
+def test_a_slow_step_is_said_once_and_the_estimate_ends(monkeypatch):
+    monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
+    said = []
+    estimate(module(), SPLITS, 1, say=said.append)
+    assert said == [
+        "a few training steps are measured to estimate the time; even one of them takes more than ten seconds"
+    ]
+
+
+def test_the_command_prints_the_estimate_before_the_first_epoch(finished):
+    lines = finished[1].stdout.splitlines()
+    assert re.fullmatch(r"[\d,]+ parameters; memory about .* MB and a step \d+ MB", lines[1])
+    assert re.fullmatch(r"about \d+ s per epoch, 3 to go; done at about (\S+ )?\d\d:\d\d", lines[2])
+    assert lines[3].startswith("epoch 1/3")
+
+
+def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--epochs", 3, "--batch-size", 2)
+    code, out, error = call(*words, "--dry-run")
+    assert (code, error) == (0, "")
+    assert re.search(r"about \d+ s per epoch, 3 to go; done at about", out)
+    assert "epoch 1/3" not in out
+    assert not list(tmp_path.iterdir())
+    before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
+    code, out, error = call(*words, "--dry-run", "--resume", "--epochs", 4, "--out", finished[0])
+    assert (code, error) == (0, "")
+    assert ", 1 to go; done at about" in out
+    assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
+
+
+def test_capsnet_on_large_images_names_a_command_that_fits(call, images, monkeypatch):
+    """With a limit below the size of a small network."""
+    words = (
+        "train",
+        "capsnet-mnist",
+        "--data",
+        images,
+        *SMALL_CAPSNET,
+        "--set",
+        "data.image_size=[24,28]",
+        "--dry-run",
+    )
+    assert call(*words)[2] == ""
+    for name, limit, said in (("MOST_PARAMETERS", 1000, "24×28, because"), ("MOST_SECONDS", 0.0, "and takes")):
+        with monkeypatch.context() as changed:
+            changed.setattr(f"torchcaps.estimate.{name}", limit)
+            code, out, error = call(*words)
+            assert (code, error.count("\n")) == (0, 1)
+            assert said in error
+            assert "to go; done at" in out
+            fits = re.search(r"`torchcaps (train matrix-capsnet-images .*)`; or use --set model.stem=true, or", error)[
+                1
+            ]
+            assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
+            assert call("train", "cnn-baseline-mnist", *words[2:4], "--dry-run")[2] == ""

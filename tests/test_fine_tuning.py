@@ -1,0 +1,68 @@
+"""Training that starts from saved weights."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conftest import SMALL_CAPSNET, train
+from torchcaps.fine_tuning import load_matching
+from torchcaps.models import create_model
+from torchcaps.recipes import create_recipe
+
+OF_CLASSES = {"class_capsules.transform", "decoder.layers.0.weight"}
+
+
+@pytest.fixture
+def three(images, tmp_path):
+    """Images of three classes: those of the finished run and one more."""
+    folder = shutil.copytree(images, tmp_path / "three")
+    shutil.copytree(images / "left", folder / "middle")
+    return folder
+
+
+def test_weights_that_fit_are_loaded_and_those_of_the_classes_are_random(finished, three):
+    recipe = create_recipe("capsnet-mnist", {"pretrained": str(finished[0]), "model.convolution_channels": "8"})
+    options = {"image_shape": (3, 20, 24), "convolution_channels": 8, "primary_types": 2}
+    saved = load_file(finished[0] / "model.safetensors")
+    for names, fresh in ((("left", "right"), set()), (("up", "down"), OF_CLASSES), (("a", "b", "c"), OF_CLASSES)):
+        torch.manual_seed(7)
+        model = create_model("capsnet", num_classes=len(names), **options)
+        random, state = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+        said = load_matching(model, recipe, names)
+        assert torch.equal(torch.get_rng_state(), state)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, random[key] if key in fresh else saved[key])
+        assert f"{len(saved) - len(fresh)} of {len(saved)} tensors loaded" in said
+        assert said.partition("initial values: ")[2] == (", ".join(sorted(fresh)) or "none")
+
+
+def test_a_run_that_starts_from_weights_is_recorded_and_goes_on(call, refused, finished, three, tmp_path):
+    run = tmp_path / "run"
+    words = (three, run, "--from", finished[0])
+    code, out, error = train(call, *words, "--epochs", 1)
+    assert code == 0, error
+    assert re.search(r"tensors loaded \(.* % of the weights\); random initial values: class_capsules.transform", out)
+    assert json.loads((run / "recipe.json").read_text())["recipe"]["pretrained"] == str(finished[0])
+    assert "pretrained=" in train(refused, three, run, "--epochs", 2, "--resume")
+    code, out, error = train(call, *words, "--epochs", 2, "--resume")
+    assert code == 0, error
+    assert "tensors loaded" not in out
+    code, _, error = train(call, three, tmp_path / "whole", *words[2:], "--epochs", 2)
+    assert code == 0, error
+    assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_weights_that_do_not_fit_are_refused(refused, finished, images, tmp_path):
+    words = ("--data", images, "--out", tmp_path / "run", "--epochs", 1, "--from", finished[0])
+    line = refused("train", "pooled-cnn-mnist", *words)
+    assert "contains a capsnet, but pooled-cnn-mnist trains a pooled-cnn" in line
+    wide = ("--set", "model.convolution_channels=16", "--set", "model.primary_types=3", "--set", "model.decoder=false")
+    line = refused("train", "capsnet-mnist", *words, *SMALL_CAPSNET, *wide, "--set", "model.primary_pose_size=4")
+    assert "no weights that fit" in line
+    assert "convolution_channels, primary_types, primary_pose_size, decoder" in line
+    assert "no such folder" in refused("train", "capsnet-mnist", *words[:-1], tmp_path / "none", *SMALL_CAPSNET)
+    assert not (tmp_path / "run").exists()
