@@ -43,6 +43,8 @@ def test_weights_that_fit_are_loaded_and_those_of_the_classes_are_random(finishe
 def test_a_run_that_starts_from_weights_is_recorded_and_goes_on(call, refused, finished, three, tmp_path):
     run = tmp_path / "run"
     words = (three, run, "--from", finished[0])
+    code, out, _ = train(call, *words, "--dry-run")
+    assert (code, "tensors loaded" in out, run.exists()) == (0, True, False)
     code, out, error = train(call, *words, "--epochs", 1)
     assert code == 0, error
     assert re.search(r"tensors loaded \(.* % of the weights\); random initial values: class_capsules.transform", out)

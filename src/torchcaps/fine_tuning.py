@@ -1,5 +1,6 @@
 """Start a training from saved weights."""
 
+import json
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,6 +12,7 @@ from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
 from torchcaps.recipe import Recipe
 
+OF_DATA = ("image_shape", "num_classes")
 MOST_NAMES = 4
 """Largest number of tensors that `load_matching` names in its text."""
 
@@ -45,8 +47,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     fits = [name for name in fits if name not in of_classes]
     numbers = sum(own[name].numel() for name in fits)
     if not any(own[name].is_floating_point() for name in fits):
-        options = cast(Pretrained, model).options
-        other = [key for key, value in saved.options.items() if key != "num_classes" and options.get(key) != value]
+        options = {key: value for key, value in cast(Pretrained, model).options.items() if key not in OF_DATA}
+        other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
         raise BadInput(
             f"{source} has no weights that fit {recipe.name}: set the options that differ in {folder / CONFIG}: "
             f"{', '.join(other) or 'none'}"

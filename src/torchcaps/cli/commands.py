@@ -79,6 +79,7 @@ def train(
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
     from torchcaps.estimate import print_estimate
+    from torchcaps.fine_tuning import load_matching
     from torchcaps.recipes import OWN_IMAGES, create_recipe
     from torchcaps.run_folder import existing_run, read_rows
     from torchcaps.training import check_devices, fit, new_module
@@ -120,7 +121,10 @@ def train(
         on_start = partial(print_estimate, splits=splits, devices=devices)
         if dry_run:
             trained = len(read_rows(folder / "metrics.csv")) if resume else 0
-            on_start(new_module(chosen, splits), max(0, chosen.epochs - trained))
+            module = new_module(chosen, splits)
+            if chosen.pretrained and not trained:
+                print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
+            on_start(module, max(0, chosen.epochs - trained))
             return
         metrics = fit(chosen, splits, folder, devices=devices, workers=workers, resume=resume, on_start=on_start)
     except KeyboardInterrupt:
