@@ -32,6 +32,7 @@ FLOORS = {
     "classifier": 4,
     "confusion": 4,
     "environment": 4,
+    "estimator": 4,
     "inspection": 4,
     "pictures": 4,
     "recipe": 4,

@@ -18,7 +18,7 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip",),
+    "recipe": ("flip", "class_weights"),
     "preparation": ("flip",),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),

@@ -25,9 +25,9 @@ from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
-from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
-from torchcaps.training_module import TrainingModule
+from torchcaps.training_module import TrainingModule, class_weights_of
 
 
 class ImageBatches(Dataset):
@@ -50,23 +50,6 @@ class ImageBatches(Dataset):
         if self.variation is None:
             return self.preparation.views(pixels), labels
         return self.preparation.varied(pixels, self.variation.of(chosen)), labels
-
-
-def batch_starts(images: int, batch_size: int) -> range:
-    """Return the index of the first image of each batch of an epoch.
-
-    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
-    single image.
-
-    Arguments:
-        images: number of images in the split.
-        batch_size: images per batch.
-
-    Example:
-        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
-        ([0, 4], [0, 4, 8], [0])
-    """
-    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
 
 
 def _loader(batches: ImageBatches, order: np.ndarray, batch_size: int) -> DataLoader:
@@ -164,6 +147,7 @@ def fit(
         recipe,
         len(splits.train.class_names),
         recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size)),
+        class_weights_of(recipe, splits.train),
     )
     last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
@@ -261,7 +245,8 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
     best = RunCheckpoint(folder, "best", monitor="validation_rank", mode="max", **same)  # type: ignore[arg-type]
     callbacks: list[Callback] = [log, best, RunCheckpoint(folder, "last", **same)]  # type: ignore[arg-type]
     if recipe.patience:
-        callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
+        watched = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
+        callbacks.append(EarlyStopping(watched, mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
     return lightning.Trainer(
         max_epochs=recipe.epochs,

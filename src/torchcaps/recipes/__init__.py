@@ -8,7 +8,7 @@ from typing import Any
 
 from torchcaps.data import DATASETS, FOLDER_OPTIONS, load_image_folder
 from torchcaps.errors import BadInput, nearest
-from torchcaps.losses import LOSSES
+from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.models import MODELS, routing_of
 from torchcaps.options import described, fits, kinds_of
 from torchcaps.recipe import Recipe
@@ -157,7 +157,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
         takes = (MODELS if group == "model" else LOSSES)[chosen]
     kinds = kinds_of(takes)
     if names is None:
-        names = [name for name in kinds if name not in ("image_shape", "num_classes", "scores", "target")]
+        names = [name for name in kinds if name not in ("image_shape", "num_classes", *NOT_SETTINGS)]
     own = [f"{group}.{name}" for name in names]
     if f"{group}.{option}" not in own:
         if group == "model" and (routing := routing_of(chosen, {})):
