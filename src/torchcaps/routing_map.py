@@ -57,7 +57,7 @@ class TransformModule(nn.Module):
     order of their numbers in memory stays the same.
     """
 
-    def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":
+    def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
         def keeping_order(tensor: Tensor) -> Tensor:
             try:
                 return function(tensor)

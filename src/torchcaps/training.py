@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, cast
 import lightning
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from lightning.pytorch.callbacks import Callback, EarlyStopping, RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,10 +22,12 @@ from torchcaps.confusion import per_class, save_confusion, warn_of_one_predictio
 from torchcaps.data import Images, Preparation, Splits, Variation
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
+from torchcaps.loggers import check_logger, create_logger
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
+from torchcaps.scores import calibration_error_percent
 from torchcaps.training_module import TrainingModule, class_weights_of
 
 
@@ -106,6 +107,7 @@ def fit(
     resume: bool = False,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
+    logger: str = "tensorboard",
 ) -> dict[str, Any]:
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
@@ -125,6 +127,7 @@ def fit(
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
+        logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
 
     Returns:
         The content of metrics.json.
@@ -137,6 +140,7 @@ def fit(
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
     """
     check_devices(devices, recipe)
+    check_logger(logger)
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"there are no {name} images: add images to each class")
@@ -151,14 +155,15 @@ def fit(
     )
     last = folder / "last.ckpt"
     if int(os.environ.get("LOCAL_RANK", 0)):
-        return _train(recipe, splits, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
+        last_of_run = last if resume and last.exists() else None
+        return _train(recipe, splits, folder, module, devices, last_of_run, on_epoch_end, logger)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         begin_run(folder, begun)
-        return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end)
+        return _train(recipe, splits, folder, module, devices, begun.last, on_epoch_end, logger)
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -194,8 +199,10 @@ def _train(
     devices: int,
     last: Path | None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None,
+    logger: str,
 ) -> dict[str, Any]:
-    trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end))
+    log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
+    trainer = _trainer(recipe, folder, devices, log, logger)
     data = SplitBatches(splits, recipe)
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:
@@ -223,6 +230,7 @@ def _train(
         "validation_images": len(splits.validation),
         "test_images": len(splits.test),
         "test_evaluations": earlier + 1,
+        "calibration_error_percent": _calibration_error_percent(module),
         "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
     }
     if trainer.is_global_zero:
@@ -240,7 +248,7 @@ def _train(
     return metrics
 
 
-def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> lightning.Trainer:
+def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
     same = {"save_on_train_epoch_end": True, "enable_version_counter": False}
     best = RunCheckpoint(folder, "best", monitor="validation_rank", mode="max", **same)  # type: ignore[arg-type]
     callbacks: list[Callback] = [log, best, RunCheckpoint(folder, "last", **same)]  # type: ignore[arg-type]
@@ -254,7 +262,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
-        logger=Curves(folder, name="", version="tensorboard"),
+        logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
         plugins=[AtomicCheckpoints()],
@@ -265,31 +273,6 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
     )
-
-
-class Curves(TensorBoardLogger):
-    """TensorBoard logger that raises `BadInput` with the path if the logs cannot be written."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._write(lambda: super(Curves, self).log_metrics(metrics, step))
-
-    def log_graph(self, *arguments: Any, **options: Any) -> None:
-        """Do nothing: the graph of the model is not logged."""
-
-    def save(self) -> None:
-        self._write(super().save)
-
-    def finalize(self, status: str) -> None:
-        self._write(lambda: super(Curves, self).finalize(status))
-
-    def _write(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except (OSError, ValueError) as error:  # Lightning turns a failed write into a ValueError
-            raise BadInput(
-                f"{self.log_dir} could not be written ({error.__cause__ or error}): free disk space, then continue "
-                "with --resume"
-            ) from error
 
 
 class MeanScores(nn.Module):
@@ -308,16 +291,25 @@ class MeanScores(nn.Module):
         return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
+def _calibration_error_percent(module: TrainingModule) -> float | None:
+    scored = module.scored
+    return None if scored is None else calibration_error_percent(scored[:, :-1], scored[:, -1].long())
+
+
 class Evaluation(NamedTuple):
     """Result of `evaluate`.
 
     Arguments:
         accuracy_percent: percentage of images whose true class has the highest score.
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
+        calibration_error_percent: expected calibration error; None if an image shows several classes.
+        scores: ``[N, K]``, the scores of each image; None if an image shows several classes.
     """
 
     accuracy_percent: float
     confusion: Int64[Tensor, "K K"]
+    calibration_error_percent: float | None
+    scores: Float[Tensor, "N K"] | None
 
 
 def evaluate(
@@ -354,4 +346,5 @@ def evaluate(
     )
     batches = _loader(ImageBatches(images, preparation or Preparation()), np.arange(len(images)), batch_size)
     accuracy = trainer.test(module, batches, verbose=False)[0]["accuracy_percent"]
-    return Evaluation(accuracy, module.tested)
+    scores = None if module.scored is None else module.scored[:, :-1]
+    return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.data import Images
@@ -39,6 +40,8 @@ class TrainingModule(lightning.LightningModule):
     """
     predicted: list[Tensor]
     """One tensor per batch of the last test, with the index of the predicted class of each image."""
+    scored: Float[Tensor, "N K+1"] | None
+    """Scores and class of each image of the last test, of all processes; None if an image shows several classes."""
     class_weights: Tensor | None
     """``[K]``, factor of the loss of each class's images; None without class weights."""
 
@@ -53,6 +56,7 @@ class TrainingModule(lightning.LightningModule):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
         self.recipe = recipe
         self.confusion = MulticlassConfusionMatrix(num_classes)
+        self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
@@ -144,7 +148,8 @@ class TrainingModule(lightning.LightningModule):
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self.margins, self.predicted = [], []
+        self.margins, self.predicted, self.scored = [], [], None
+        self.gathered.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
@@ -154,11 +159,14 @@ class TrainingModule(lightning.LightningModule):
             others = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
             self.margins.append((own.squeeze(1) - others).float().cpu())
             self.predicted.append(scores.argmax(dim=1).cpu())
+            self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()
         self.log("accuracy_percent", accuracy_percent(self.tested))
         self.confusion.reset()
+        if self.predicted:
+            self.scored = self.gathered.compute().cpu()
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed dropout from the recipe's seed, the epoch and the rank of the process.

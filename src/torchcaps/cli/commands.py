@@ -55,6 +55,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
+    logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
@@ -62,6 +63,7 @@ def train(
 ) -> None:
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
+    from torchcaps.loggers import check_logger
     from torchcaps.recipes import create_recipe
     from torchcaps.run_folder import existing_run
     from torchcaps.training import check_devices, fit
@@ -76,6 +78,7 @@ def train(
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
+    check_logger(logger)
     if _first_process():
         before = existing_run(folder, resume)
         writable(folder)
@@ -98,7 +101,7 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        metrics = fit(chosen, splits, folder, devices=devices, resume=resume)
+        metrics = fit(chosen, splits, folder, devices=devices, resume=resume, logger=logger)
     except KeyboardInterrupt:
         raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
     if _first_process():
@@ -124,6 +127,7 @@ def evaluate(
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
+    csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
@@ -133,10 +137,13 @@ def evaluate(
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.run_folder import read_run, seen_in_training
+    from torchcaps.scores import write_scores
     from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
     keep_heap_warm()
+    if csv is not None:
+        writable(csv.parent, "--csv")
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
     expected = _what_scores_depend_on(classifier)
@@ -167,12 +174,17 @@ def evaluate(
     seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
+    calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(
-        ("run", "data", "test images", "accuracy %", "error %"),
-        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")],
+        ("run", "data", "test images", "accuracy %", "error %", "calibration error %"),
+        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
     )
     _print_classes(per_class(found.confusion, test.class_names))
     warn_of_one_prediction(found.confusion, test.class_names)
+    if csv is not None and found.scores is not None:
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        write_scores(csv, test, found.scores, getattr(test, "files", None))
+        print(f"scores of each image: {csv}")
     for folder, seen in seen_by.items():
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
