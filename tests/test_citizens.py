@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from problems import MAPS, full_problem
 from torchcaps import (
     MODELS,
+    ROUTINGS,
     CapsNet,
     Capsules,
     ConvCaps,
@@ -29,6 +30,7 @@ from torchcaps import (
     reconstruction_loss,
 )
 from torchcaps.kernels import _cpu
+from torchcaps.routing.choice import routing_options
 
 SMALL = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4},
@@ -109,21 +111,90 @@ def test_shared_capsules_make_their_map_once():
     assert layer._map.child_sites == 10
 
 
-def test_models_compile_as_one_graph_for_any_batch():
+@pytest.mark.slow
+def test_models_compile_as_one_graph_for_any_batch_forward_and_backward():
     """In a process of its own: the run-time check of types cannot be traced."""
     script = f"""
 import torch
 from torchcaps import Routing, create_model
 
 torch.manual_seed(0)
-for name, options in { ({name: SMALL[name] for name in WITH_CAPSULES})!r}.items():
-    model = create_model(name, image_shape=(1, 18, 18), num_classes=3, **options)
+for name, options in { ({name: SMALL.get(name, {}) for name in MODELS})!r}.items():
+    torch._dynamo.reset()
+    model = create_model(name, image_shape=(1, 18, 18), num_classes=3, **options).eval()
+    for weights in model.parameters():
+        if not weights.any():  # scores would be equal
+            torch.nn.init.normal_(weights, std=0.1)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for batch in (2, 3, 5):
-        images = torch.rand(batch, 1, 18, 18)
-        torch.testing.assert_close(compiled(images).scores, model(images).scores)
+        images, labels = torch.rand(batch, 1, 18, 18, requires_grad=True), torch.arange(batch) % 3
+        leaves, found = [images, *(weights for weights in model.parameters() if weights.requires_grad)], []
+        for run in (model, compiled):
+            scores, _, drawn = run(images, labels)
+            loss = scores.square().sum() + (0 if drawn is None else drawn.square().sum())
+            found.append([scores, *torch.autograd.grad(loss, leaves, allow_unused=True)])
+        assert found[0][1].any(), name
+        for right, one in zip(*found, strict=True):
+            assert (right is None) == (one is None)
+            if right is not None:
+                torch.testing.assert_close(one, right, rtol=1e-3, atol=1e-4)
 """
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def varied(name):
+    """A small model whose scores differ: the initial weights of some networks are zero."""
+    model = small(name)
+    for weights in model.parameters():
+        if not weights.any():
+            torch.nn.init.normal_(weights, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_converted_to_channels_last(name):
+    model, batch = varied(name), images()
+    right = model(batch).scores
+    strides = {path: weights.stride() for path, weights in model.named_parameters() if weights.ndim == 5}
+    assert bool(strides) == ("capsnet" in name)
+    model.to(memory_format=torch.channels_last)
+    assert strides == {path: weights.stride() for path, weights in model.named_parameters() if weights.ndim == 5}
+    convolutions = [module.weight for module in model.modules() if isinstance(module, torch.nn.Conv2d)]
+    assert all(weights.is_contiguous(memory_format=torch.channels_last) for weights in convolutions)
+    found = model(batch.to(memory_format=torch.channels_last)).scores
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    found.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_in_double_precision_rounds_nowhere_to_single(name):
+    """Its derivative in a random direction is that of differences, to more digits than single precision has."""
+    model, batch = varied(name).double(), images().double()
+    for module in model.modules():
+        if "backend" in getattr(module, "options", {}):
+            module.options["backend"] = "reference"
+    direction = torch.randn_like(batch)
+
+    def scores(images):
+        return model(images).scores
+
+    found, change = torch.func.jvp(scores, (batch,), (direction,))
+    assert found.dtype == torch.float64
+    assert change.abs().max() > 1e-6
+    differences = (scores(batch + 1e-7 * direction) - scores(batch - 1e-7 * direction)) / 2e-7
+    torch.testing.assert_close(change, differences, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_in_autocast(name):
+    model, batch = varied(name), images()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores = model(batch).scores
+    assert scores.dtype == torch.float32
+    assert 0 < (scores - model(batch).scores).abs().max() < 0.05
+    scores.sum().backward()
+    assert all(torch.isfinite(weights.grad).all() for weights in model.parameters() if weights.grad is not None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -161,17 +232,20 @@ def test_gradients_of_each_sample(name, loss):
 
 
 @pytest.mark.parametrize("backend", ["fused", "reference"])
-def test_checkpointed_layers_have_the_same_gradients(backend):
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_checkpointed_layers_have_the_same_gradients(rule, backend):
     if backend == "fused" and _cpu is None:
         pytest.skip("the fused kernels are not built")
-    layer = ConvCaps((3, 3), 2, 3, kernel_size=2)
-    layer.routing.options["backend"] = backend
+    options = {"backend": backend} if "backend" in routing_options(rule) else {}
+    layer = ConvCaps((3, 3), 2, 3, kernel_size=2, routing=Routing(rule, **options))
     children = Capsules(torch.randn(2, 9, 2, 4, 4, requires_grad=True), torch.rand(2, 9, 2))
     gradients = []
     for run in (layer, lambda given: checkpoint(layer, given, use_reentrant=False)):
         parents = run(children)
         leaves = (children.pose, *layer.parameters())
-        gradients.append(torch.autograd.grad((parents.pose.sum() + parents.activation.sum()), leaves))
+        loss = parents.pose.square().sum() + parents.activation.sum()
+        gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True))
+    assert gradients[0][0].any()
     assert same(*gradients)
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchcaps.data import Images, ImagesOnDisk, Preparation, Splits, Variation
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput
-from torchcaps.recipe import Recipe
+from torchcaps.recipe import Recipe, batch_starts
 
 
 class ImageBatches(Dataset):
@@ -43,23 +43,6 @@ class ImageBatches(Dataset):
         if self.variation is None:
             return self.preparation.views(pixels), labels
         return self.preparation.varied(pixels, self.variation.of(chosen)), labels
-
-
-def batch_starts(images: int, batch_size: int) -> range:
-    """Return the index of the first image of each batch of an epoch.
-
-    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
-    single image.
-
-    Arguments:
-        images: number of images in the split.
-        batch_size: images per batch.
-
-    Example:
-        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
-        ([0, 4], [0, 4, 8], [0])
-    """
-    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
 
 
 class Batches(DataLoader):

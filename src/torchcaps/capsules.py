@@ -83,6 +83,11 @@ def check_capsules(children: Capsules) -> None:
         raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
 
 
+def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Convert half precision to float32, in which routing is computed; float32 and float64 stay the same."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def lengths(pose: Float[Tensor, "*capsules R Q"]) -> Float[Tensor, "*capsules"]:
     """Compute the Euclidean length of each pose. The gradient at a zero pose is zero.
 

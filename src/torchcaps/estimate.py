@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchcaps.batches import ImageBatches, batch_starts
+from torchcaps.batches import ImageBatches
 from torchcaps.data import DATASETS, Splits
 from torchcaps.errors import DataWarning
+from torchcaps.recipe import batch_starts
 from torchcaps.training_module import TrainingModule
 
 MOST_STEPS = 6

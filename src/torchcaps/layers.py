@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash, wide
 from torchcaps.checks import check_choice, check_sizes, described, has_values
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.routing import LayerShape, Routing, rule_for
-from torchcaps.routing_map import Constant, RoutingMap
+from torchcaps.routing_map import Constant, RoutingMap, TransformModule
 
 
 class PrimaryCaps(nn.Module):
@@ -74,11 +74,11 @@ class PrimaryCaps(nn.Module):
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
-        pose = _normalised(self.pose_norm, self.convolution(features)).float().flatten(2)
+        pose = wide(_normalised(self.pose_norm, self.convolution(features))).flatten(2)
         pose = squash(pose.mT.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
         if self.activation is None:
             return Capsules(pose, lengths(pose))
-        logits = _normalised(self.activation_norm, self.activation(features)).float()
+        logits = wide(_normalised(self.activation_norm, self.activation(features)))
         return Capsules(pose, logits.flatten(2).mT.sigmoid())
 
 
@@ -113,7 +113,7 @@ class PoseNorm(nn.Module):
         return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
 
 
-class CapsuleLayer(nn.Module):
+class CapsuleLayer(TransformModule):
     """Capsule layer made of a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps`, `ClassCaps`.
 
     Arguments:
@@ -344,7 +344,7 @@ def initial_transform(
     return transform + torch.eye(size) if around_identity else transform
 
 
-class SharedCaps(nn.Module):
+class SharedCaps(TransformModule):
     """Capsule layer whose children share one transform per parent type, so the number of children may vary.
 
     This is the "shared" capsule layer of Su 2018. It works on images of any size.

@@ -18,6 +18,7 @@ def margin_loss(
     positive_margin: float = 0.9,
     negative_margin: float = 0.1,
     negative_weight: float = 0.5,
+    weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the margin loss on the lengths of the class capsules.
 
@@ -31,6 +32,7 @@ def margin_loss(
         positive_margin: m⁺, in (0, 1].
         negative_margin: m⁻, in [0, 1).
         negative_weight: λ, at least 0. Su 2018 uses 0.25.
+        weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
         ValueError: a one-dimensional ``target`` is not an integer tensor with values in [0, classes).
@@ -43,7 +45,7 @@ def margin_loss(
     present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
-    return (present * missing + negative_weight * (1 - present) * false).sum(dim=1).mean()
+    return _mean((present * missing + negative_weight * (1 - present) * false).sum(dim=1), weights)
 
 
 def reconstruction_loss(
@@ -69,7 +71,10 @@ def reconstruction_loss(
 
 
 def spread_loss(
-    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], margin: float = 0.9
+    scores: Float[Tensor, "B classes"],
+    target: Int64[Tensor, "B"],
+    margin: float = 0.9,
+    weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
     """Compute the spread loss, which penalises a class unless its activation is below the target's by a margin.
 
@@ -84,6 +89,7 @@ def spread_loss(
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
         margin: m, in (0, 1].
+        weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
         ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
@@ -95,7 +101,7 @@ def spread_loss(
     """
     others = 1 - one_hot(target, scores.shape[1]).to(scores)
     of_target = scores.gather(1, target[:, None])
-    return (others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1).mean()
+    return _mean((others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1), weights)
 
 
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
@@ -123,7 +129,34 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
     raise ValueError(f"unknown margin schedule {schedule!r}: use linear or official")
 
 
-def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
+def cross_entropy(
+    scores: Float[Tensor, "B classes"],
+    target: Int64[Tensor, "B"],
+    label_smoothing: float = 0.0,
+    weights: Float[Tensor, "B"] | None = None,
+) -> Float[Tensor, ""]:
+    """Compute the softmax cross-entropy of logits, averaged over the batch.
+
+    Arguments:
+        scores: ``[B, classes]``, logits.
+        target: class of each sample ``[B]``.
+        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        weights: ``[B]``, factor of each sample's loss, at least 0.
+
+    Example:
+        >>> import torch
+        >>> cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), weights=torch.tensor([2.0, 0.0]))
+        tensor(0.6931)
+    """
+    reduction = "mean" if weights is None else "none"
+    return _mean(
+        functional.cross_entropy(scores, target, reduction=reduction, label_smoothing=label_smoothing), weights
+    )
+
+
+def activation_cross_entropy(
+    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+) -> Float[Tensor, ""]:
     """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
     Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy on the activations without its formula; the formula
@@ -132,16 +165,20 @@ def activation_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[T
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
+        weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Example:
         >>> import torch
         >>> activation_cross_entropy(torch.tensor([[0.5, 0.0, 0.0]]), torch.tensor([0]))
         tensor(0.)
     """
-    return functional.nll_loss(functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log(), target)
+    logarithms = functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log()
+    return _mean(functional.nll_loss(logarithms, target, reduction="mean" if weights is None else "none"), weights)
 
 
-def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"]) -> Float[Tensor, ""]:
+def activation_logit_cross_entropy(
+    scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
+) -> Float[Tensor, ""]:
     """Compute the softmax cross-entropy of the logits of activations, ``log(a / (1 - a))``, averaged over the batch.
 
     Unlike the spread loss, this loss has a gradient for every class at every activation. Activations are clamped to
@@ -150,27 +187,59 @@ def activation_logit_cross_entropy(scores: Float[Tensor, "B classes"], target: I
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
+        weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Example:
         >>> import torch
         >>> activation_logit_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.6931)
     """
-    return functional.cross_entropy(scores.float().logit(eps=1e-6), target)
+    return cross_entropy(scores.float().logit(eps=1e-6), target, weights=weights)
+
+
+def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
+    """Compute one weight per class, inversely proportional to the number of images of the class.
+
+    The weight of class k is N / (K n_k), as with ``class_weight="balanced"`` in scikit-learn; a class without images
+    counts as a class with one image. The mean weight of the N images is 1, so that a weighted loss is about as large as
+    an unweighted loss.
+
+    Arguments:
+        labels: ``[N]``, the class of each training image.
+        num_classes: number of classes (K).
+
+    Example:
+        >>> import torch
+        >>> balanced_weights(torch.tensor([0, 0, 0, 1]), 2)
+        tensor([0.6667, 2.0000])
+    """
+    counts = labels.bincount(minlength=num_classes).clamp_min(1)
+    return len(labels) / (num_classes * counts.float())
+
+
+def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the mean of the samples' losses, each multiplied by its weight; the weights need not sum to 1."""
+    return (losses if weights is None else losses * weights.to(losses)).mean()
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "margin": margin_loss,
-    "cross_entropy": functional.cross_entropy,
+    "cross_entropy": cross_entropy,
     "spread": spread_loss,
     "activation_cross_entropy": activation_cross_entropy,
     "activation_logit_cross_entropy": activation_logit_cross_entropy,
 }
 
+NOT_SETTINGS = ("scores", "target", "weights")
+"""Arguments of losses that a training computes; all other arguments are settings of a recipe."""
+
 __all__ = [
     "LOSSES",
+    "NOT_SETTINGS",
     "activation_cross_entropy",
     "activation_logit_cross_entropy",
+    "balanced_weights",
+    "cross_entropy",
     "margin_loss",
     "reconstruction_loss",
     "spread_loss",

@@ -19,7 +19,7 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip", "pretrained"),
+    "recipe": ("flip", "pretrained", "class_weights"),
     "preparation": ("flip",),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),

@@ -11,7 +11,7 @@ import torch
 from torchcaps.data import Preparation
 from torchcaps.data.preparation import Standardise
 from torchcaps.errors import BadInput
-from torchcaps.losses import LOSSES
+from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.options import check_kind, check_options, kinds_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -30,6 +30,7 @@ LARGEST = 2**53
 """Largest integer in a recipe. Every JSON reader represents integers up to this value exactly."""
 Schedule = Literal["exponential", "cosine"]
 Choose = Literal["best", "last"]
+ClassWeights = Literal["none", "balanced"]
 PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
 
 
@@ -50,6 +51,9 @@ class Recipe:
             tensors that fit are loaded; see `load_matching`.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
+        class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
+            proportional to the number of training images of its class; see `balanced_weights`. The reconstruction loss
+            is not weighted. With ``balanced``, the best epoch is the one with the highest mean recall of the classes.
         margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
             the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
             schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
@@ -114,6 +118,7 @@ class Recipe:
     pretrained: str = ""
     loss: str = "margin"
     loss_options: Mapping[str, Any] = field(default_factory=dict)
+    class_weights: ClassWeights = "none"
     margin_schedule: str = "none"
     reconstruction_weight: float = 0.0
     shift: int = 0
@@ -175,8 +180,12 @@ class Recipe:
                 f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread and no loss.margin: change the "
                 "loss settings, or set margin_schedule=none"
             )
-        kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in ("scores", "target")}
+        kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
+        if self.class_weights != "none" and "weights" not in kinds_of(LOSSES[self.loss]):
+            raise BadInput(
+                f"class_weights is {self.class_weights!r}, but loss {self.loss} has no weights: set it to none"
+            )
         preparation = self.preparation()
         changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
         if self.reconstruction_weight and changed:
@@ -192,6 +201,23 @@ class Recipe:
     def preparation(self) -> Preparation:
         """Return the image preparation that the settings describe."""
         return Preparation.of(vars(self))
+
+
+def batch_starts(images: int, batch_size: int) -> range:
+    """Return the index of the first image of each batch of an epoch.
+
+    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
+    single image.
+
+    Arguments:
+        images: number of images in the split.
+        batch_size: images per batch.
+
+    Example:
+        >>> [*batch_starts(9, 4)], [*batch_starts(10, 4)], [*batch_starts(1, 4)]
+        ([0, 4], [0, 4, 8], [0])
+    """
+    return range(0, max(1, images - 1) if batch_size > 1 else images, batch_size)
 
 
 def resolve_precision(precision: str) -> str:

@@ -1,12 +1,13 @@
 """The routing map: which child site feeds which parent site through which transform."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int32, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
 from torchcaps.kernels import in_onnx_export
@@ -47,6 +48,25 @@ class Constant:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"values": self.values, "_copies": {}}
+
+
+class TransformModule(nn.Module):
+    """Base of layers with transforms, which makes ``model.to(memory_format=torch.channels_last)`` possible.
+
+    PyTorch converts the weights of convolutions, and fails at transforms, because they have five dimensions. Here the
+    order of their numbers in memory stays the same.
+    """
+
+    def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
+        def keeping_order(tensor: Tensor) -> Tensor:
+            try:
+                return function(tensor)
+            except RuntimeError as error:
+                if tensor.ndim != 5 or "channels_last" not in str(error):
+                    raise
+                return function(tensor.flatten()).view(tensor.shape)
+
+        return super()._apply(keeping_order, *arguments, **options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, cast
 import lightning
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from lightning.pytorch.callbacks import Callback, EarlyStopping, RichProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from torchcaps.batches import Batches, ImageBatches, SplitBatches, batch_starts, default_workers
+from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
 from torchcaps.capsules import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
 from torchcaps.classifier import Classifier
@@ -24,11 +23,13 @@ from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
 from torchcaps.errors import BadInput
 from torchcaps.fine_tuning import load_matching
+from torchcaps.loggers import check_logger, create_logger
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
-from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, best_epoch, check_run, finished, locked, read_metrics, read_rows
-from torchcaps.training_module import TrainingModule
+from torchcaps.scores import calibration_error_percent
+from torchcaps.training_module import TrainingModule, class_weights_of
 
 
 def fit(
@@ -42,6 +43,7 @@ def fit(
     on_start: Callable[[TrainingModule, int], None] | None = None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
+    logger: str = "tensorboard",
 ) -> dict[str, Any]:
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
@@ -64,6 +66,7 @@ def fit(
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
+        logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
 
     Returns:
         The content of metrics.json.
@@ -76,6 +79,7 @@ def fit(
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
     """
     check_devices(devices, recipe)
+    check_logger(logger)
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"there are no {name} images: add images to each class")
@@ -89,7 +93,8 @@ def fit(
         if first_process:
             print(loaded, flush=True)
     if not first_process:
-        return _train(recipe, data, folder, module, devices, last if resume and last.exists() else None, on_epoch_end)
+        last_of_run = last if resume and last.exists() else None
+        return _train(recipe, data, folder, module, devices, last_of_run, on_epoch_end, logger)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
@@ -98,7 +103,7 @@ def fit(
         begin_run(folder, begun)
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
-        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end)
+        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -120,7 +125,8 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
     steps = recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size))
-    return module_class(_new_model(recipe, splits.train), recipe, len(splits.train.class_names), steps)
+    weights = class_weights_of(recipe, splits.train)
+    return module_class(_new_model(recipe, splits.train), recipe, len(splits.train.class_names), steps, weights)
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
@@ -146,9 +152,11 @@ def _train(
     devices: int,
     last: Path | None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None,
+    logger: str,
 ) -> dict[str, Any]:
     splits = data.splits
-    trainer = _trainer(recipe, folder, devices, EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end))
+    log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
+    trainer = _trainer(recipe, folder, devices, log, logger)
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:
         trainer.fit(module, data, ckpt_path=last)
@@ -184,6 +192,7 @@ def _train(
         "validation_images": len(splits.validation),
         "test_images": len(splits.test),
         "test_evaluations": earlier + 1,
+        "calibration_error_percent": _calibration_error_percent(module),
         "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
     }
     if trainer.is_global_zero:
@@ -202,14 +211,15 @@ def _train(
     return metrics
 
 
-def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> lightning.Trainer:
+def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
     same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
     callbacks: list[Callback] = [log, RunCheckpoint(folder, "last", **same)]
     if recipe.choose == "best":
         rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
         callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
     if recipe.patience:
-        callbacks.append(EarlyStopping("validation_accuracy_percent", mode="max", patience=recipe.patience))
+        watched = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
+        callbacks.append(EarlyStopping(watched, mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
     return lightning.Trainer(
         max_epochs=recipe.epochs,
@@ -217,7 +227,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
         devices=devices,
         strategy="ddp" if devices > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
-        logger=Curves(folder, name="", version="tensorboard"),
+        logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
         plugins=[AtomicCheckpoints()],
@@ -228,31 +238,6 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog) -> light
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
     )
-
-
-class Curves(TensorBoardLogger):
-    """TensorBoard logger that raises `BadInput` with the path if the logs cannot be written."""
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._write(lambda: super(Curves, self).log_metrics(metrics, step))
-
-    def log_graph(self, *arguments: Any, **options: Any) -> None:
-        """Do nothing: the graph of the model is not logged."""
-
-    def save(self) -> None:
-        self._write(super().save)
-
-    def finalize(self, status: str) -> None:
-        self._write(lambda: super(Curves, self).finalize(status))
-
-    def _write(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except (OSError, ValueError) as error:  # Lightning turns a failed write into a ValueError
-            raise BadInput(
-                f"{self.log_dir} could not be written ({error.__cause__ or error}): free disk space, then continue "
-                "with --resume"
-            ) from error
 
 
 class MeanScores(nn.Module):
@@ -271,16 +256,25 @@ class MeanScores(nn.Module):
         return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
+def _calibration_error_percent(module: TrainingModule) -> float | None:
+    scored = module.scored
+    return None if scored is None else calibration_error_percent(scored[:, :-1], scored[:, -1].long())
+
+
 class Evaluation(NamedTuple):
     """Result of `evaluate`.
 
     Arguments:
         accuracy_percent: percentage of images whose true class has the highest score.
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
+        calibration_error_percent: expected calibration error; None if an image shows several classes.
+        scores: ``[N, K]``, the scores of each image; None if an image shows several classes.
     """
 
     accuracy_percent: float
     confusion: Int64[Tensor, "K K"]
+    calibration_error_percent: float | None
+    scores: Float[Tensor, "N K"] | None
 
 
 def evaluate(
@@ -318,4 +312,5 @@ def evaluate(
     batches = ImageBatches(images, preparation or Preparation())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
     accuracy = trainer.test(module, loader, verbose=False)[0]["accuracy_percent"]
-    return Evaluation(accuracy, module.tested)
+    scores = None if module.scored is None else module.scored[:, :-1]
+    return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)

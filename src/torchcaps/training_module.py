@@ -8,13 +8,14 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.data import Images
-from torchcaps.errors import Diverged
-from torchcaps.losses import LOSSES, reconstruction_loss, spread_margin
+from torchcaps.errors import BadInput, Diverged
+from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
 
@@ -27,6 +28,7 @@ class TrainingModule(lightning.LightningModule):
         recipe: recipe that sets the loss, mixup, the optimiser and the schedules.
         num_classes: number of classes.
         steps: number of steps of the whole training, on which the schedules of learning rate and margin depend.
+        class_weights: ``[K]``, factor of the loss of each class's images; None for equal weights.
     """
 
     tested: Int64[Tensor, "K K"]
@@ -38,8 +40,14 @@ class TrainingModule(lightning.LightningModule):
     """
     predicted: list[Tensor]
     """One tensor per batch of the last test, with the index of the predicted class of each image."""
+    scored: Float[Tensor, "N K+1"] | None
+    """Scores and class of each image of the last test, of all processes; None if an image shows several classes."""
+    class_weights: Tensor | None
+    """``[K]``, factor of the loss of each class's images; None without class weights."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1, class_weights: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.steps = steps
@@ -48,6 +56,8 @@ class TrainingModule(lightning.LightningModule):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
         self.recipe = recipe
         self.confusion = MulticlassConfusionMatrix(num_classes)
+        self.gathered = CatMetric(nan_strategy="disable")
+        self.register_buffer("class_weights", class_weights, persistent=False)
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         loss, scores = self.loss_and_scores(images, labels, train)
@@ -73,12 +83,17 @@ class TrainingModule(lightning.LightningModule):
         if recipe.margin_schedule != "none":
             step = self.global_step if train else self.steps
             options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
-        loss = LOSSES[recipe.loss](prediction.scores, labels, **options)
+        loss = self._loss_of_scores(prediction.scores, labels, options)
         if share < 1:
-            loss = share * loss + (1 - share) * LOSSES[recipe.loss](prediction.scores, others, **options)
+            loss = share * loss + (1 - share) * self._loss_of_scores(prediction.scores, others, options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
         return loss, prediction.scores
+
+    def _loss_of_scores(self, scores: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        if self.class_weights is not None:
+            options = {**options, "weights": self.class_weights[labels]}
+        return LOSSES[self.recipe.loss](scores, labels, **options)
 
     def scores(self, images: Tensor) -> Tensor:
         """Compute the model's scores for prepared images."""
@@ -122,15 +137,19 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        accuracy = accuracy_percent(self.confusion.compute())
+        confusion = self.confusion.compute()
+        accuracy, recall = accuracy_percent(confusion), mean_recall_percent(confusion)
         loss = self.trainer.callback_metrics["validation_loss"]
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
-        # -(100 - accuracy) is near 0, where float32 is fine enough to show small differences in the loss.
-        self.log("validation_rank", -(100 - accuracy) - 0.001 * loss / (1 + loss))
+        self.log("validation_recall_percent", recall)
+        reached = accuracy if self.class_weights is None else recall
+        # -(100 - reached) is near 0, where float32 is fine enough to show small differences in the loss.
+        self.log("validation_rank", -(100 - reached) - 0.001 * loss / (1 + loss))
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self.margins, self.predicted = [], []
+        self.margins, self.predicted, self.scored = [], [], None
+        self.gathered.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
@@ -140,11 +159,14 @@ class TrainingModule(lightning.LightningModule):
             others = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
             self.margins.append((own.squeeze(1) - others).float().cpu())
             self.predicted.append(scores.argmax(dim=1).cpu())
+            self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()
         self.log("accuracy_percent", accuracy_percent(self.tested))
         self.confusion.reset()
+        if self.predicted:
+            self.scored = self.gathered.compute().cpu()
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed dropout from the recipe's seed, the epoch and the rank of the process.
@@ -190,6 +212,25 @@ class TrainingModule(lightning.LightningModule):
         return rate * min(1.0, (step + 1) / rising) if rising else rate
 
 
+def class_weights_of(recipe: Recipe, images: Images) -> Float[Tensor, " K"] | None:
+    """Return the class weights of a recipe for its training images, or None without class weights.
+
+    Raises:
+        BadInput: the recipe has class weights, and each image shows several classes.
+    """
+    if recipe.class_weights == "none":
+        return None
+    if images.labels.ndim > 1:
+        raise BadInput("class_weights is balanced, but each image shows several classes: set class_weights=none")
+    return balanced_weights(images.labels, len(images.class_names))
+
+
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
     """Return the percentage of images on the diagonal of a confusion matrix."""
     return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())
+
+
+def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
+    """Return the mean, over the classes that have images, of the percentage of their images that are predicted."""
+    images = confusion.sum(dim=1)
+    return 100 * (confusion.diagonal().float() / images.clamp_min(1)).sum() / (images > 0).sum()

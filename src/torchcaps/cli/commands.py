@@ -67,6 +67,7 @@ def train(
         int | None, typer.Option(help="Processes that decode images; default: one per core if needed.", min=0)
     ] = None,
     cache: Cache = "auto",
+    logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     pretrained: Annotated[
         str | None, typer.Option("--from", metavar="FOLDER", help="Weights to start from: run folder or weights/NAME.")
@@ -80,6 +81,7 @@ def train(
     from torchcaps.data import load_splits
     from torchcaps.estimate import print_estimate
     from torchcaps.fine_tuning import load_matching
+    from torchcaps.loggers import check_logger
     from torchcaps.recipes import OWN_IMAGES, create_recipe
     from torchcaps.run_folder import existing_run, read_rows
     from torchcaps.training import check_devices, fit, new_module
@@ -94,6 +96,7 @@ def train(
         raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
+    check_logger(logger)
     if _first_process() and not dry_run:
         before = existing_run(folder, resume)
         writable(folder)
@@ -126,7 +129,8 @@ def train(
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
             return
-        metrics = fit(chosen, splits, folder, devices=devices, workers=workers, resume=resume, on_start=on_start)
+        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume}
+        metrics = fit(chosen, splits, folder, **options, logger=logger, on_start=on_start)
     except KeyboardInterrupt:
         raise Interrupted(
             "nothing was written" if dry_run else f"run the same command with --resume to continue in {folder}"
@@ -155,6 +159,7 @@ def evaluate(
     precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
     cache: Cache = "auto",
+    csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
@@ -164,10 +169,13 @@ def evaluate(
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.run_folder import read_run, seen_in_training
+    from torchcaps.scores import write_scores
     from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
     keep_heap_warm()
+    if csv is not None:
+        writable(csv.parent, "--csv")
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
     expected = _what_scores_depend_on(classifier)
@@ -199,12 +207,17 @@ def evaluate(
     seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
+    calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(
-        ("run", "data", "test images", "accuracy %", "error %"),
-        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}")],
+        ("run", "data", "test images", "accuracy %", "error %", "calibration error %"),
+        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
     )
     _print_classes(per_class(found.confusion, test.class_names))
     warn_of_one_prediction(found.confusion, test.class_names)
+    if csv is not None and found.scores is not None:
+        csv.parent.mkdir(parents=True, exist_ok=True)
+        write_scores(csv, test, found.scores)
+        print(f"scores of each image: {csv}")
     for folder, seen in seen_by.items():
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)

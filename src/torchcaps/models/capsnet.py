@@ -6,7 +6,7 @@ from copy import deepcopy
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Prediction
+from torchcaps.capsules import Prediction, wide
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, PrimaryCaps
@@ -152,4 +152,4 @@ class BaselineCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
-        return Prediction(self.layers(images).float())
+        return Prediction(wide(self.layers(images)))

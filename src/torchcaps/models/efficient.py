@@ -7,7 +7,7 @@ from copy import deepcopy
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, Prediction, lengths, squash
+from torchcaps.capsules import Capsules, Prediction, lengths, squash, wide
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape
@@ -85,7 +85,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
         The decoder uses the capsule of the class in ``labels``, or without ``labels`` the most active class capsule.
         """
-        numbers = self.primary_capsules(self.features(images)).float()
+        numbers = wide(self.primary_capsules(self.features(images)))
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
         return prediction_of(capsules, self.decoder, labels)

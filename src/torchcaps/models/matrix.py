@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Prediction
+from torchcaps.capsules import Prediction, wide
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
@@ -236,4 +236,4 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
-        return Prediction(self.layers(images).float())
+        return Prediction(wide(self.layers(images)))

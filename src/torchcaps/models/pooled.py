@@ -11,7 +11,7 @@ from typing import cast
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, Prediction, lengths
+from torchcaps.capsules import Capsules, Prediction, lengths, wide
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import SharedCaps
 from torchcaps.models.image_shape import check_image_shape
@@ -66,7 +66,7 @@ class PooledCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1]. The labels are not used."""
-        return Prediction(self.head(self.trunk(images).mean(dim=(2, 3))).float())
+        return Prediction(wide(self.head(self.trunk(images).mean(dim=(2, 3)))))
 
 
 class PooledCapsNet(nn.Module, Pretrained):
@@ -111,6 +111,6 @@ class PooledCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
-        pose = self.trunk(images).float().flatten(2).mT[:, :, None, None, :]
+        pose = wide(self.trunk(images)).flatten(2).mT[:, :, None, None, :]
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
         return prediction_of(capsules)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchcaps.data import DATASETS, TABLE_OPTIONS, load_image_table
 from torchcaps.errors import BadInput, nearest
-from torchcaps.losses import LOSSES
+from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.models import MODELS, routing_of
 from torchcaps.options import described, fits, kinds_of, meanings
 from torchcaps.recipe import Recipe
@@ -185,7 +185,7 @@ def _options_of(group: str, chosen: str) -> tuple[Callable[..., Any], list[str]]
     if group == "routing":
         return ROUTINGS[chosen], [*routing_options(chosen)]
     takes: Callable[..., Any] = (MODELS if group == "model" else LOSSES)[chosen]
-    given = ("image_shape", "num_classes", "scores", "target")
+    given = ("image_shape", "num_classes", *NOT_SETTINGS)
     return takes, [name for name in kinds_of(takes) if name not in given]
 
 

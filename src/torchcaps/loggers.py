@@ -1,0 +1,120 @@
+"""Loggers of a training by name: TensorBoard, CSV, Weights & Biases and MLflow, all from Lightning."""
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from torchcaps.errors import BadInput, nearest
+from torchcaps.recipe import Recipe
+
+LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow", "none"]
+
+
+def check_logger(name: str) -> None:
+    """Check that a logger exists and that its package is installed.
+
+    Raises:
+        BadInput: the name is unknown, or the package is missing.
+
+    Example:
+        >>> check_logger("tensorbord")
+        Traceback (most recent call last):
+        ...
+        torchcaps.errors.BadInput: unknown logger 'tensorbord'; did you mean 'tensorboard'? Known: tensorboard, csv, ...
+    """
+    if name not in get_args(LoggerName):
+        raise BadInput(f"unknown logger {name!r}{nearest(name, get_args(LoggerName))}")
+    if name in ("wandb", "mlflow") and find_spec(name) is None:
+        raise BadInput(f"the logger {name} needs the package {name}: pip install {name}, or use another --logger")
+
+
+def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[False]:
+    """Create the logger of a training.
+
+    ``tensorboard`` writes to tensorboard/ in the run folder, ``csv`` to csv/version_N/, with a new N after every
+    resume. ``wandb`` and ``mlflow`` take their server, or offline mode, from their own environment variables, such as
+    ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI``; MLflow needs a server or a database there.
+
+    Arguments:
+        name: one of `LoggerName`; ``none`` returns False.
+        folder: run folder. Its name is the name of the run.
+        recipe: its name is the name of the experiment (MLflow), and its settings are logged.
+
+    Raises:
+        BadInput: the name is unknown, the package is missing, or the logger cannot start.
+    """
+    check_logger(name)
+    if name == "none":
+        return False
+    try:
+        logger: Logger
+        if name == "tensorboard":
+            logger = TensorBoard(folder, name="", version="tensorboard")
+        elif name == "csv":
+            logger = Table(folder, name="csv")
+        elif name == "wandb":
+            logger = Wandb(name=folder.name, save_dir=folder, project="torchcaps", config=recipe.plain())
+        else:
+            address = os.environ.get("MLFLOW_TRACKING_URI")
+            tracking: dict[str, Any] = {"tracking_uri": address} if address else {"save_dir": str(folder / "mlruns")}
+            logger = Mlflow(recipe.name, folder.name, **tracking)
+        _ = logger.experiment
+    except Exception as error:  # each service raises its own errors
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadInput(
+            f"the logger {name} cannot start ({reason}): change its settings, or use --logger none"
+        ) from error
+    if name == "mlflow":
+        logger.log_hyperparams(recipe.plain())
+    return logger
+
+
+class OneLineErrors:
+    """Mixin for loggers that raises `BadInput` with the cause and the cure if a figure cannot be logged."""
+
+    cure = "free disk space"
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self._write(lambda: super(OneLineErrors, self).log_metrics(metrics, step))
+
+    def log_graph(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing: the graph of the model is not logged."""
+
+    def save(self) -> None:
+        self._write(super().save)
+
+    def finalize(self, status: str) -> None:
+        self._write(lambda: super(OneLineErrors, self).finalize(status))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # Lightning turns a failed write into a ValueError; each service has its own errors
+            place = getattr(self, "log_dir", None) or type(self).__name__
+            raise BadInput(
+                f"{place} could not be written ({error.__cause__ or error}): {self.cure}, then continue with --resume"
+            ) from error
+
+
+class TensorBoard(OneLineErrors, TensorBoardLogger):
+    """TensorBoard logger with errors of one line."""
+
+
+class Table(OneLineErrors, CSVLogger):
+    """CSV logger with errors of one line."""
+
+
+class Wandb(OneLineErrors, WandbLogger):
+    """Weights & Biases logger with errors of one line."""
+
+    cure = "check the connection, or set WANDB_MODE=offline"
+
+
+class Mlflow(OneLineErrors, MLFlowLogger):
+    """MLflow logger with errors of one line."""
+
+    cure = "check the server in MLFLOW_TRACKING_URI"

@@ -1,0 +1,76 @@
+"""Scores of a whole split: their calibration error, and a table with one row per image."""
+
+import csv
+import io
+from pathlib import Path
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from torchcaps.data import Images
+from torchcaps.data.files import atomically
+
+BINS = 15
+"""Number of bins of the calibration error, as in Guo et al. 2017."""
+
+
+def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+    """Convert the scores of a split to numbers that sum to 1 for each image.
+
+    If all scores are in [0, 1], they are activations of class capsules or of sigmoid units, and are divided by their
+    sum. A softmax would be wrong for activations: for ten classes, it never exceeds 0.24. Other scores are logits, and
+    their softmax is returned.
+
+    Example:
+        >>> import torch
+        >>> probabilities(torch.tensor([[0.9, 0.3], [0.1, 0.1]]))
+        tensor([[0.7500, 0.2500],
+                [0.5000, 0.5000]])
+    """
+    if scores.numel() and scores.min() >= 0 and scores.max() <= 1 + 1e-6:
+        return scores / scores.sum(dim=1, keepdim=True).clamp_min(1e-12)
+    return scores.softmax(dim=1)
+
+
+def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> float:
+    """Compute the expected calibration error of scores that are converted by `probabilities`, in percent.
+
+    Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3, with 15 bins: the mean difference between the
+    highest probability of an image and the share of correct predictions among images with about the same probability.
+
+    Arguments:
+        scores: ``[N, K]``, the scores of all images of a split.
+        labels: ``[N]``, the true classes.
+
+    Example:
+        >>> import torch
+        >>> calibration_error_percent(torch.tensor([[0.75, 0.25]] * 4), torch.tensor([0, 0, 0, 1]))
+        0.0
+    """
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
+    found = multiclass_calibration_error(probabilities(scores.float()), labels, scores.shape[1], n_bins=BINS)
+    return round(100 * found.item(), 4)
+
+
+def write_scores(path: Path, images: Images, scores: Float[Tensor, "N K"]) -> None:
+    """Write a CSV file with one row per image: index, file, true class, predicted class, and the score of each class.
+
+    Arguments:
+        path: file to write.
+        images: the split. The column of files is empty if the images were not read from files.
+        scores: ``[N, K]``, the scores of the split's images.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    names, files = images.class_names, None if images.files is None else images.files.names
+    text = io.StringIO(newline="")
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["index", "file", "true_class", "predicted_class", *(f"score {name}" for name in names)])
+    rows = zip(images.labels.tolist(), scores.argmax(dim=1).tolist(), scores.tolist(), strict=True)
+    for index, (label, predicted, values) in enumerate(rows):
+        file = "" if files is None else files[index]
+        table.writerow([index, file, names[label], names[predicted], *(f"{value:.6g}" for value in values)])
+    with atomically(path) as stream:
+        stream.write(text.getvalue().encode("utf-8", "surrogateescape"))

@@ -1,0 +1,262 @@
+"""`CapsuleClassifier`: a capsule network as a scikit-learn classifier of arrays."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchcaps.errors import BadInput, Diverged, nearest
+from torchcaps.losses import LOSSES
+from torchcaps.models import MODELS, create_model
+from torchcaps.options import kinds_of
+from torchcaps.recipe import OPTIMIZERS, Recipe, batch_starts
+from torchcaps.routing import Routing
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils import check_random_state, compute_class_weight
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("torchcaps.sklearn needs scikit-learn: pip install 'torchcaps[sklearn]'") from error
+
+SMALL = {"channels": (16, 32, 32, 64)}
+"""Options of the default network: a quarter of the parameters of Efficient-CapsNet, for small sets of small images."""
+SMALLEST = 11
+"""Height and width to which smaller images are padded: the least that the default network accepts."""
+
+
+class CapsuleClassifier(ClassifierMixin, BaseEstimator):
+    """Capsule network with the interface of scikit-learn, for arrays of images.
+
+    The default network is a small Efficient-CapsNet (Mazzia, Salvetti & Chiaberge 2021). Networks are trained with
+    Adam, without augmentation, and the learning rate falls along half a cosine. Pixels may have any scale: the mean of
+    all training pixels is subtracted, and the result is divided by their standard deviation. Images smaller than 11×11
+    are padded with this mean.
+
+    The activations of class capsules are not calibrated probabilities, so there is no ``predict_proba``. For
+    probabilities, use ``sklearn.calibration.CalibratedClassifierCV``.
+
+    Arguments:
+        routing: rule of the capsule layers: a name in `ROUTINGS`, or a `Routing` (name and options). None for the
+            default rule of the model.
+        model: a key of `MODELS`.
+        model_options: arguments of the model, except image shape, number of classes and routing. None for small sizes
+            of the default model, and for the default sizes of other models.
+        loss: a key of `LOSSES`. With the default, every rule learns. For networks whose scores are logits, such as
+            ``baseline-cnn``, use ``cross_entropy``.
+        epochs: number of passes over the training images, at least 1.
+        batch_size: images per step, at least 2.
+        learning_rate: initial learning rate, above 0.
+        class_weight: factor of the loss of each class's images: None for 1, ``"balanced"`` for factors inversely
+            proportional to the number of images of the class, or a mapping from class to factor.
+        image_shape: (height, width) or (height, width, channels) of the images if X is flat, ``[N, features]``. One
+            size may be -1, which stands for the size that fits: with ``(1, -1)``, each row of X is an image of height
+            1. The shape is not needed if X is ``[N, height, width]`` or ``[N, height, width, channels]``.
+        device: device of the network, such as ``"cpu"`` or ``"cuda"``.
+        random_state: seed of the initial weights and the order of the images: None, an integer or a ``RandomState``.
+        verbose: print the loss of each epoch.
+
+    Attributes:
+        classes_: the classes, sorted.
+        model_: the trained network, in evaluation mode.
+        image_shape_: (height, width, channels) of the training images.
+        mean_, scale_: mean and standard deviation of the training pixels.
+        loss_curve_: mean loss of each epoch.
+        n_features_in_: number of columns, if X is flat.
+
+    Raises:
+        BadInput: a setting is invalid, or `fit` or a prediction gets images or classes that do not fit. `fit` raises
+            `Diverged` if the loss is not finite.
+
+    Example:
+        >>> X = np.zeros((20, 12, 12))
+        >>> X[:10, :, :6] = X[10:, :, 6:] = 1  # bright on the left, bright on the right
+        >>> y = ["left"] * 10 + ["right"] * 10
+        >>> CapsuleClassifier(routing="uniform", epochs=5, random_state=0).fit(X, y).predict(X[8:12])
+        array(['left', 'left', 'right', 'right'], dtype='<U5')
+    """
+
+    def __init__(
+        self,
+        routing: Routing | str | None = None,
+        *,
+        model: str = "efficient-capsnet",
+        model_options: Mapping[str, Any] | None = None,
+        loss: str = "activation_logit_cross_entropy",
+        epochs: int = 20,
+        batch_size: int = 32,
+        learning_rate: float = 3e-3,
+        class_weight: Literal["balanced"] | Mapping[Any, float] | None = None,
+        image_shape: Sequence[int] | None = None,
+        device: str = "cpu",
+        random_state: int | np.random.RandomState | None = None,
+        verbose: bool = False,
+    ) -> None:
+        self.routing = routing
+        self.model = model
+        self.model_options = model_options
+        self.loss = loss
+        self.epochs = epochs
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.class_weight = class_weight
+        self.image_shape = image_shape
+        self.device = device
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> "CapsuleClassifier":
+        """Train a new network.
+
+        Arguments:
+            X: images ``[N, height, width]``, ``[N, height, width, channels]``, or flat ``[N, features]`` with
+                ``image_shape``; numbers of any scale.
+            y: classes ``[N]``: numbers, strings or booleans.
+        """
+        recipe = self._recipe()
+        if y is None:
+            raise BadInput("fit requires y to be passed, but the target y is None: give the class of each image")
+        X, y = self._validated(X, y)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise BadInput(f"y has only one class, {self.classes_.tolist()[0]!r}: give images of at least two classes")
+        weight = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        weights = None if self.class_weight is None else torch.from_numpy(weight[labels]).float()
+        X = self._images(X)
+        self.image_shape_ = X.shape[1:]
+        self.mean_, self.scale_ = float(X.mean(dtype=np.float64)), float(X.std(dtype=np.float64)) or 1.0
+        images = self._prepared(X)
+        seed = check_random_state(self.random_state).randint(2**31 - 1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = self._network(images.shape[1:], recipe).to(self.device)
+            self.loss_curve_ = _train(network, images, torch.from_numpy(labels), weights, recipe, self.verbose)
+        self.model_ = network.eval()
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Compute the score of each class: activations of the class capsules, or logits of a network without capsules.
+
+        The scores rank the classes; they are not calibrated probabilities.
+
+        Arguments:
+            X: images of the shape of the training images.
+
+        Returns:
+            ``[N, K]``, in the order of ``classes_``. For two classes ``[N]``: the score of the second class minus the
+            score of the first.
+        """
+        check_is_fitted(self)
+        X = self._images(self._validated(X))
+        if X.shape[1:] != self.image_shape_:
+            raise BadInput(f"X has images of shape {X.shape[1:]}: give {self.image_shape_}, as in fit")
+        images = self._prepared(X)
+        with torch.inference_mode():
+            parts = [self.model_(part.to(self.device)).scores.double().cpu() for part in images.split(64)]
+        scores = torch.cat(parts).numpy()
+        return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the class with the highest score for each image of X, which is as in `decision_function`."""
+        scores = self.decision_function(X)
+        return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.two_d_array = self.image_shape is not None
+        tags.input_tags.three_d_array = True
+        return tags
+
+    def _recipe(self) -> Recipe:
+        """Check the settings of the training, with the errors of a recipe."""
+        names = ("model", "loss", "epochs", "batch_size", "learning_rate")
+        settings = {name: getattr(self, name) for name in names}
+        settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()}
+        recipe = Recipe("estimator", data="", schedule="cosine", **settings)
+        if recipe.batch_size < 2:
+            raise BadInput("batch_size is 1: use 2 or more, because BatchNorm needs several images")
+        return recipe
+
+    def _validated(self, X: Any, y: Any = None) -> Any:
+        """Check X, and in `fit` also y, as every estimator of scikit-learn does; the numbers of X become float32."""
+        several = (getattr(X, "ndim", None) or np.asarray(X).ndim) > 2
+        given = {"X": X} if y is None else {"X": X, "y": y}
+        return validate_data(
+            self, **given, reset=y is not None, dtype=np.float32, ensure_2d=not several, allow_nd=several
+        )
+
+    def _images(self, X: np.ndarray) -> np.ndarray:
+        """Return X as ``[N, height, width, channels]``."""
+        if X.ndim == 2:
+            if self.image_shape is None:
+                raise BadInput(f"X is flat, {list(X.shape)}: give image_shape=(height, width), or X as images")
+            try:
+                X = X.reshape(len(X), *self.image_shape)
+            except (TypeError, ValueError) as error:
+                raise BadInput(
+                    f"image_shape is {self.image_shape!r}, but X has {X.shape[1]} columns: give (height, width) or "
+                    "(height, width, channels) whose product is the number of columns"
+                ) from error
+        if X.ndim == 3:
+            X = X[..., None]
+        if X.ndim != 4:
+            raise BadInput(f"X has shape {list(X.shape)}: give [N, height, width] or [N, height, width, channels]")
+        height, width, channels = X.shape[1:]
+        if height in (1, 3) and channels > 4:
+            raise BadInput(
+                f"the images have shape {(height, width, channels)}, which looks like channels first: "
+                "give (height, width, channels), such as X.transpose(0, 2, 3, 1)"
+            )
+        return X
+
+    def _prepared(self, X: np.ndarray) -> Tensor:
+        """Scale images and pad small ones on all sides: ``[N, channels, height, width]``."""
+        images = torch.from_numpy((X - self.mean_) / self.scale_).float().movedim(3, 1)
+        missing = [max(0, SMALLEST - side) for side in images.shape[2:]]
+        sides = [part for more in reversed(missing) for part in (more // 2, more - more // 2)]
+        return functional.pad(images, sides).contiguous(memory_format=torch.channels_last)
+
+    def _network(self, image_shape: Sequence[int], recipe: Recipe) -> nn.Module:
+        if recipe.model not in MODELS:
+            raise BadInput(f"unknown model {recipe.model!r}{nearest(recipe.model, MODELS)}")
+        small = SMALL if recipe.model == "efficient-capsnet" else {}
+        options = dict(small if self.model_options is None else self.model_options)
+        if "decoder" in kinds_of(MODELS[recipe.model]):
+            options.setdefault("decoder", False)
+        if self.routing is not None:
+            options["routing"] = self.routing
+        return create_model(recipe.model, image_shape=image_shape, num_classes=len(self.classes_), **options)
+
+
+def _train(
+    network: nn.Module, images: Tensor, labels: Tensor, weights: Tensor | None, recipe: Recipe, verbose: bool
+) -> list[float]:
+    """Train a network in place, and return the mean loss of each epoch."""
+    device = next(network.parameters()).device
+    starts = batch_starts(len(images), recipe.batch_size)
+    optimizer = OPTIMIZERS[recipe.optimizer](network.parameters(), lr=recipe.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, recipe.epochs * len(starts))
+    curve: list[float] = []
+    for epoch in range(recipe.epochs):
+        total = 0.0
+        for batch in torch.randperm(len(images)).tensor_split([*starts][1:]):
+            scores = network(images[batch].to(device)).scores
+            options = {} if weights is None else {"weights": weights[batch].to(device)}
+            loss = LOSSES[recipe.loss](scores, labels[batch].to(device), **options)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.item() * len(batch)
+            if not math.isfinite(total):
+                raise Diverged(f"the loss is not finite in epoch {epoch + 1}: use a lower learning_rate")
+        curve.append(total / len(images))
+        if verbose:
+            print(f"epoch {epoch + 1}/{recipe.epochs}  loss {curve[-1]:.6f}", flush=True)
+    return curve

@@ -1,0 +1,113 @@
+"""Class weights: in every loss, with mixup, and in a training on twenty images of one class per image of another."""
+
+import inspect
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils import compute_class_weight
+from torch import nn
+
+from torchcaps import BadInput, Prediction
+from torchcaps.data import Images, Splits
+from torchcaps.losses import LOSSES, balanced_weights
+from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_run
+from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule, mean_recall_percent
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_weight_counts_an_image_several_times(name):
+    loss, scores, labels = LOSSES[name], torch.rand(4, 3, requires_grad=True), torch.tensor([0, 2, 1, 1])
+    times = torch.tensor([3, 1, 0, 2])
+    weighted = loss(scores, labels, weights=times.float()) * 4
+    repeated = loss(scores.repeat_interleave(times, dim=0), labels.repeat_interleave(times)) * 6
+    torch.testing.assert_close(weighted, repeated)
+    gradients = [torch.autograd.grad(each, scores)[0] for each in (weighted, repeated)]
+    torch.testing.assert_close(*gradients)
+    torch.testing.assert_close(loss(scores, labels, weights=torch.ones(4)), loss(scores, labels))
+
+
+def test_balanced_weights_are_those_of_scikit_learn():
+    labels = torch.tensor([2] * 5 + [0] * 20 + [1])
+    found = balanced_weights(labels, 3)
+    right = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
+    np.testing.assert_allclose(found, right, rtol=1e-6)
+    assert found[labels].mean() == pytest.approx(1)
+    assert torch.isfinite(balanced_weights(labels, 4)).all()
+
+
+class Fixed(nn.Module):
+    def forward(self, images, labels):
+        return Prediction(images.flatten(1))
+
+
+def test_mixup_weights_each_of_the_two_classes():
+    recipe = replace(create_recipe("cnn-baseline-mnist"), mixup=1.0, class_weights="balanced")
+    images, labels, weights = torch.randn(8, 1, 1, 2), torch.arange(8) % 2, torch.tensor([0.5, 4.0])
+    module = TrainingModule(Fixed(), recipe, 2, class_weights=weights)
+    torch.manual_seed(3)
+    found, scores = module.loss_and_scores(images, labels, train=True)
+    torch.manual_seed(3)
+    share = float(torch.distributions.Beta(1.0, 1.0).sample())
+    others = labels[torch.randperm(8)]
+    assert (others != labels).any()
+    each = [nn.functional.cross_entropy(scores, of, reduction="none") * weights[of] for of in (labels, others)]
+    torch.testing.assert_close(found, (share * each[0] + (1 - share) * each[1]).mean())
+    assert "class_weights" not in module.state_dict()
+
+
+def rare(count, seed):
+    """Grey images: one in 21 is of the rare class, which is brighter on average."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.arange(count) % 21 == 0).long()
+    brightness = 100 + 60 * labels + 25 * torch.randn(count, generator=generator)
+    pixels = brightness.clamp(0, 255).to(torch.uint8)[:, None, None, None].expand(-1, 1, 14, 14).contiguous()
+    return Images(pixels, labels, ("frequent", "rare"))
+
+
+SPLITS = Splits(rare(420, 0), rare(84, 1), rare(210, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_balanced_weights_change_what_is_learnt_on_twenty_to_one(tmp_path):
+    plain = {"reconstruction_weight": "0", "erase": "0", "shift": "0", "rotation": "0", "squeeze": "0"}
+    plain |= {"epochs": "4", "batch_size": "20", "precision": "float32", "choose": "best"}
+    recalls = {}
+    for weights in ("none", "balanced"):
+        recipe = create_recipe("efficient-capsnet-mnist", {**plain, "class_weights": weights})
+        recipe = replace(recipe, model_options={"channels": (8, 8, 8, 16), "decoder": False})
+        classes = fit(recipe, SPLITS, tmp_path / weights)["classes"]
+        recalls[weights] = [classes[name]["recall_percent"] for name in ("frequent", "rare")]
+        assert json.loads((tmp_path / weights / "recipe.json").read_text())["recipe"]["class_weights"] == weights
+    assert recalls["none"] == [100.0, 0.0]
+    assert sum(recalls["balanced"]) / 2 > 75
+    path = tmp_path / "none" / "recipe.json"
+    content = json.loads(path.read_text())
+    del content["recipe"]["class_weights"]  # as before the option existed
+    path.write_text(json.dumps(content))
+    assert read_run(path.parent).recipe.class_weights == "none"
+
+
+def test_the_mean_recall_counts_every_class_with_images_alike():
+    assert mean_recall_percent(torch.tensor([[90, 0, 10], [1, 1, 0], [0, 0, 0]])) == pytest.approx(70)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_class_weights_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match=r"class_weights takes one of none, balanced.*; got balance"):
+        create_recipe("capsnet-mnist", {"class_weights": "balance"})
+    with pytest.raises(BadInput, match=r"unknown setting 'loss\.weights'"):
+        create_recipe("capsnet-mnist", {"loss.weights": "[1, 2]"})
+    monkeypatch.setitem(LOSSES, "own", lambda scores, target: scores.sum())
+    with pytest.raises(BadInput, match="class_weights is 'balanced', but loss own has no weights"):
+        create_recipe("capsnet-mnist", {"loss": "own", "class_weights": "balanced"})
+    several = Images(SPLITS.train.pixels, SPLITS.train.labels[:, None].expand(-1, 2), SPLITS.train.class_names)
+    recipe = create_recipe("pooled-cnn-mnist", {"class_weights": "balanced"})
+    with pytest.raises(BadInput, match="each image shows several classes: set class_weights=none"):
+        fit(recipe, Splits(several, several, several), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert all("weights" in inspect.signature(loss).parameters for name, loss in LOSSES.items() if name != "own")

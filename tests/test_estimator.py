@@ -1,0 +1,193 @@
+"""The scikit-learn estimator: scikit-learn's own checks, images of every kind, and accuracy on digits."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("sklearn", reason="needs the extra [sklearn]")
+
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from torchcaps import BadInput, Diverged, Routing
+from torchcaps.sklearn import CapsuleClassifier
+
+pytestmark = pytest.mark.usefixtures("untyped")  # scikit-learn checks settings in fit, and no earlier
+NO_FAILURES: dict[str, str] = {}  # check → reason; every check that applies to flat images passes
+
+
+@parametrize_with_checks(
+    [CapsuleClassifier(image_shape=(1, -1), epochs=4)], expected_failed_checks=lambda estimator: NO_FAILURES
+)
+@pytest.mark.filterwarnings("ignore:SCIPY_ARRAY_API")
+def test_scikit_learn_finds_no_fault(estimator, check):
+    check(estimator)
+
+
+def halves(count=40, shape=(12, 12), seed=0):
+    """Noise with a bright half, "left" or "right"."""
+    random = np.random.default_rng(seed)
+    X, y = random.normal(size=(count, *shape)), random.choice(["left", "right"], count)
+    X[y == "left", :, : shape[1] // 2] += 2
+    X[y == "right", :, shape[1] // 2 :] += 2
+    return X, y
+
+
+def short(**settings):
+    return CapsuleClassifier(**{"epochs": 3, "random_state": 0, **settings})
+
+
+def test_digits_are_recognised_better_than_by_logistic_regression():
+    """98.5 % beside 96.1 %; with the default rule 98.5 and 98.3 % from the seeds 0 and 1."""
+    X, y = load_digits(return_X_y=True)
+    X, X_test, y, y_test = train_test_split(X, y, test_size=0.3, random_state=0, stratify=y)
+    found = CapsuleClassifier("dynamic", epochs=5, image_shape=(8, 8), random_state=0).fit(X, y).score(X_test, y_test)
+    linear = LogisticRegression(max_iter=5000).fit(X, y).score(X_test, y_test)
+    assert linear > 0.95
+    assert found > max(0.97, linear)
+
+
+@pytest.mark.parametrize("labels", [["left", "right"], [False, True], [7, -2], [0.0, 1.0]], ids=str)
+def test_classes_may_have_any_type(labels):
+    X, y = halves()
+    y = np.where(y == "left", *labels)
+    network = short().fit(X, y)
+    assert network.classes_.tolist() == sorted(labels)
+    assert network.predict(X).dtype == y.dtype
+    assert network.score(X, y) == 1
+    scores = network.decision_function(X)
+    assert scores.shape == (len(X),)
+    assert np.array_equal(scores > 0, network.predict(X) == network.classes_[1])
+
+
+def test_three_classes_have_a_score_each():
+    X, y = halves(60)
+    y[:20], X[:20] = "none", X[:20] * 0.1
+    network = short(epochs=6).fit(X, y)
+    scores = network.decision_function(X)
+    assert scores.shape == (60, 3)
+    assert (network.classes_[scores.argmax(axis=1)] == network.predict(X)).all()
+    assert (scores >= 0).all()
+    assert (scores <= 1).all()
+    assert not hasattr(network, "predict_proba")
+
+
+def test_grey_colour_and_flat_images_are_one_and_the_same():
+    X, y = halves()
+    grey = short().fit(X, y)
+    flat = short(image_shape=(12, 12)).fit(X.reshape(40, -1), y)
+    deep = short().fit(X[..., None], y)
+    found = [network.decision_function(each) for network, each in ((grey, X), (deep, X[..., None]))]
+    assert np.array_equal(*found)
+    assert np.array_equal(found[0], flat.decision_function(X.reshape(40, -1)))
+    assert (flat.n_features_in_, hasattr(grey, "n_features_in_")) == (144, False)
+    colours = np.stack([X, X[::-1], X], axis=-1)
+    assert short().fit(colours, y).image_shape_ == (12, 12, 3)
+    assert np.array_equal(short().fit(torch.from_numpy(X), y).predict(X), grey.predict(X))
+
+
+def test_the_scale_of_pixels_does_not_matter():
+    X, y = halves()
+    one, other = short().fit(X, y), short().fit(100 * X + 1000, y)
+    np.testing.assert_allclose(one.decision_function(X), other.decision_function(100 * X + 1000), atol=1e-3)
+
+
+def test_the_same_seed_gives_the_same_scores_and_leaves_the_random_numbers_of_others_alone():
+    X, y = halves()
+    before = torch.get_rng_state()
+    one, other, third = (short(random_state=seed).fit(X, y).decision_function(X) for seed in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert np.array_equal(one, other)
+    assert not np.array_equal(one, third)
+
+
+def test_it_is_cloned_copied_pickled_and_searched():
+    X, y = halves()
+    network = short(routing=Routing("dynamic", iterations=2))
+    assert clone(network).get_params() == network.get_params()
+    network.fit(X, y)
+    for again in (copy.deepcopy(network), pickle.loads(pickle.dumps(network))):
+        assert np.array_equal(again.decision_function(X), network.decision_function(X))
+    assert cross_val_score(short(), X, y, cv=2).shape == (2,)
+    searched = GridSearchCV(short(), {"routing": ["uniform", Routing("dynamic")], "epochs": [1]}, cv=2).fit(X, y)
+    assert searched.best_estimator_.model_ is not None
+    pipeline = make_pipeline(FunctionTransformer(np.negative), short(image_shape=(12, 12)))
+    assert pipeline.set_params(capsuleclassifier__epochs=4).fit(X.reshape(40, -1), y).score(X.reshape(40, -1), y) == 1
+
+
+def test_class_weights_find_more_of_a_rare_class():
+    """20 to 1, in noise: without weights, every image is of the frequent class."""
+
+    def rare(seed):
+        random, y = np.random.default_rng(seed), np.repeat(["rare", "frequent"], [10, 200])
+        return random.normal(size=(210, 12, 12)) + 0.3 * (y == "rare")[:, None, None], y
+
+    (X, y), (X_test, _) = rare(0), rare(1)
+    recalls = [
+        (short(class_weight=weight, epochs=2).fit(X, y).predict(X_test[:10]) == "rare").mean()
+        for weight in (None, "balanced", {"rare": 10.5, "frequent": 0.525})
+    ]
+    assert recalls[0] == 0
+    assert recalls[1] == recalls[2] >= 0.4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "pooled-capsnet"},
+        {"model": "pooled-cnn", "loss": "margin"},
+        {"model": "baseline-cnn", "loss": "cross_entropy", "model_options": {"channels": [4], "hidden_sizes": [8]}},
+    ],
+    ids=lambda settings: settings["model"],
+)
+def test_other_networks(settings):
+    X, y = halves(shape=(14, 14))
+    assert short(**settings, epochs=4).fit(X, y).score(X, y) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "capsnett"}, "did you mean 'capsnet'"),
+        ({"model_options": {"channel": 3}}, "has no option 'channel'; did you mean 'channels'"),
+        ({"model": "capsnet"}, r"images of 12×12 are too small for CapsNet: its kernels need at least 17×17"),
+        ({"model": "baseline-cnn", "routing": "em"}, "has no option 'routing'"),
+        ({"routing": "emm"}, "unknown routing 'emm'"),
+        ({"loss": "margins"}, "use one of margin"),
+        ({"epochs": 0}, "epochs is 0: use 1 or more"),
+        ({"batch_size": 1}, "batch_size is 1: use 2 or more"),
+        ({"learning_rate": -1}, "learning_rate is -1: use a number above 0"),
+        ({"learning_rate": "fast"}, "learning_rate takes a number"),
+        ({"class_weight": "fair"}, "class_weight"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(settings, message):
+    with pytest.raises(ValueError, match=message) as refusal:
+        short(**settings).fit(*halves())
+    assert "\n" not in str(refusal.value)
+
+
+def test_wrong_images_are_refused_in_one_line():
+    X, y = halves()
+    for given, message, settings in (
+        (X.reshape(40, -1), r"X is flat, \[40, 144\]: give image_shape=", {}),
+        (X.reshape(40, -1), r"image_shape is \(5, 5\), but X has 144 columns", {"image_shape": (5, 5)}),
+        (X[:, None, None], r"X has shape \[40, 1, 1, 12, 12\]: give", {}),
+        (np.stack([X] * 3, axis=1), "looks like channels first", {}),
+    ):
+        with pytest.raises(BadInput, match=message):
+            short(**settings).fit(given, y)
+    with pytest.raises(BadInput, match="one class, 'left'"):
+        short().fit(X, ["left"] * 40)
+    with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give \(12, 12, 1\)"):
+        short(epochs=1).fit(X, y).predict(X[:, :10])
+    with pytest.raises(Diverged, match="use a lower learning_rate"):
+        short(learning_rate=1e30).fit(X, y)

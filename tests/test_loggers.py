@@ -1,0 +1,86 @@
+"""Loggers: their files, their names, and one line where they are missing or cannot write."""
+
+import csv
+import shutil
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from torchcaps import BadInput
+from torchcaps.data import Images, Splits
+from torchcaps.loggers import check_logger, create_logger
+from torchcaps.recipes import create_recipe
+from torchcaps.training import fit
+
+LABELS = torch.arange(40) % 2
+PIXELS = (100 * LABELS[:, None, None, None]).expand(-1, 1, 14, 14).to(torch.uint8).contiguous()
+IMAGES = Images(PIXELS, LABELS, ("dark", "bright"))
+SPLITS = Splits(IMAGES, IMAGES, IMAGES)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def recipe_of(epochs):
+    recipe = create_recipe("cnn-baseline-mnist", {"epochs": str(epochs), "batch_size": "20", "precision": "float32"})
+    return replace(recipe, model_options={"channels": (4,), "hidden_sizes": (4,)})
+
+
+def logged(path):
+    with path.open(newline="") as stream:
+        return [row for row in csv.DictReader(stream) if row["train_loss"]]
+
+
+def test_a_csv_logger_writes_a_table_per_session(tmp_path):
+    fit(recipe_of(2), SPLITS, tmp_path / "run", logger="csv")
+    fit(recipe_of(3), SPLITS, tmp_path / "run", resume=True, logger="csv")
+    folder = tmp_path / "run" / "csv"
+    rows = [logged(folder / f"version_{session}" / "metrics.csv") for session in (0, 1)]
+    assert [[row["epoch"] for row in each] for each in rows] == [["0", "1"], ["2"]]
+    assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_no_logger_writes_no_logs_and_the_same_weights(tmp_path):
+    for name in ("none", "tensorboard"):
+        fit(recipe_of(1), SPLITS, tmp_path / name, logger=name)
+    names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("none", "tensorboard")]
+    assert names[1] - names[0] == {"tensorboard"}
+    assert "learning_rate" in (tmp_path / "none" / "metrics.csv").read_text().splitlines()[0].split(",")
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("none", "tensorboard")]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
+def test_wandb_logs_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    fit(recipe_of(1), SPLITS, tmp_path / "run", logger="wandb")
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
+def test_mlflow_that_cannot_be_reached_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(BadInput, match="the logger mlflow cannot start"):
+        create_logger("mlflow", tmp_path / "run", recipe_of(1))
+
+
+def test_an_unknown_or_missing_logger_is_refused_before_anything_is_written(refused, images, tmp_path, monkeypatch):
+    words = ("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--logger")
+    assert "did you mean 'tensorboard'" in refused(*words, "tensorbord")
+    for name in ("wandb", "mlflow"):
+        if find_spec(name) is None:
+            assert f"needs the package {name}: pip install {name}" in refused(*words, name)
+    assert not (tmp_path / "run").exists()
+    check_logger("none")
+
+
+def test_a_log_that_cannot_be_written_ends_in_one_line(tmp_path):
+    """Of the CSV logger; for TensorBoard, a test fills a disk."""
+    logger = create_logger("csv", tmp_path, recipe_of(1))
+    logger.log_metrics({"train_loss": 1.0}, 0)
+    shutil.rmtree(logger.log_dir)
+    (tmp_path / "csv" / "version_0").write_text("a file in its place")
+    with pytest.raises(BadInput, match=r"could not be written .* then continue with --resume") as refusal:
+        logger.save()
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,79 @@
+"""Two processes together compute what one computes: data-parallel and sharded training with PyTorch's own tools."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import ENVIRONMENT
+
+MODELS = {
+    "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
+    "matrix-capsnet": {"widths": [4, 2, 3, 3]},
+    "pooled-capsnet": {"class_pose_size": 4},
+}
+GRADIENTS = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torchcaps import create_model, margin_loss
+
+torch.set_num_threads(1)
+way, out, models = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+rank, world = 0, 1
+if way != "alone":
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+found = {}
+for name, options in models.items():
+    torch.manual_seed(0)
+    model = create_model(name, image_shape=(1, 18, 18), num_classes=3, **options)
+    images, labels = torch.rand(8, 1, 18, 18), torch.arange(8) % 3
+    run = model
+    if way == "ddp":
+        run = DistributedDataParallel(model)
+    if way == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.children():
+            if any(True for _ in layer.parameters()):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    for step in range(2):  # the second step meets weights that were gathered again
+        model.zero_grad()
+        margin_loss(run(images[rank::world]).scores, labels[rank::world]).backward()
+    for path, weights in model.named_parameters():
+        gradient = weights.grad
+        found[f"{name}.{path}"] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+if rank == 0:
+    torch.save(found, out)
+if way != "alone":
+    dist.destroy_process_group()
+"""
+
+
+def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
+    (folder / "script.py").write_text(GRADIENTS)
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way != "alone" else []
+    words = [sys.executable, *several, folder / "script.py", way, folder / f"{way}.pt", json.dumps(MODELS)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / f"{way}.pt", weights_only=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_processes_have_the_gradients_of_one(way, tmp_path):
+    alone, together = gradients(tmp_path, "alone"), gradients(tmp_path, way)
+    assert alone.keys() == together.keys()
+    assert {name.partition(".")[0] for name in alone} == set(MODELS)
+    for name, gradient in alone.items():
+        torch.testing.assert_close(
+            together[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
+        )

@@ -1,0 +1,92 @@
+"""Calibration error and the table of scores, of a real run and against a plain loop."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+
+from torchcaps import BadInput, Classifier
+from torchcaps.data import Images
+from torchcaps.scores import BINS, calibration_error_percent, probabilities, write_scores
+
+
+def error_in_plain_loops(scores, labels):
+    scores, total = scores.tolist(), 0.0
+    bins = [[] for _ in range(BINS)]
+    for values, label in zip(scores, labels.tolist(), strict=True):
+        if all(0 <= value <= 1 for row in scores for value in row):
+            shares = [value / sum(values) for value in values]
+        else:
+            shares = [math.exp(value) / sum(map(math.exp, values)) for value in values]
+        best = max(range(len(shares)), key=shares.__getitem__)
+        bins[min(BINS - 1, math.ceil(shares[best] * BINS) - 1)].append((shares[best], best == label))
+    for each in bins:
+        if each:
+            sure, right = (sum(part) / len(each) for part in zip(*each, strict=True))
+            total += len(each) / len(scores) * abs(sure - right)
+    return 100 * total
+
+
+@pytest.mark.parametrize("kind", ["activations", "logits"])
+def test_the_calibration_error_is_that_of_its_definition(kind):
+    scores, labels = torch.rand(200, 4), torch.randint(0, 4, (200,))
+    scores = scores if kind == "activations" else 6 * scores - 2
+    torch.testing.assert_close(probabilities(scores).sum(dim=1), torch.ones(200))
+    found = calibration_error_percent(scores, labels)
+    assert found == pytest.approx(error_in_plain_loops(scores, labels), abs=1e-3)
+    assert found > 1
+
+
+def test_sure_and_right_is_calibrated_and_sure_and_wrong_is_not():
+    scores, labels = torch.eye(3), torch.arange(3)
+    assert calibration_error_percent(scores, labels) == 0
+    assert calibration_error_percent(scores, (labels + 1) % 3) == 100
+    assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(100 / 3, abs=0.1)  # of dead capsules
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_evaluate_writes_the_scores_of_each_image(call, refused, finished, tmp_path):
+    run, file = finished[0], tmp_path / "new" / "scores.csv"
+    metrics = json.loads((run / "metrics.json").read_text())
+    code, printed, error = call("evaluate", run, "--precision", "float32", "--csv", file)
+    assert code == 0, error
+    assert f"{metrics['calibration_error_percent']:.2f}" in printed
+    rows = rows_of(file)
+    assert [row["index"] for row in rows] == [str(index) for index in range(metrics["test_images"])]
+    assert list(rows[0]) == ["index", "file", "true_class", "predicted_class", "score left", "score right"]
+    right = [row["true_class"] == row["predicted_class"] for row in rows]
+    assert 100 * sum(right) / len(rows) == pytest.approx(metrics["test_accuracy_percent"])
+    scores = torch.tensor([[float(row["score left"]), float(row["score right"])] for row in rows])
+    labels = torch.tensor([["left", "right"].index(row["true_class"]) for row in rows])
+    assert calibration_error_percent(scores, labels) == pytest.approx(metrics["calibration_error_percent"], abs=0.01)
+    assert [["left", "right"][best] for best in scores.argmax(dim=1)] == [row["predicted_class"] for row in rows]
+    assert [path.name for path in file.parent.iterdir()] == ["scores.csv"]
+    (tmp_path / "file").write_text("")
+    assert "--csv" in refused("evaluate", run, "--csv", tmp_path / "file" / "scores.csv")
+
+
+def test_strange_names_and_known_files_survive(tmp_path):
+    images = Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1]), ('a,"b', "é\nü"))
+    write_scores(tmp_path / "scores.csv", images, torch.tensor([[0.25, 1.0], [0.5, 1e-9]]), ["x,1.png", "y.png"])
+    first, second = rows_of(tmp_path / "scores.csv")
+    assert (first["file"], first["true_class"], first["predicted_class"]) == ("x,1.png", 'a,"b', "é\nü")
+    assert (second["predicted_class"], second["score é\nü"]) == ('a,"b', "1e-09")
+    with pytest.raises(BadInput, match="could not be written"):
+        write_scores(tmp_path / "none" / "scores.csv", images, torch.rand(2, 2))
+
+
+def test_the_scores_are_those_of_the_classifier(call, finished, tmp_path, images):
+    words = ("--data", images, "--precision", "float32", "--csv", tmp_path / "scores.csv")
+    code, _, error = call("evaluate", finished[0], *words)
+    assert code == 0, error
+    known = Classifier.from_pretrained(finished[0]).predict(sorted((images / "left").iterdir())).scores
+    of_left = [row for row in rows_of(tmp_path / "scores.csv") if row["true_class"] == "left"]
+    written = torch.tensor([[float(row[f"score {name}"]) for name in ("left", "right")] for row in of_left])
+    assert len(written) == 8
+    assert (written[:, None] - known).abs().amax(dim=2).amin(dim=1).max() < 1e-4
