@@ -32,6 +32,7 @@ FLOORS = {
     "classifier": 4,
     "confusion": 4,
     "environment": 4,
+    "export": 4,
     "inspection": 4,
     "pictures": 4,
     "recipe": 4,

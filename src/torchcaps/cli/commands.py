@@ -1,4 +1,4 @@
-"""The commands: recipes, train, evaluate, predict, inspect, report, explore, publish, data, experiment, bench, info."""
+"""The command line; commands that only look at trained networks are in `look`, those of datasets in `data`."""
 
 import os
 import warnings
@@ -11,7 +11,7 @@ from torchcaps.cli import Interrupted
 from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, run_folder, setting, writable
 from torchcaps.cli.experiment import experiment
-from torchcaps.cli.look import explore, inspect, report
+from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.errors import BadInput, DataWarning, nearest
 
 app = typer.Typer(
@@ -216,6 +216,7 @@ def predict(
 
 app.command()(inspect)
 app.command()(report)
+app.command()(export)
 app.command()(explore)
 
 

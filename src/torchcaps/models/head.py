@@ -1,0 +1,114 @@
+"""`CapsuleHead`: capsules on the feature maps of any network."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Prediction
+from torchcaps.checks import check_sizes, described
+from torchcaps.decoder import prediction_of
+from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps
+from torchcaps.routing import Routing, with_defaults
+
+EM = Routing("em", iterations=3, variance_floor=0.3, initial_beta_a=0.0, tempering=0.25)
+"""Default routing of `CapsuleHead`, with the options of the recipe ``matrix-capsnet-toys``."""
+
+
+class CapsuleHead(nn.Module):
+    """Matrix capsules on the feature maps of any network: primary capsules, ConvCaps layers and class capsules.
+
+    The layers are those of Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
+    poses and activations of the primary capsules, with BatchNorm without learned parameters on both. The class capsules
+    share their transforms over all positions and see where each child is (Coordinate Addition), so the number of
+    parameters does not depend on the size of the feature map. The fused kernels store no votes, so large maps need
+    little memory. The score of a class is the activation of its capsule. With the default rule, train on
+    ``loss="activation_logit_cross_entropy"``.
+
+    Arguments:
+        features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
+        num_classes: number of classes.
+        types: number of capsule types of the primary capsules.
+        convolutional: number of capsule types of each ConvCaps layer between primary and class capsules. Their windows
+            of 3×3 are padded, so they keep the size of the map. Empty for no such layer.
+        pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
+        coordinates: use Coordinate Addition in the class capsules.
+        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
+            options). For ``"em"``, the defaults are ``iterations=3, variance_floor=0.3, initial_beta_a=0.0,
+            tempering=0.25``.
+
+    Raises:
+        ValueError: ``features_shape`` is neither (channels, height, width) nor (channels,); a size is below 1;
+            ``routing`` is not a known rule or does not fit a layer; or poses with one row have coordinates and a number
+            of columns that is not a square.
+
+    Example:
+        >>> backbone = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU())
+        >>> head = CapsuleHead(features_shape=(32, 15, 15), num_classes=5)
+        >>> prediction = head(backbone(torch.rand(2, 3, 32, 32)))
+        >>> prediction.scores.shape, prediction.capsules.pose.shape
+        (torch.Size([2, 5]), torch.Size([2, 1, 5, 4, 4]))
+    """
+
+    def __init__(
+        self,
+        features_shape: Sequence[int],
+        num_classes: int,
+        types: int = 16,
+        convolutional: Sequence[int] = (),
+        pose_size: tuple[int, int] = (4, 4),
+        coordinates: bool = True,
+        routing: nn.Module | Routing | str = EM,
+    ) -> None:
+        super().__init__()
+        if len(features_shape) not in (1, 3):
+            raise ValueError(
+                "features_shape must be (channels, height, width), or (channels,) for vectors; got "
+                f"{tuple(features_shape)}"
+            )
+        channels, height, width = features_shape if len(features_shape) == 3 else (*features_shape, 1, 1)
+        check_sizes(channels=channels, height=height, width=width, num_classes=num_classes, types=types)
+        self.features_shape = tuple(features_shape)
+        routing = with_defaults(routing, EM)
+        self.primary_capsules = PrimaryCaps(
+            *(channels, types, pose_size, 1), bias=False, squash_form="none", activation="sigmoid", normalise="plain"
+        )
+        layers = []
+        for above in convolutional:
+            layers.append(
+                ConvCaps((height, width), types, above, 3, padding=1, pose_size=pose_size, routing=deepcopy(routing))
+            )
+            types = above
+        self.convolutional_capsules = nn.Sequential(*layers)
+        rows, columns = ((torch.arange(sites, device="cpu") + 0.5) / sites for sites in (height, width))
+        self.class_capsules = ClassCaps(
+            torch.cartesian_prod(rows, columns),
+            types,
+            num_classes,
+            pose_size=pose_size,
+            add_coordinates=coordinates,
+            routing=deepcopy(routing),
+        )
+
+    def forward(
+        self,
+        features: Float[Tensor, "B channels height width"] | Float[Tensor, "B channels"],
+        labels: Int64[Tensor, "B"] | None = None,
+    ) -> Prediction:
+        """Predict scores in [0, 1] and class capsules. The labels are not used.
+
+        Raises:
+            ValueError: the shape of ``features`` without its first dimension is not ``features_shape``.
+        """
+        if tuple(features.shape[1:]) != self.features_shape:
+            expected = ", ".join(map(str, self.features_shape))
+            raise ValueError(
+                f"features must be [B, {expected}]; got {described(features)}: create the head with the features_shape "
+                "of your network"
+            )
+        if len(self.features_shape) == 1:
+            features = features[:, :, None, None]
+        capsules = self.convolutional_capsules(self.primary_capsules(features))
+        return prediction_of(self.class_capsules(capsules))
