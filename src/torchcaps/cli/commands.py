@@ -70,8 +70,8 @@ def train(
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags["precision"] = precision
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
-    if recipe == "capsnet-images" and data is None:
-        raise BadInput("capsnet-images trains on your own images; give their folder with --data FOLDER")
+    if recipe in ("capsnet-images", "residual-capsnet-images") and data is None:
+        raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"

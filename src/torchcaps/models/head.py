@@ -10,39 +10,37 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction
 from torchcaps.checks import check_sizes, described
 from torchcaps.decoder import prediction_of
-from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps
-from torchcaps.routing import Routing, with_defaults
+from torchcaps.layers import ClassCaps, PrimaryCaps, truncated_normal_
+from torchcaps.routing import DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
 
-EM = Routing("em", iterations=3, variance_floor=0.3, initial_beta_a=0.0, tempering=0.25)
-"""Default routing of `CapsuleHead`, with the options of the recipe ``matrix-capsnet-toys``."""
+SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
+"""Rules whose parents are sums of votes. The initial sums must be small, however many children there are: long sums
+saturate the squash, and then nothing is learned."""
 
 
 class CapsuleHead(nn.Module):
-    """Matrix capsules on the feature maps of any network: primary capsules, ConvCaps layers and class capsules.
+    """Matrix capsules on the feature maps of any network: primary capsules and class capsules.
 
     The layers are those of Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
-    poses and activations of the primary capsules, with BatchNorm without learned parameters on both. The class capsules
-    share their transforms over all positions and see where each child is (Coordinate Addition), so the number of
-    parameters does not depend on the size of the feature map. The fused kernels store no votes, so large maps need
-    little memory. The score of a class is the activation of its capsule. With the default rule, train on
-    ``loss="activation_logit_cross_entropy"``.
+    poses of the primary capsules, and their activations if the routing rule uses them. BatchNorm follows. The class
+    capsules share their transforms over all positions and see where each child is (Coordinate Addition, from -1/2 to
+    1/2), so the number of parameters does not depend on the size of the feature map. The fused kernels store no votes,
+    so large maps need little memory. The score of a class is the activation of its capsule. With the default rule,
+    train on `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
         num_classes: number of classes.
         types: number of capsule types of the primary capsules.
-        convolutional: number of capsule types of each ConvCaps layer between primary and class capsules. Their windows
-            of 3×3 are padded, so they keep the size of the map. Empty for no such layer.
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
         coordinates: use Coordinate Addition in the class capsules.
-        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"em"``, the defaults are ``iterations=3, variance_floor=0.3, initial_beta_a=0.0,
-            tempering=0.25``.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
 
     Raises:
         ValueError: ``features_shape`` is neither (channels, height, width) nor (channels,); a size is below 1;
-            ``routing`` is not a known rule or does not fit a layer; or poses with one row have coordinates and a number
-            of columns that is not a square.
+            or ``routing`` is not a known rule or does not fit the class capsules. In `forward`: the features do not
+            have ``features_shape``.
 
     Example:
         >>> backbone = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU())
@@ -57,10 +55,9 @@ class CapsuleHead(nn.Module):
         features_shape: Sequence[int],
         num_classes: int,
         types: int = 16,
-        convolutional: Sequence[int] = (),
         pose_size: tuple[int, int] = (4, 4),
         coordinates: bool = True,
-        routing: nn.Module | Routing | str = EM,
+        routing: nn.Module | Routing | str = "attention",
     ) -> None:
         super().__init__()
         if len(features_shape) not in (1, 3):
@@ -71,18 +68,7 @@ class CapsuleHead(nn.Module):
         channels, height, width = features_shape if len(features_shape) == 3 else (*features_shape, 1, 1)
         check_sizes(channels=channels, height=height, width=width, num_classes=num_classes, types=types)
         self.features_shape = tuple(features_shape)
-        routing = with_defaults(routing, EM)
-        self.primary_capsules = PrimaryCaps(
-            *(channels, types, pose_size, 1), bias=False, squash_form="none", activation="sigmoid", normalise="plain"
-        )
-        layers = []
-        for above in convolutional:
-            layers.append(
-                ConvCaps((height, width), types, above, 3, padding=1, pose_size=pose_size, routing=deepcopy(routing))
-            )
-            types = above
-        self.convolutional_capsules = nn.Sequential(*layers)
-        rows, columns = ((torch.arange(sites, device="cpu") + 0.5) / sites for sites in (height, width))
+        rows, columns = ((torch.arange(sites, device="cpu") + 0.5) / sites - 0.5 for sites in (height, width))
         self.class_capsules = ClassCaps(
             torch.cartesian_prod(rows, columns),
             types,
@@ -91,6 +77,21 @@ class CapsuleHead(nn.Module):
             add_coordinates=coordinates,
             routing=deepcopy(routing),
         )
+        rule = self.class_capsules.routing
+        if isinstance(rule, SUMMING):
+            std = num_classes / (height * width * types * pose_size[1]) ** 0.5
+            truncated_normal_(self.class_capsules.transform.data, std)
+        self.primary_capsules = PrimaryCaps(
+            *(channels, types, pose_size, 1),
+            bias=False,
+            squash_form="none",
+            activation="sigmoid"
+            if getattr(rule, "weighs_activations", True)
+            else "length",  # DistributedDataParallel waits for each gradient
+            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # lengths of sums of p and of -p are equal
+        )
+        if self.primary_capsules.activation is None:
+            self.primary_capsules.activation_norm = nn.Identity()
 
     def forward(
         self,
@@ -110,5 +111,4 @@ class CapsuleHead(nn.Module):
             )
         if len(self.features_shape) == 1:
             features = features[:, :, None, None]
-        capsules = self.convolutional_capsules(self.primary_capsules(features))
-        return prediction_of(self.class_capsules(capsules))
+        return prediction_of(self.class_capsules(self.primary_capsules(features)))

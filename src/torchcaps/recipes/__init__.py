@@ -44,6 +44,7 @@ from torchcaps.recipes.vector_capsules import (
     efficient_capsnet_mnist,
     pooled_capsnet_mnist,
     pooled_cnn_mnist,
+    residual_capsnet_images,
 )
 from torchcaps.routing import ROUTINGS, routing_options
 
@@ -54,6 +55,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist-5k": capsnet_mnist_5k,
     "capsnet-stem-mnist": capsnet_stem_mnist,
     "capsnet-images": capsnet_images,
+    "residual-capsnet-images": residual_capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,
     "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,

@@ -78,6 +78,25 @@ def capsnet_images() -> Recipe:
     )
 
 
+def residual_capsnet_images() -> Recipe:
+    """Residual network with a capsule head on your own images; give their folder with ``--data``.
+
+    The network halves the image three times before the capsules, so it also suits images too large for
+    `capsnet_images`.
+    """
+    return Recipe(
+        name="residual-capsnet-images",
+        model="residual-capsnet",
+        data="images",
+        loss="activation_logit_cross_entropy",
+        shift=2,
+        schedule="cosine",
+        warm_up_epochs=1.0,
+        batch_size=32,
+        epochs=30,
+    )
+
+
 def capsnet_fashion_mnist() -> Recipe:
     """CapsNet on Fashion-MNIST with the settings of `capsnet_mnist`."""
     return replace(capsnet_mnist(), name="capsnet-fashion-mnist", data="fashion-mnist")
