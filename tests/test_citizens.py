@@ -41,6 +41,7 @@ SMALL = {
     "self-routing-capsnet": {"width": 4, "types": 4, "pose_size": 8, "capsule_layers": 1},
     "attention-capsnet": {"channels": 8, "types": 4},
     "generative-capsnet": {"channels": 8, "parts": 4, "padding": 1},
+    "residual-capsnet": {"widths": (4, 8), "types": 2},
 }
 WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")

@@ -37,6 +37,7 @@ FLOORS = {
     "estimate": 4,
     "fine_tuning": 4,
     "sklearn": 4,
+    "export": 4,
     "inspection": 4,
     "pictures": 4,
     "recipe": 4,

@@ -3,12 +3,15 @@
 import csv
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from torchcaps import BadInput, Classifier
 from torchcaps.data import Images
+from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.scores import BINS, calibration_error_percent, probabilities, write_scores
 
 
@@ -72,8 +75,9 @@ def test_evaluate_writes_the_scores_of_each_image(call, refused, finished, tmp_p
 
 
 def test_strange_names_and_known_files_survive(tmp_path):
-    images = Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1]), ('a,"b', "é\nü"))
-    write_scores(tmp_path / "scores.csv", images, torch.tensor([[0.25, 1.0], [0.5, 1e-9]]), ["x,1.png", "y.png"])
+    files = ImageFiles(Paths([Path("x,1.png"), Path("y.png")]), np.zeros(2, np.uint64), torch.arange(2))
+    images = Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1]), ('a,"b', "é\nü"), files=files)
+    write_scores(tmp_path / "scores.csv", images, torch.tensor([[0.25, 1.0], [0.5, 1e-9]]))
     first, second = rows_of(tmp_path / "scores.csv")
     assert (first["file"], first["true_class"], first["predicted_class"]) == ("x,1.png", 'a,"b', "é\nü")
     assert (second["predicted_class"], second["score é\nü"]) == ('a,"b', "1e-09")

@@ -1,4 +1,4 @@
-"""The commands: recipes, train, evaluate, predict, inspect, report, explore, publish, data, experiment, bench, info."""
+"""The command line; commands that only look at trained networks are in `look`, those of datasets in `data`."""
 
 import os
 import warnings
@@ -21,7 +21,7 @@ from torchcaps.cli.common import (
     writable,
 )
 from torchcaps.cli.experiment import experiment
-from torchcaps.cli.look import explore, inspect, report
+from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.cli.predict import predict
 from torchcaps.cli.recipes import recipes
 from torchcaps.errors import BadInput, DataWarning, nearest
@@ -242,6 +242,7 @@ def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
 app.command()(predict)
 app.command()(inspect)
 app.command()(report)
+app.command()(export)
 app.command()(explore)
 
 

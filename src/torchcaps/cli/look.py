@@ -1,4 +1,4 @@
-"""The commands `torchcaps inspect`, `torchcaps report` and `torchcaps explore`."""
+"""The commands `torchcaps inspect`, `torchcaps report`, `torchcaps export` and `torchcaps explore`."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, nearest
 
 
 def inspect(
@@ -41,6 +41,29 @@ def report(
         raise BadInput(f"--out must be a file name that ends in .html; got {out}")
     write_run_report(run, out)
     print(f"the report: {out}")
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
+    out: Annotated[Path, typer.Option(help="File to write, a .onnx or .pt2 file.")],
+    format: Annotated[str, typer.Option(help="onnx, or pt2 (torch.export, with the fused operators).")] = "onnx",
+) -> None:
+    """Write a classifier to one file for other programs: from pixels to scores, with the preparation inside."""
+    from torchcaps.classifier import Classifier
+    from torchcaps.export import FORMATS, export_classifier
+
+    if format not in FORMATS:
+        raise BadInput(f"unknown format {format!r}{nearest(format, FORMATS)}")
+    if out.suffix.lower() != f".{format}":
+        raise BadInput(f"--out must be a file name that ends in .{format} for the format {format}; got {out}")
+    if not out.parent.is_dir():
+        raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
+    found = export_classifier(Classifier.from_pretrained(run), out, format)  # type: ignore[arg-type]
+    print(f"{out}: {out.stat().st_size / 2**20:.2f} MiB")
+    print(
+        f"{found.runtime}, {found.images} random images: the scores differ by at most {found.largest_difference:.2g}; "
+        f"{found.same_classes} of {found.images} have the same class"
+    )
 
 
 def explore(

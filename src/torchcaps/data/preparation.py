@@ -194,13 +194,18 @@ class Preparation:
         """Convert a batch for evaluation: V = `test_crops`² crops of each image, or V = 1 if `crop` is 0."""
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
-        places = torch.linspace(0, 1, self.test_crops).tolist()
+        places = _places(self.test_crops)
         images = _scaled(pixels)
         return torch.stack([self._at(images, down, across) for down in places for across in places])
 
     def _at(self, images: Tensor, down: float, across: float) -> Tensor:
-        place = torch.ones(len(images), device=images.device)
-        images = self._cut(self._standardised(images, "first"), down * place, across * place)
+        images = self._standardised(images, "first")
+        if self.crop:
+            row, column = (
+                min(int(np.float32(place) * np.float32(side - self.crop + 1)), side - self.crop)
+                for place, side in zip((down, across), images.shape[2:], strict=True)
+            )
+            images = images[:, :, row : row + self.crop, column : column + self.crop]
         return _channels_last(self._standardised(images, "last"))
 
     def _standardised(self, images: Tensor, when: Standardise) -> Tensor:
@@ -224,6 +229,13 @@ class Preparation:
 
 def _scaled(pixels: Tensor) -> Tensor:
     return pixels.float().div_(255)
+
+
+def _places(count: int) -> list[float]:
+    """Return the numbers of torch.linspace(0, 1, count) for count > 1, by NumPy: torch.export cannot trace tolist()."""
+    step = float(np.float32(1 / (count - 1)))
+    places = [step * k if 2 * k < count - 1 else 1 - step * (count - 1 - k) for k in range(count)]
+    return np.array(places, np.float32).tolist()
 
 
 def _channels_last(images: Tensor) -> Tensor:

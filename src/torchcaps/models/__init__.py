@@ -12,9 +12,11 @@ from torchcaps.models.attention import AttentionCapsNet
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.efficient import EfficientCapsNet
 from torchcaps.models.generative import GenerativeCapsNet
+from torchcaps.models.head import CapsuleHead
 from torchcaps.models.matrix import MatrixBaselineCNN, MatrixCapsNet
 from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.models.residual import ResidualCapsNet
 from torchcaps.models.self_routing import SelfRoutingCapsNet
 from torchcaps.options import check_options, kinds_of
 from torchcaps.routing import Routing
@@ -30,6 +32,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "self-routing-capsnet": SelfRoutingCapsNet,
     "attention-capsnet": AttentionCapsNet,
     "generative-capsnet": GenerativeCapsNet,
+    "residual-capsnet": ResidualCapsNet,
 }
 
 
@@ -122,6 +125,7 @@ __all__ = [
     "AttentionCapsNet",
     "BaselineCNN",
     "CapsNet",
+    "CapsuleHead",
     "EfficientCapsNet",
     "GenerativeCapsNet",
     "MatrixBaselineCNN",
@@ -130,6 +134,7 @@ __all__ = [
     "PooledCapsNet",
     "Prediction",
     "Pretrained",
+    "ResidualCapsNet",
     "SelfRoutingCapsNet",
     "built",
     "create_model",

@@ -33,7 +33,12 @@ from torchcaps.recipes.other_routings import (
     self_routing_capsnet_smallnorb,
     self_routing_capsnet_toys,
 )
-from torchcaps.recipes.own_images import capsnet_images, cnn_images, matrix_capsnet_images
+from torchcaps.recipes.own_images import (
+    capsnet_images,
+    cnn_images,
+    matrix_capsnet_images,
+    residual_capsnet_images,
+)
 from torchcaps.recipes.vector_capsules import (
     capsnet_fashion_mnist,
     capsnet_mnist,
@@ -59,6 +64,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-images": capsnet_images,
     "matrix-capsnet-images": matrix_capsnet_images,
     "cnn-images": cnn_images,
+    "residual-capsnet-images": residual_capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,
     "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,

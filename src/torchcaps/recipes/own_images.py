@@ -59,3 +59,18 @@ def cnn_images() -> Recipe:
         routing_options={},
         loss="cross_entropy",
     )
+
+
+def residual_capsnet_images() -> Recipe:
+    """Residual network with a capsule head on your own images; give their folder with ``--data``.
+
+    The network halves the image three times before the capsules, so it also suits large images. The settings of the
+    training are those of `matrix_capsnet_images`.
+    """
+    return replace(
+        matrix_capsnet_images(),
+        name="residual-capsnet-images",
+        model="residual-capsnet",
+        model_options={},
+        routing_options={},
+    )

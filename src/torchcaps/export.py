@@ -1,0 +1,190 @@
+"""Export of a classifier to ONNX or torch.export: one file that maps stored pixels to scores."""
+
+import copy
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from torchcaps.checks import check_choice
+from torchcaps.classifier import Classifier
+from torchcaps.data import Preparation
+from torchcaps.data.files import atomically
+from torchcaps.errors import BadInput
+from torchcaps.models.pretrained import model_name
+
+Format = Literal["onnx", "pt2"]
+FORMATS: tuple[str, ...] = get_args(Format)
+EXTRA_FILE = "torchcaps.json"
+"""Name of the extra file in a .pt2 file that holds class names, image shape and the model's name."""
+LARGEST_DIFFERENCE = 1e-3
+"""Largest accepted difference between the scores of the exported network and those of the classifier. For logits above
+1, it is relative to the largest logit."""
+SEVERAL = 5
+
+
+class Export(NamedTuple):
+    """What `export_classifier` wrote, and how the file compares with the classifier.
+
+    Arguments:
+        runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference`` or ``torch.export``.
+        images: number of random images.
+        largest_difference: largest absolute difference of two scores.
+        same_classes: number of images whose class with the highest score is the same.
+    """
+
+    runtime: str
+    images: int
+    largest_difference: float
+    same_classes: int
+
+
+class _PixelsToScores(nn.Module):
+    """The network of a classifier with its preparation inside."""
+
+    def __init__(self, model: nn.Module, preparation: Preparation) -> None:
+        super().__init__()
+        self.model = model
+        self.preparation = preparation
+
+    def forward(self, images: Tensor) -> Tensor:
+        views = self.preparation.views(images)
+        scores = self.model(views.flatten(0, 1)).scores.float()
+        return scores.unflatten(0, (views.shape[0], -1)).mean(dim=0)
+
+
+def export_classifier(classifier: Classifier, file: str | Path, format: Format = "onnx") -> Export:
+    """Write a classifier to one file, and compare the file with the classifier on random images.
+
+    The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
+    ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
+    classifier does. The file also holds the entries ``class_names`` and ``image_shape``, as JSON lists, and ``model``:
+    in the metadata of an ONNX file, and in the extra file ``torchcaps.json`` of a .pt2 file. The file is written only
+    if the scores agree.
+
+    Arguments:
+        classifier: the classifier; it is not changed.
+        file: file to write.
+        format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
+            a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it.
+
+    Raises:
+        BadInput: the extra for ONNX is not installed, the file cannot be written, or a score of the exported network
+            differs by more than 0.001 (for scores above 1, by more than 0.001 of the largest score).
+        ValueError: ``format`` is unknown.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> from torchcaps import PooledCNN
+        >>> classifier = Classifier(PooledCNN((1, 16, 16), 2), ("cat", "dog"), (1, 16, 16), Preparation())
+        >>> with TemporaryDirectory() as folder:
+        ...     export_classifier(classifier, f"{folder}/model.pt2", "pt2").same_classes
+        6
+    """
+    check_choice("format", format, FORMATS)
+    if format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
+    model = copy.deepcopy(classifier.model).cpu().eval()
+    if hasattr(model, "decoder"):
+        model.decoder = None  # type: ignore[assignment]
+    facts = {
+        "class_names": json.dumps(list(classifier.class_names)),
+        "image_shape": json.dumps(list(classifier.image_shape)),
+        "model": model_name(type(model)),
+    }
+    shape = classifier.image_shape
+    with _quiet(), torch.no_grad():
+        network = _PixelsToScores(model, classifier.preparation)
+        content = (_onnx if format == "onnx" else _pt2)(network, _random(SEVERAL, shape), facts)
+        runtime, run = (_onnx_runner if format == "onnx" else _pt2_runner)(content)
+        given = [_random(1, shape), _random(SEVERAL, shape)]
+        found = torch.cat([run(images) for images in given])
+    right = classifier.predict(torch.cat(given)).scores
+    difference = (found - right).abs().max().item()
+    if not difference <= LARGEST_DIFFERENCE * max(1.0, right.abs().max().item()):
+        raise BadInput(
+            f"{file} was not written: the scores of the exported network differ by up to {difference:.2g} from those "
+            f"of the classifier; {'use the other format, or ' if format == 'onnx' else ''}report this as a bug"
+        )
+    with atomically(Path(file)) as stream:
+        stream.write(content)
+    same = int((found.argmax(dim=1) == right.argmax(dim=1)).sum())
+    return Export(runtime, len(right), difference, same)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the warnings that torch.export and torch.onnx give about themselves."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]:
+    """Draw the same random images in every call, without changing the random state."""
+    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+
+
+def _onnx(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+    for module in network.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"  # type: ignore[assignment]
+    program = torch.onnx.export(
+        network,
+        (images,),
+        input_names=["images"],
+        output_names=["scores"],
+        dynamo=True,
+        dynamic_shapes={"images": {0: "N"}},
+        verbose=False,
+    )
+    assert program is not None
+    program.model.metadata_props.update(facts)
+    return program.model_proto.SerializeToString()
+
+
+def _pt2(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+    batch = torch.export.Dim("N", min=1)
+    program = torch.export.export(network, (images,), dynamic_shapes={"images": {0: batch}})
+    stream = io.BytesIO()
+    torch.export.save(program, stream, extra_files={EXTRA_FILE: json.dumps(facts)})
+    return stream.getvalue()
+
+
+Run = Callable[[Tensor], Float[Tensor, "N K"]]
+
+
+def _onnx_runner(content: bytes) -> tuple[str, Run]:
+    if find_spec("onnxruntime"):
+        from onnxruntime import InferenceSession
+
+        session = InferenceSession(content, providers=["CPUExecutionProvider"])
+        return "onnxruntime", lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    def run(images: Tensor) -> Tensor:
+        (scores,) = evaluator.run(None, {"images": images.numpy()})
+        return torch.from_numpy(scores)
+
+    evaluator = ReferenceEvaluator(onnx.load_from_string(content))
+    return "onnx.reference", run
+
+
+def _pt2_runner(content: bytes) -> tuple[str, Run]:
+    return "torch.export", torch.export.load(io.BytesIO(content)).module()

@@ -1,0 +1,114 @@
+"""`CapsuleHead`: capsules on the feature maps of any network."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from torchcaps.capsules import Prediction
+from torchcaps.checks import check_sizes, described
+from torchcaps.decoder import prediction_of
+from torchcaps.layers import ClassCaps, PrimaryCaps, truncated_normal_
+from torchcaps.routing import DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
+
+SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
+"""Rules whose parents are sums of votes. The initial sums must be small, however many children there are: long sums
+saturate the squash, and then nothing is learned."""
+
+
+class CapsuleHead(nn.Module):
+    """Matrix capsules on the feature maps of any network: primary capsules and class capsules.
+
+    The layers are those of Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
+    poses of the primary capsules, and their activations if the routing rule uses them. BatchNorm follows. The class
+    capsules share their transforms over all positions and see where each child is (Coordinate Addition, from -1/2 to
+    1/2), so the number of parameters does not depend on the size of the feature map. The fused kernels store no votes,
+    so large maps need little memory. The score of a class is the activation of its capsule. With the default rule,
+    train on `torchcaps.losses.activation_logit_cross_entropy`.
+
+    Arguments:
+        features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
+        num_classes: number of classes.
+        types: number of capsule types of the primary capsules.
+        pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
+        coordinates: use Coordinate Addition in the class capsules.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options).
+
+    Raises:
+        ValueError: ``features_shape`` is neither (channels, height, width) nor (channels,); a size is below 1;
+            or ``routing`` is not a known rule or does not fit the class capsules. In `forward`: the features do not
+            have ``features_shape``.
+
+    Example:
+        >>> backbone = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU())
+        >>> head = CapsuleHead(features_shape=(32, 15, 15), num_classes=5)
+        >>> prediction = head(backbone(torch.rand(2, 3, 32, 32)))
+        >>> prediction.scores.shape, prediction.capsules.pose.shape
+        (torch.Size([2, 5]), torch.Size([2, 1, 5, 4, 4]))
+    """
+
+    def __init__(
+        self,
+        features_shape: Sequence[int],
+        num_classes: int,
+        types: int = 16,
+        pose_size: tuple[int, int] = (4, 4),
+        coordinates: bool = True,
+        routing: nn.Module | Routing | str = "attention",
+    ) -> None:
+        super().__init__()
+        if len(features_shape) not in (1, 3):
+            raise ValueError(
+                "features_shape must be (channels, height, width), or (channels,) for vectors; got "
+                f"{tuple(features_shape)}"
+            )
+        channels, height, width = features_shape if len(features_shape) == 3 else (*features_shape, 1, 1)
+        check_sizes(channels=channels, height=height, width=width, num_classes=num_classes, types=types)
+        self.features_shape = tuple(features_shape)
+        rows, columns = ((torch.arange(sites, device="cpu") + 0.5) / sites - 0.5 for sites in (height, width))
+        self.class_capsules = ClassCaps(
+            torch.cartesian_prod(rows, columns),
+            types,
+            num_classes,
+            pose_size=pose_size,
+            add_coordinates=coordinates,
+            routing=deepcopy(routing),
+        )
+        rule = self.class_capsules.routing
+        if isinstance(rule, SUMMING):
+            std = num_classes / (height * width * types * pose_size[1]) ** 0.5
+            truncated_normal_(self.class_capsules.transform.data, std)
+        self.primary_capsules = PrimaryCaps(
+            *(channels, types, pose_size, 1),
+            bias=False,
+            squash_form="none",
+            activation="sigmoid"
+            if getattr(rule, "weighs_activations", True)
+            else "length",  # DistributedDataParallel waits for each gradient
+            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # lengths of sums of p and of -p are equal
+        )
+        if self.primary_capsules.activation is None:
+            self.primary_capsules.activation_norm = nn.Identity()
+
+    def forward(
+        self,
+        features: Float[Tensor, "B channels height width"] | Float[Tensor, "B channels"],
+        labels: Int64[Tensor, "B"] | None = None,
+    ) -> Prediction:
+        """Predict scores in [0, 1] and class capsules. The labels are not used.
+
+        Raises:
+            ValueError: the shape of ``features`` without its first dimension is not ``features_shape``.
+        """
+        if tuple(features.shape[1:]) != self.features_shape:
+            expected = ", ".join(map(str, self.features_shape))
+            raise ValueError(
+                f"features must be [B, {expected}]; got {described(features)}: create the head with the features_shape "
+                "of your network"
+            )
+        if len(self.features_shape) == 1:
+            features = features[:, :, None, None]
+        return prediction_of(self.class_capsules(self.primary_capsules(features)))

@@ -1,0 +1,78 @@
+"""A small residual network with a capsule head: a network for your own images, and an example for your own backbone."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchcaps.capsules import Prediction
+from torchcaps.models.head import CapsuleHead
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing
+
+
+class ResidualCapsNet(nn.Module, Pretrained):
+    """Residual network with capsules on its feature maps: convolutional stem, residual blocks and a `CapsuleHead`.
+
+    The blocks are those of He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
+    stem keeps the size of the image; each block halves it. The number of parameters does not depend on the size of the
+    images.
+
+    Arguments:
+        image_shape: (channels, height, width) of any size.
+        num_classes: number of classes.
+        widths: output channels of the stem and of each block.
+        types: number of capsule types of the primary capsules.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options); see `CapsuleHead`.
+
+    Raises:
+        BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
+        ValueError: the rule does not fit the class capsules.
+
+    Example:
+        >>> import torch
+        >>> ResidualCapsNet(image_shape=(3, 32, 32), num_classes=5)(torch.rand(2, 3, 32, 32)).scores.shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (3, 64, 64),
+        num_classes: int = 10,
+        widths: Sequence[int] = (32, 64, 128, 128),
+        types: int = 16,
+        routing: nn.Module | Routing | str = "attention",
+    ) -> None:
+        super().__init__()
+        channels, height, width = check_image_shape("ResidualCapsNet", image_shape, smallest=1)
+        stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
+        blocks = [_Block(below, above) for below, above in pairwise(widths)]
+        self.backbone = nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU(), *blocks)
+        for _ in blocks:
+            height, width = (height + 1) // 2, (width + 1) // 2
+        self.head = CapsuleHead((widths[-1], height, width), num_classes, types, routing=routing)
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        return self.head(self.backbone(images))
+
+
+class _Block(nn.Module):
+    """Two convolutions and a shortcut; half the resolution."""
+
+    def __init__(self, below: int, above: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(below, above, 3, 2, padding=1, bias=False), nn.BatchNorm2d(above), nn.ReLU()),
+            *(nn.Conv2d(above, above, 3, padding=1, bias=False), nn.BatchNorm2d(above)),
+        )
+        self.shortcut = nn.Sequential(nn.Conv2d(below, above, 1, 2, bias=False), nn.BatchNorm2d(above))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return functional.relu(self.layers(features) + self.shortcut(features))

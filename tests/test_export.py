@@ -1,0 +1,168 @@
+"""Classifiers as files for other programs: the same scores for any batch, from stored pixels."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from test_models import SMALL
+from torchcaps import MODELS, ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
+from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
+from torchcaps.kernels import _cpu
+
+FAST = ("pooled-cnn",)
+pytestmark = pytest.mark.usefixtures("untyped")
+STANDARDISED = Preparation(standardise="last", crop=18, test_crops=2)
+
+
+def slow_unless(fast, names):
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def classifier_of(name, shape=(1, 20, 22), preparation=STANDARDISED, **options):
+    options = {"image_shape": preparation.image_shape(shape), "num_classes": 3, **SMALL[name], **options}
+    model = create_model(name, **options).eval()
+    for weights in model.parameters():
+        if not weights.any():  # scores would be equal
+            torch.nn.init.normal_(weights, std=0.1)
+    return Classifier(model, ("a", "b", "ß"), shape, preparation)
+
+
+def scores_of_file(file, images):
+    if file.suffix == ".onnx":
+        session = pytest.importorskip("onnxruntime").InferenceSession(file)
+        return torch.from_numpy(session.run(["scores"], {"images": images.numpy()})[0])
+    return torch.export.load(file).module()(images)
+
+
+def check(classifier, file):
+    """The file gives the classifier's scores for one image and for many, whatever batch it was traced with."""
+    found = export_classifier(classifier, file, file.suffix[1:])
+    assert found.largest_difference < 1e-4
+    assert found.same_classes == found.images == 6
+    for batch in (1, 2, 7):
+        images = torch.randint(0, 256, (batch, *classifier.image_shape), dtype=torch.uint8)
+        right = classifier.predict(images).scores
+        torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
+        assert not torch.equal(right, right[:1].expand_as(right)) or batch == 1
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("name", slow_unless(FAST, MODELS))
+def test_a_file_gives_the_scores_of_every_model(name, format, tmp_path):
+    check(classifier_of(name), tmp_path / f"model.{format}")
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("rule", slow_unless(("dynamic",), ROUTINGS))
+def test_a_file_gives_the_scores_of_every_rule(rule, format, tmp_path):
+    plain = Preparation(standardise="first")
+    check(classifier_of("capsnet", (2, 18, 18), plain, routing=rule), tmp_path / f"model.{format}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_file_gives_the_scores_of_matrix_capsules_with_every_rule(rule, format, tmp_path):
+    routing = Routing("em", iterations=2) if rule == "em" else rule
+    check(classifier_of("matrix-capsnet", routing=routing), tmp_path / f"model.{format}")
+
+
+@pytest.mark.parametrize(
+    ("standardise", "crop", "test_crops"), [("none", 0, 1), ("first", 15, 1), ("first", 14, 3), ("last", 15, 1)]
+)
+def test_the_preparation_is_inside(standardise, crop, test_crops, tmp_path):
+    preparation = Preparation(shift=2, standardise=standardise, crop=crop, flip=True, test_crops=test_crops)
+    classifier, file = classifier_of("pooled-cnn", (2, 18, 17), preparation), tmp_path / "model.pt2"
+    images = torch.randint(0, 256, (3, 2, 18, 17), dtype=torch.uint8)
+    images[1] = 0
+    right = classifier.predict(images).scores
+    export_classifier(classifier, file, "pt2")
+    torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-5)
+
+
+def test_class_names_shape_and_model_are_inside(tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    classifier = classifier_of("pooled-cnn")
+    for format in ("onnx", "pt2"):
+        export_classifier(classifier, tmp_path / f"model.{format}", format)
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    extra = {"torchcaps.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    for facts in (session.get_modelmeta().custom_metadata_map, json.loads(extra["torchcaps.json"])):
+        assert json.loads(facts["class_names"]) == ["a", "b", "ß"]
+        assert json.loads(facts["image_shape"]) == [1, 20, 22]
+        assert facts["model"] == "pooled-cnn"
+    (images,) = session.get_inputs()
+    assert (images.type, images.shape[1:]) == ("tensor(uint8)", [1, 20, 22])
+
+
+@pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
+def test_a_pt2_file_keeps_the_fused_operators_and_an_onnx_file_has_none(tmp_path):
+    classifier = classifier_of("capsnet", routing=Routing("dynamic", backend="fused"))
+    export_classifier(classifier, tmp_path / "model.pt2", "pt2")
+    graphs = torch.export.load(tmp_path / "model.pt2").graph_module.modules()
+    targets = [str(node.target) for part in graphs if hasattr(part, "graph") for node in part.graph.nodes]
+    assert any(target.startswith("torchcaps.") for target in targets)
+    found = export_classifier(classifier, tmp_path / "model.onnx", "onnx")
+    assert found.largest_difference < 1e-4
+    assert classifier.model.class_capsules.routing.backend == "fused"
+    assert classifier.model.decoder is not None
+
+
+def test_a_network_that_an_export_changes_is_refused_and_not_written(tmp_path):
+    """A network whose scores depend on the other images of its batch: the classifier sees one image at a time."""
+    classifier = classifier_of("pooled-cnn", preparation=Preparation())
+    trunk = classifier.model.trunk
+    classifier.model.trunk = torch.nn.Sequential(trunk, torch.nn.BatchNorm2d(128, track_running_stats=False))
+    file = tmp_path / "model.pt2"
+    with pytest.raises(BadInput, match=r"model.pt2 was not written: the scores .* differ by up to 0\.\d+"):
+        export_classifier(classifier, file, "pt2")
+    assert not [*tmp_path.iterdir()]
+    assert LARGEST_DIFFERENCE == 1e-3  # export.md and the docstring say so
+
+
+@pytest.mark.parametrize("format", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
+def test_the_command_writes_the_file_and_says_how_it_compares(format, command, finished, tmp_path):
+    pytest.importorskip("onnxruntime")
+    folder, _ = finished
+    file = tmp_path / f"model.{format}"
+    done = command("export", folder, "--format", format, "--out", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    runtime = "onnxruntime" if format == "onnx" else "torch.export"
+    assert f"{runtime}, 6 random images: the scores differ by at most " in done.stdout
+    assert "6 of 6 have the same class" in done.stdout
+    classifier = Classifier.from_pretrained(folder)
+    images = torch.randint(0, 256, (3, *classifier.image_shape), dtype=torch.uint8)
+    right = classifier.predict(images).scores
+    torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
+
+
+def test_what_the_command_refuses(refused, tmp_path):
+    weights = classifier_of("pooled-cnn")
+    weights.save_pretrained(tmp_path)
+    export = ("export", tmp_path, "--out")
+    assert "unknown format 'pt'; did you mean 'pt2'?" in refused(*export, tmp_path / "x.onnx", "--format", "pt")
+    assert "ends in .onnx for the format onnx" in refused(*export, tmp_path / "x.pt2")
+    assert "does not exist" in refused(*export, tmp_path / "none" / "x.onnx")
+    assert "no such folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
+
+
+@pytest.mark.parametrize(
+    ("absent", "says"), [("onnxscript", "pip install 'torchcaps[onnx]'"), ("onnxruntime", "onnx.reference")]
+)
+def test_without_an_optional_package(absent, says, tmp_path):
+    classifier_of("pooled-cnn", preparation=Preparation()).save_pretrained(tmp_path)
+    script = f"""
+import sys
+sys.modules[{absent!r}] = None
+sys.argv = ["torchcaps", "export", {str(tmp_path)!r}, "--out", {str(tmp_path / "model.onnx")!r}]
+from torchcaps.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert says in done.stdout + done.stderr
+    assert len((done.stdout + done.stderr).splitlines()) == (1 if absent == "onnxscript" else 2)
+    assert (tmp_path / "model.onnx").exists() == (absent == "onnxruntime")

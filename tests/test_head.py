@@ -1,0 +1,150 @@
+"""Capsules on the feature maps of any network: every rule, any size, gradients for the backbone, one graph."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchcaps import ROUTINGS, CapsuleHead, ResidualCapsNet, create_model
+from torchcaps.losses import activation_logit_cross_entropy
+from torchcaps.recipes import create_recipe
+
+
+def backbone_of(channels=6):
+    return nn.Sequential(nn.Conv2d(2, channels, 3, stride=2), nn.BatchNorm2d(channels), nn.ReLU())
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_head_gives_a_gradient_to_every_weight_of_backbone_and_head_with_every_rule(rule):
+    network = nn.Sequential(backbone_of(), CapsuleHead((6, 4, 5), 3, types=4, routing=rule))
+    images, labels = torch.rand(5, 2, 9, 11), torch.tensor([0, 1, 2, 0, 1])
+    optimizer = torch.optim.Adam(network.parameters())
+    activation_logit_cross_entropy(network(images).scores, labels).backward()
+    optimizer.step()  # initial weights of 0 of some rules stop the gradient in the first step
+    optimizer.zero_grad()
+    prediction = network(images)
+    assert prediction.scores.shape == (5, 3)
+    assert prediction.capsules.pose.shape == (5, 1, 3, 4, 4)
+    assert torch.equal(prediction.scores, prediction.capsules.activation[:, 0])
+    assert ((prediction.scores >= 0) & (prediction.scores <= 1)).all()
+    activation_logit_cross_entropy(prediction.scores, labels).backward()
+    for name, weights in network.named_parameters():
+        assert weights.grad is not None, name
+        assert torch.isfinite(weights.grad).all(), name
+    assert network[0][0].weight.grad.abs().max() > 1e-7
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_head_learns_with_every_rule(rule):
+    labels = torch.arange(16) % 2
+    images = 0.3 * torch.rand(16, 2, 9, 11)
+    for image, label in zip(images, labels, strict=True):
+        image[label, 2:7, 3:9] += 0.5
+    network = nn.Sequential(backbone_of(), CapsuleHead((6, 4, 5), 2, types=4, routing=rule))
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        activation_logit_cross_entropy(network(images).scores, labels).backward()
+        optimizer.step()
+    assert (network.eval()(images).scores.argmax(dim=1) == labels).all()
+
+
+def test_a_head_takes_vectors():
+    head = CapsuleHead((7,), 3, types=2).eval()
+    vectors = torch.randn(4, 7)
+    scores = head(vectors).scores
+    assert scores.shape == (4, 3)
+    as_map = CapsuleHead((7, 1, 1), 3, types=2).eval()
+    as_map.load_state_dict(head.state_dict())
+    assert torch.equal(as_map(vectors[:, :, None, None]).scores, scores)
+
+
+def test_a_head_has_as_many_weights_for_any_size_of_the_map():
+    counts = {sum(weights.numel() for weights in CapsuleHead((8, side, 3), 5).parameters()) for side in (1, 7, 40)}
+    assert len(counts) == 1
+
+
+def test_coordinates_tell_apart_where_children_are():
+    features = torch.rand(1, 3, 4, 4)
+    flipped = features.flip(3)
+    for coordinates in (True, False):
+        head = CapsuleHead((3, 4, 4), 2, types=4, coordinates=coordinates).eval()
+        close = torch.allclose(head(features).capsules.pose, head(flipped).capsules.pose, atol=1e-5)
+        assert close == (not coordinates)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ((3, 4), 2),
+            r"features_shape must be \(channels, height, width\), or \(channels,\) for vectors; got \(3, 4\)",
+        ),
+        (((3, 0, 4), 2), "height must be an integer of at least 1; got int 0"),
+        (((3, 4, 4), 0), "num_classes must be an integer of at least 1"),
+        (((3, 4, 4), 2, 4, (1, 8)), "adding coordinates to vector votes needs a pose size of"),
+        (((3, 4, 4), 2, 4, (4, 4), True, "atention"), "did you mean 'attention'"),
+    ],
+)
+def test_what_a_head_refuses(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CapsuleHead(*arguments)(torch.rand(2, 3, 4, 4))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_features_of_another_shape_are_refused():
+    head = CapsuleHead((3, 4, 4), 2)
+    for shape in ((2, 3, 4, 5), (2, 3), (3, 4, 4)):
+        with pytest.raises(ValueError, match=r"features must be \[B, 3, 4, 4\]; got a float32 tensor"):
+            head(torch.rand(shape))
+
+
+def test_backbone_and_head_compile_as_one_graph():
+    """In a process of its own: the run-time check of types cannot be traced."""
+    script = """
+import torch
+from torch import nn
+from torchcaps import CapsuleHead
+
+torch.manual_seed(0)
+network = nn.Sequential(nn.Conv2d(2, 6, 3, stride=2), nn.ReLU(), CapsuleHead((6, 4, 5), 3, types=4)).eval()
+compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
+for batch in (2, 3):
+    images = torch.rand(batch, 2, 9, 11)
+    torch.testing.assert_close(compiled(images).scores, network(images).scores)
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_the_residual_network_has_the_weights_of_its_blocks():
+    stem, first, second = 9 * 3 * 4 + 8, 9 * 4 * 8 + 9 * 8 * 8 + 4 * 8 + 48, 9 * 8 * 16 + 9 * 16 * 16 + 8 * 16 + 96
+    head = 16 * 2 * 16 + 2 * 5 * 16 + 3 * 16 + 1
+    sizes = [
+        sum(weights.numel() for weights in ResidualCapsNet((3, *size), 5, (4, 8, 16), 2).parameters())
+        for size in ((8, 9), (64, 48))
+    ]
+    assert sizes == [stem + first + second + head] * 2
+
+
+def test_the_recipe_for_own_images_trains_a_residual_network(command, images, tmp_path):
+    small = [
+        "--set",
+        "model.widths=[8,16]",
+        "--epochs",
+        8,
+        "--batch-size",
+        8,
+        "--precision",
+        "float32",
+        "--out",
+        tmp_path / "run",
+    ]
+    done = command("train", "residual-capsnet-images", "--data", images, *small)
+    assert done.returncode == 0, done.stderr
+    accuracy = next(line for line in done.stdout.splitlines() if "test_accuracy_percent" in line)
+    assert float(accuracy.replace("│", " ").split()[1]) > 90
+    recipe = create_recipe("residual-capsnet-images")
+    create_model(recipe.model, image_shape=(3, 16, 16), **recipe.model_options)
