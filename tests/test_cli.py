@@ -237,7 +237,8 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
     assert "no config.json" in refused("evaluate", tmp_path)
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
-    assert "contains no images" in refused("predict", run, run)
+    (tmp_path / "empty").mkdir()
+    assert "contains no images" in refused("predict", run, tmp_path / "empty")
     assert "xyz.png: no such file" in refused("predict", run, tmp_path / "xyz.png")
     assert "classes" in refused("evaluate", run, "--data", "mnist-5k")
     weights = (run / "model.safetensors").read_bytes()

@@ -73,6 +73,8 @@ def test_weights_are_written_once_and_the_optimiser_once(tmp_path):
         weights = (tmp_path / "run" / "model.safetensors").stat().st_size
         assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["last.ckpt"]
         assert 3 * weights < (tmp_path / "run" / "last.ckpt").stat().st_size < 3.2 * weights
+        assert fit(tiny(3, choose=choose), SPLITS, tmp_path / "run", resume=True)["epochs"] == 3
+        assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["last.ckpt"]
         shutil.rmtree(tmp_path / "run")
     assert [sorted(found) for found in sizes] == [[], ["best.ckpt", "last.ckpt"], [], ["last.ckpt"]]
     assert weights < sizes[1]["best.ckpt"] < 1.1 * weights

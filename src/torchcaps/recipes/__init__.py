@@ -145,7 +145,7 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
         the descriptions in the docstrings of `Recipe`, the model, the routing rule, the loss and the dataset's loader.
 
     Example:
-        >>> settings_of(create_recipe("capsnet-mnist"))[3]
+        >>> next(setting for setting in settings_of(create_recipe("capsnet-mnist")) if setting[0] == "shift")
         ('shift', 2, 'largest random translation of training images in pixels, with zero padding; 0 is off.')
     """
     of_recipe = meanings(Recipe)
