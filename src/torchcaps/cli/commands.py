@@ -1,6 +1,5 @@
 """The commands: recipes, train, evaluate, predict, inspect, report, explore, publish, data, experiment, bench, info."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,6 +62,7 @@ def train(
 ) -> None:
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
+    from torchcaps.environment import first_process
     from torchcaps.loggers import check_logger
     from torchcaps.recipes import create_recipe
     from torchcaps.run_folder import existing_run
@@ -79,7 +79,7 @@ def train(
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
     check_logger(logger)
-    if _first_process():
+    if first_process():
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
@@ -94,7 +94,7 @@ def train(
             **chosen.data_options,
         )
         channels, height, width = splits.train.image_shape
-        if _first_process():
+        if first_process():
             print(
                 f"{chosen.name}: {len(splits.train)} training, {len(splits.validation)} validation, "
                 f"{len(splits.test)} test images of {channels}×{height}×{width}, "
@@ -104,7 +104,7 @@ def train(
         metrics = fit(chosen, splits, folder, devices=devices, resume=resume, logger=logger)
     except KeyboardInterrupt:
         raise Interrupted(f"run the same command with --resume to continue in {folder}") from None
-    if _first_process():
+    if first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
         print_table(("result", chosen.name), rows, title=str(folder))
@@ -307,7 +307,3 @@ def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
     rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
     print_table(("class", "test images", "precision %", "recall %"), rows, title)
-
-
-def _first_process() -> bool:
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
