@@ -250,7 +250,7 @@ app.command()(experiment)
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train or memory.")],
+    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train, devices or memory.")],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
         str, typer.Option(help="warm: keep freed memory, as `train` does; plain: use the system default.")
@@ -258,8 +258,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
-    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps."""
+    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps.
+
+    `devices` measures strong scaling: a training step of one process beside the same step of two processes.
+    """
     from torchcaps.benchmarks import write_csv
+    from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
     from torchcaps.benchmarks.rules import rule_problems
@@ -269,6 +273,7 @@ def bench(
         "routing": lambda: bench_routing(repeats),
         "rules": lambda: bench_routing(repeats, problems=rule_problems()),
         "train": lambda: bench_training(repeats),
+        "devices": lambda: bench_devices(repeats),
         "memory": bench_memory,
     }
     for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
