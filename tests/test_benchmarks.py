@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from torchcaps.benchmarks import compare, peak_bytes, write_csv
+from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.routing import Problem, check_agreement, dynamic_layer, em_stack
 from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
@@ -76,3 +77,10 @@ def test_growth_is_drawn(tmp_path):
 def test_unknown_benchmarks_and_heaps_are_refused(refused):
     assert "unknown benchmark 'route'" in refused("bench", "route")
     assert "unknown heap 'hot'" in refused("bench", "train", "--heap", "hot")
+
+
+@pytest.mark.slow
+def test_one_and_two_processes_take_turns():
+    rows = bench_devices(repeats=2, batch=4)
+    assert [row["way"] for row in rows] == ["1 process", "2 processes"]
+    assert all(row["images/s"] == pytest.approx(4000 / row["median ms"], rel=0.1, abs=0.1) for row in rows)

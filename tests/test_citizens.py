@@ -112,15 +112,20 @@ def test_shared_capsules_make_their_map_once():
     assert layer._map.child_sites == 10
 
 
-@pytest.mark.slow
-def test_models_compile_as_one_graph_for_any_batch_forward_and_backward():
+OTHERS = [name for name in MODELS if name != "capsnet"]
+
+
+@pytest.mark.parametrize(
+    "names", [["capsnet"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["capsnet", "others"]
+)
+def test_models_compile_as_one_graph_for_any_batch_forward_and_backward(names):
     """In a process of its own: the run-time check of types cannot be traced."""
     script = f"""
 import torch
 from torchcaps import Routing, create_model
 
 torch.manual_seed(0)
-for name, options in { ({name: SMALL.get(name, {}) for name in MODELS})!r}.items():
+for name, options in { ({name: SMALL.get(name, {}) for name in names})!r}.items():
     torch._dynamo.reset()
     model = create_model(name, image_shape=(1, 18, 18), num_classes=3, **options).eval()
     for weights in model.parameters():

@@ -1,14 +1,16 @@
 """Two processes together compute what one computes: data-parallel and sharded training with PyTorch's own tools."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from conftest import ENVIRONMENT
+from conftest import ENVIRONMENT, SMALL_CAPSNET, train
 
 MODELS = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
@@ -77,3 +79,46 @@ def test_two_processes_have_the_gradients_of_one(way, tmp_path):
         torch.testing.assert_close(
             together[name], gradient, rtol=1e-3, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}"
         )
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def trained(images: Path, out: Path, agents: list[list[str]], *more: str) -> list[str]:
+    """Train in the processes of several agents of torchrun; return what each agent printed."""
+    words = ["-m", "torchcaps.cli", "train", "capsnet-mnist", "--data", str(images), "--out", str(out)]
+    words += [*SMALL_CAPSNET, "--epochs", "2", "--batch-size", "8", *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
+    started = [subprocess.Popen([*TORCHRUN, *agent, *words], **pipes) for agent in agents]
+    printed = []
+    for process in started:
+        found, error = process.communicate(timeout=280)
+        assert process.returncode == 0, error[-3000:]
+        printed.append(found)
+    return printed
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_torchrun_trains_on_one_machine_and_on_two(command, images, tmp_path):
+    """Both "machines" are this one. The weights are those of two processes that Lightning starts."""
+    done = train(command, images, tmp_path / "lightning", "--epochs", 2, "--batch-size", 8, "--devices", 2)
+    assert done.returncode == 0, done.stderr
+    right = weights_of(tmp_path / "lightning")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    machines = [
+        ["--nnodes", "2", "--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port] for rank in "01"
+    ]
+    for name, agents in (("one", [["--standalone", "--nproc-per-node", "2"]]), ("two", machines)):
+        printed = trained(images, tmp_path / name, agents)
+        assert "".join(printed).count("epoch 2/2") == 1
+        assert weights_of(tmp_path / name).keys() == right.keys()
+        assert all(torch.equal(found, right[path]) for path, found in weights_of(tmp_path / name).items())
+        assert json.loads((tmp_path / name / "metrics.json").read_text())["test_images"] == 16
+    again = trained(images, tmp_path / "one", [["--standalone", "--nproc-per-node", "2"]], "--resume")
+    assert "is finished" in again[0]

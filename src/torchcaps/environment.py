@@ -11,6 +11,24 @@ from typing import Any
 import torch
 
 
+def first_process() -> bool:
+    """Return whether this process is the first of a training: the one that writes files and prints."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
+
+
+def processes(devices: int) -> tuple[int, int]:
+    """Return the number of processes per machine and the number of machines.
+
+    Arguments:
+        devices: number of processes to start on this machine. `torchrun` has started them already, so under `torchrun`
+            this number is not used.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return devices, 1
+    here = int(os.environ["LOCAL_WORLD_SIZE"])
+    return here, int(os.environ["WORLD_SIZE"]) // here
+
+
 def environment() -> dict[str, Any]:
     """Return the versions of Python and the libraries, the commit, the processor, the number of threads and the GPU."""
     versions: dict[str, str | None] = {}

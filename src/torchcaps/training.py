@@ -1,6 +1,5 @@
 """Training and evaluation with Lightning, independent of any particular dataset or model."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
+from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
@@ -59,6 +59,7 @@ def fit(
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
+            Under `torchrun`, the processes of `torchrun` train together instead.
         workers: processes per device that decode and prepare images. None uses none for images in memory, and one per
             core for images on disk. The results do not depend on it.
         resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
@@ -85,14 +86,15 @@ def fit(
             raise BadInput(f"there are no {name} images: add images to each class")
     module = new_module(recipe, splits, module_class)
     recipe = module.recipe
-    workers = default_workers(splits.train, devices) if workers is None else workers
+    workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
-    first_process = not int(os.environ.get("LOCAL_RANK", 0))
     if recipe.pretrained and not (resume and last.exists()):
         loaded = load_matching(module.model, recipe, splits.train.class_names)
-        if first_process:
+        if first_process():
             print(loaded, flush=True)
-    if not first_process:
+    if not first_process():
+        if resume and (done := finished(folder, recipe)):
+            return done
         last_of_run = last if resume and last.exists() else None
         return _train(recipe, data, folder, module, devices, last_of_run, on_epoch_end, logger)
     with locked(folder):
@@ -112,8 +114,12 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     Raises:
         BadInput: `devices` is below 1 or does not divide the batch size.
     """
-    if devices < 1 or recipe.batch_size % devices:
-        raise BadInput(f"devices is {devices}: use 1 or another number that divides the batch size {recipe.batch_size}")
+    devices, nodes = processes(devices)
+    together = devices * nodes
+    if devices < 1 or recipe.batch_size % together:
+        raise BadInput(
+            f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
+        )
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
@@ -202,7 +208,7 @@ def _train(
         save_curves(rows, folder / "curves.png", module.margins_per_epoch())
         if splits.test.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
-            if devices == 1:
+            if trainer.world_size == 1:
                 found = torch.cat(module.margins), torch.cat(module.predicted)
                 save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
@@ -221,11 +227,13 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         watched = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
         callbacks.append(EarlyStopping(watched, mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
+    devices, nodes = processes(devices)
     return lightning.Trainer(
         max_epochs=recipe.epochs,
         accelerator="auto",
         devices=devices,
-        strategy="ddp" if devices > 1 else "auto",
+        num_nodes=nodes,
+        strategy="ddp" if devices * nodes > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
         logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,

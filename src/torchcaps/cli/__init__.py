@@ -31,7 +31,7 @@ def main() -> None:
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
     warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for a missing glyph
-    first_process = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    first_process = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
     fabric = "lightning.fabric.utilities"
     names = (

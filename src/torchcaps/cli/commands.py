@@ -1,6 +1,5 @@
 """The command line; commands that only look at trained networks are in `look`, those of datasets in `data`."""
 
-import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -79,6 +78,7 @@ def train(
 ) -> None:
     """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
     from torchcaps.data import load_splits
+    from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate
     from torchcaps.fine_tuning import load_matching
     from torchcaps.loggers import check_logger
@@ -97,7 +97,7 @@ def train(
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
     check_logger(logger)
-    if _first_process() and not dry_run:
+    if first_process() and not dry_run:
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
@@ -114,7 +114,7 @@ def train(
             **chosen.data_options,
         )
         channels, height, width = splits.train.image_shape
-        if _first_process():
+        if first_process():
             print(
                 f"{chosen.name}: {len(splits.train)} training, {len(splits.validation)} validation, "
                 f"{len(splits.test)} test images of {channels}×{height}×{width}, "
@@ -135,7 +135,7 @@ def train(
         raise Interrupted(
             "nothing was written" if dry_run else f"run the same command with --resume to continue in {folder}"
         ) from None
-    if _first_process():
+    if first_process():
         classes = metrics.pop("classes")
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
         print_table(("result", chosen.name), rows, title=str(folder))
@@ -265,7 +265,7 @@ app.command()(experiment)
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train or memory.")],
+    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train, devices or memory.")],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
         str, typer.Option(help="warm: keep freed memory, as `train` does; plain: use the system default.")
@@ -273,8 +273,12 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
-    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps."""
+    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps.
+
+    `devices` measures strong scaling: a training step of one process beside the same step of two processes.
+    """
     from torchcaps.benchmarks import write_csv
+    from torchcaps.benchmarks.devices import bench_devices
     from torchcaps.benchmarks.memory import bench_memory, draw_growth
     from torchcaps.benchmarks.routing import bench_routing
     from torchcaps.benchmarks.rules import rule_problems
@@ -284,6 +288,7 @@ def bench(
         "routing": lambda: bench_routing(repeats),
         "rules": lambda: bench_routing(repeats, problems=rule_problems()),
         "train": lambda: bench_training(repeats),
+        "devices": lambda: bench_devices(repeats),
         "memory": bench_memory,
     }
     for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
@@ -322,7 +327,3 @@ def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
     rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
     print_table(("class", "test images", "precision %", "recall %"), rows, title)
-
-
-def _first_process() -> bool:
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
