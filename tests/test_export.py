@@ -1,8 +1,11 @@
 """Classifiers as files for other programs: the same scores for any batch, from stored pixels."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from test_models import SMALL
 from torchcaps import MODELS, ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
 from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
 from torchcaps.kernels import _cpu
+from torchcaps.routing.variational_bayes import written_digamma
 
+PAGE = Path(__file__).parents[1] / "docs/export.md"
 FAST = ("pooled-cnn",)
 pytestmark = pytest.mark.usefixtures("untyped")
 STANDARDISED = Preparation(standardise="last", crop=18, test_crops=2)
@@ -68,6 +73,23 @@ def test_a_file_gives_the_scores_of_every_rule(rule, format, tmp_path):
 def test_a_file_gives_the_scores_of_matrix_capsules_with_every_rule(rule, format, tmp_path):
     routing = Routing("em", iterations=2) if rule == "em" else rule
     check(classifier_of("matrix-capsnet", routing=routing), tmp_path / f"model.{format}")
+
+
+def test_the_digamma_function_of_onnx_files_is_that_of_torch():
+    x = torch.cat([torch.linspace(1, 20, 2000), torch.logspace(1, 6, 100)]).double()
+    torch.testing.assert_close(written_digamma(x), x.digamma(), rtol=1e-9, atol=1e-9)
+
+
+def test_an_operator_that_onnx_lacks_is_refused(tmp_path):
+    class Lacking(torch.nn.Module):
+        def forward(self, images):
+            return images.lgamma()
+
+    classifier = classifier_of("pooled-cnn", preparation=Preparation())
+    classifier.model.trunk = torch.nn.Sequential(Lacking(), classifier.model.trunk)
+    with pytest.raises(BadInput, match=r"torch.onnx cannot export this network \(.*lgamma.*use the format pt2"):
+        export_classifier(classifier, tmp_path / "model.onnx")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -140,12 +162,39 @@ def test_the_command_writes_the_file_and_says_how_it_compares(format, command, f
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_path):
+    if not (shutil.which("cmake") and shutil.which("g++")):
+        pytest.skip("needs cmake and g++")
+    classifier = classifier_of("capsnet", (1, 28, 28), Preparation(), decoder=False)
+    classifier.model.class_capsules.transform.data *= 60  # scores well above 0
+    found = export_classifier(classifier, tmp_path / "model.pt2", "aoti")
+    assert (found.runtime, found.same_classes) == ("AOTInductor", 6)
+    package = torch._inductor.aoti_load_package(tmp_path / "model.pt2")
+    for batch in (1, 2, 7):
+        images = torch.randint(0, 256, (batch, 1, 28, 28), dtype=torch.uint8)
+        torch.testing.assert_close(package(images), classifier.predict(images).scores, rtol=0, atol=1e-4)
+    for kind, name in (("cpp", "classify.cpp"), ("cmake", "CMakeLists.txt")):
+        (block,) = re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        (tmp_path / name).write_text(block)
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for words in (["cmake", "-B", "build", prefix, "."], ["cmake", "--build", "build"], ["./build/classify"]):
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    names, *scores = done.stdout.splitlines()
+    assert json.loads(names) == ["a", "b", "ß"]
+    right = classifier.predict(torch.zeros(1, 1, 28, 28, dtype=torch.uint8)).scores[0]
+    torch.testing.assert_close(torch.tensor([float(score) for score in scores]), right, rtol=0, atol=1e-4)
+    assert right.max() > 0.1
+
+
 def test_what_the_command_refuses(refused, tmp_path):
     weights = classifier_of("pooled-cnn")
     weights.save_pretrained(tmp_path)
     export = ("export", tmp_path, "--out")
     assert "unknown format 'pt'; did you mean 'pt2'?" in refused(*export, tmp_path / "x.onnx", "--format", "pt")
     assert "ends in .onnx for the format onnx" in refused(*export, tmp_path / "x.pt2")
+    assert "ends in .pt2 for the format aoti" in refused(*export, tmp_path / "x.aoti", "--format", "aoti")
     assert "does not exist" in refused(*export, tmp_path / "none" / "x.onnx")
     assert "no such folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
 

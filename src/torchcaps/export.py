@@ -1,4 +1,4 @@
-"""Export of a classifier to ONNX or torch.export: one file that maps stored pixels to scores."""
+"""Export of a classifier to ONNX, torch.export or AOTInductor: one file that maps stored pixels to scores."""
 
 import copy
 import io
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -22,7 +23,7 @@ from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.models.pretrained import model_name
 
-Format = Literal["onnx", "pt2"]
+Format = Literal["onnx", "pt2", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
 EXTRA_FILE = "torchcaps.json"
 """Name of the extra file in a .pt2 file that holds class names, image shape and the model's name."""
@@ -36,7 +37,8 @@ class Export(NamedTuple):
     """What `export_classifier` wrote, and how the file compares with the classifier.
 
     Arguments:
-        runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference`` or ``torch.export``.
+        runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference``, ``torch.export`` or
+            ``AOTInductor``.
         images: number of random images.
         largest_difference: largest absolute difference of two scores.
         same_classes: number of images whose class with the highest score is the same.
@@ -68,18 +70,20 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
     The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
     ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
     classifier does. The file also holds the entries ``class_names`` and ``image_shape``, as JSON lists, and ``model``:
-    in the metadata of an ONNX file, and in the extra file ``torchcaps.json`` of a .pt2 file. The file is written only
-    if the scores agree.
+    in the metadata of an ONNX file or an AOTInductor package, and in the extra file ``torchcaps.json`` of a program of
+    `torch.export`. The file is written only if the scores agree.
 
     Arguments:
         classifier: the classifier; it is not changed.
         file: file to write.
         format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
-            a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it.
+            a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it. ``aoti``
+            is a package of `AOTInductor`, compiled for this processor with the reference implementation, which C++
+            programs load with libtorch alone; compiling takes a minute and needs a C++ compiler.
 
     Raises:
-        BadInput: the extra for ONNX is not installed, the file cannot be written, or a score of the exported network
-            differs by more than 0.001 (for scores above 1, by more than 0.001 of the largest score).
+        BadInput: the extra for ONNX or a C++ compiler is not installed, the file cannot be written, or a score of the
+            exported network differs by more than 0.001 (for scores above 1, by more than 0.001 of the largest score).
         ValueError: ``format`` is unknown.
 
     Example:
@@ -104,8 +108,9 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
     shape = classifier.image_shape
     with _quiet(), torch.no_grad():
         network = _PixelsToScores(model, classifier.preparation)
-        content = (_onnx if format == "onnx" else _pt2)(network, _random(SEVERAL, shape), facts)
-        runtime, run = (_onnx_runner if format == "onnx" else _pt2_runner)(content)
+        write, load = {"onnx": (_onnx, _onnx_runner), "pt2": (_pt2, _pt2_runner), "aoti": (_aoti, _aoti_runner)}[format]
+        content = write(network, _random(SEVERAL, shape), facts)
+        runtime, run = load(content)
         given = [_random(1, shape), _random(SEVERAL, shape)]
         found = torch.cat([run(images) for images in given])
     right = classifier.predict(torch.cat(given)).scores
@@ -140,30 +145,58 @@ def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]
     return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
 
 
-def _onnx(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+def _unfused(network: nn.Module) -> nn.Module:
+    """Make every rule use the reference implementation."""
     for module in network.modules():
         if hasattr(module, "backend"):
             module.backend = "reference"  # type: ignore[assignment]
-    program = torch.onnx.export(
-        network,
-        (images,),
-        input_names=["images"],
-        output_names=["scores"],
-        dynamo=True,
-        dynamic_shapes={"images": {0: "N"}},
-        verbose=False,
-    )
+    return network
+
+
+def _onnx(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+    try:
+        program = torch.onnx.export(
+            _unfused(network),
+            (images,),
+            input_names=["images"],
+            output_names=["scores"],
+            dynamo=True,
+            dynamic_shapes={"images": {0: "N"}},
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise BadInput(f"torch.onnx cannot export this network ({reason}): use the format pt2") from error
     assert program is not None
     program.model.metadata_props.update(facts)
     return program.model_proto.SerializeToString()
 
 
-def _pt2(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+def _traced(network: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("N", min=1)
-    program = torch.export.export(network, (images,), dynamic_shapes={"images": {0: batch}})
+    return torch.export.export(network, (images,), dynamic_shapes={"images": {0: batch}})
+
+
+def _pt2(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+    program = _traced(network, images)
     stream = io.BytesIO()
     torch.export.save(program, stream, extra_files={EXTRA_FILE: json.dumps(facts)})
     return stream.getvalue()
+
+
+def _aoti(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
+    from torch._inductor import aoti_compile_and_package, cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise BadInput("export to AOTInductor needs a C++ compiler: install g++, or set CXX") from error
+    program = _traced(_unfused(network), images)
+    with TemporaryDirectory() as folder:
+        settings = {"aot_inductor.metadata": facts}
+        package = aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=settings)
+        return Path(package).read_bytes()
 
 
 Run = Callable[[Tensor], Float[Tensor, "N K"]]
@@ -184,6 +217,15 @@ def _onnx_runner(content: bytes) -> tuple[str, Run]:
 
     evaluator = ReferenceEvaluator(onnx.load_from_string(content))
     return "onnx.reference", run
+
+
+def _aoti_runner(content: bytes) -> tuple[str, Run]:
+    from torch._inductor import aoti_load_package
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "model.pt2")
+        file.write_bytes(content)
+        return "AOTInductor", aoti_load_package(str(file))
 
 
 def _pt2_runner(content: bytes) -> tuple[str, Run]:

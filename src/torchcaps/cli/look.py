@@ -46,7 +46,9 @@ def report(
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
     out: Annotated[Path, typer.Option(help="File to write, a .onnx or .pt2 file.")],
-    format: Annotated[str, typer.Option(help="onnx, or pt2 (torch.export, with the fused operators).")] = "onnx",
+    format: Annotated[
+        str, typer.Option(help="onnx; pt2: torch.export, with the fused operators; aoti: compiled.")
+    ] = "onnx",
 ) -> None:
     """Write a classifier to one file for other programs: from pixels to scores, with the preparation inside."""
     from torchcaps.classifier import Classifier
@@ -54,8 +56,9 @@ def export(
 
     if format not in FORMATS:
         raise BadInput(f"unknown format {format!r}{nearest(format, FORMATS)}")
-    if out.suffix.lower() != f".{format}":
-        raise BadInput(f"--out must be a file name that ends in .{format} for the format {format}; got {out}")
+    ending = ".onnx" if format == "onnx" else ".pt2"
+    if out.suffix.lower() != ending:
+        raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")
     if not out.parent.is_dir():
         raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
     found = export_classifier(Classifier.from_pretrained(run), out, format)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
+from torchcaps.kernels import in_onnx_export
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
@@ -88,9 +89,9 @@ class VariationalBayesRouting(Rule):
             counted, freedom = 1 + found.mass, numbers + 1 + found.mass
             centre = mass / (1 + mass) * found.mean
             scale = 1 + mass * variance + centre * found.mean
-            log_part = counted.digamma() - counted.sum(dim=2, keepdim=True).digamma()
+            log_part = digamma(counted) - digamma(counted.sum(dim=2, keepdim=True))
             steps = torch.arange(numbers, dtype=mass.dtype, device=mass.device)
-            log_precision = ((freedom[..., None] - steps) / 2).digamma().sum(dim=3)
+            log_precision = digamma((freedom[..., None] - steps) / 2).sum(dim=3)
             log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
             agreement = Agreement(
                 constant=log_part + (log_precision - numbers / counted) / 2,
@@ -106,6 +107,20 @@ class VariationalBayesRouting(Rule):
     def saved_options(self) -> dict[str, Any]:
         """Constructor arguments, as saved with a network; β and the BatchNorm statistics are in the state dict."""
         return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
+
+
+def digamma(x: Tensor) -> Tensor:
+    """Compute the digamma function for numbers of at least 1. ONNX has no such operator."""
+    return written_digamma(x) if in_onnx_export() else x.digamma()
+
+
+def written_digamma(x: Tensor) -> Tensor:
+    """Compute ``ψ(x) = ψ(x + 6) - Σ 1 / (x + k)``, k = 0 … 5, with the asymptotic series of ``ψ(x + 6)``."""
+    above = x + 6
+    inverse = 1 / above.square()
+    series = inverse * (1 / 12 - inverse * (1 / 120 - inverse * (1 / 252 - inverse / 240)))
+    steps = torch.stack([1 / (x + k) for k in range(6)]).sum(dim=0)
+    return above.log() - 0.5 / above - series - steps
 
 
 def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
