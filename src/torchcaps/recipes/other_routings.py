@@ -59,8 +59,8 @@ def self_routing_capsnet_fashion_mnist() -> Recipe:
     """Self-routing capsules on Fashion-MNIST with shifts and flips.
 
     The network has twice the channels and half the capsule types of the network for CIFAR-10. The optimiser is Adam,
-    because SGD learns more slowly here, and images are not standardised. For a network of 1.8 MB, use ``--set
-    model.width=16 --set model.types=12``.
+    because SGD learns more slowly here, and images are not standardised. Only 2 % of the training images are held out,
+    and the last epoch is kept. For a network of 1.8 MB, use ``--set model.width=16 --set model.types=12``.
     """
     return replace(
         self_routing_capsnet_cifar10(),
@@ -72,7 +72,9 @@ def self_routing_capsnet_fashion_mnist() -> Recipe:
         optimizer="adam",
         learning_rate=3e-3,
         weight_decay=1e-5,
-        epochs=24,
+        epochs=40,
+        validation_fraction=0.02,
+        choose="last",
     )
 
 
