@@ -145,7 +145,7 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
     shutil.copytree(photos, tmp_path / "again" / "test")
     for cache in ("memory", "none"):
         _, _, error = call("evaluate", folder, "--data", tmp_path / "again", "--cache", cache)
-        assert re.search("of these 24 images, .* has seen 17 train and 2 validation images", error)
+        assert re.search("of these 24 images, .* has seen 18 train and 2 validation images", error)
 
 
 def test_images_that_cannot_be_compared_with_the_training_are_said(command, photos, tmp_path):
@@ -181,4 +181,6 @@ def test_a_killed_worker_process_is_said_in_one_line(photos, tmp_path):
             time.sleep(0.05)
         _, error = process.communicate()
     assert process.returncode == 2
-    assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume\n", error)
+    # PyTorch can print more before it, if the worker is killed at the moment when the training ends it.
+    last = error.splitlines()[-1]
+    assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume", last)

@@ -204,7 +204,11 @@ def test_evaluating_on_images_of_the_training_is_said(call, images, finished, tm
     assert code == 0, error
     assert re.search(r"warning: of these 80 images, .* has seen 58 train and 6 validation images", error)
     everything = load_file(finished[0] / "image-digests.safetensors")
-    assert {name: len(digests) for name, digests in everything.items()} == {"train": 58, "validation": 6, "test": 16}
+    counts = {"train": 58, "validation": 6, "test": 16}
+    assert {name: len(digests) for name, digests in everything.items()} == {
+        **counts,
+        **{f"{name} files": count for name, count in counts.items()},
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
