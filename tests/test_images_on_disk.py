@@ -167,6 +167,7 @@ def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, w
     assert re.match(rf"error: {bad}: cannot be read as an image \(.*\); replace or remove it", done.stderr)
 
 
+@pytest.mark.slow  # it depends on the moment at which PyTorch notices that a process has ended
 def test_a_killed_worker_process_is_said_in_one_line(photos, tmp_path):
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(photos), "--out", str(tmp_path / "run"), *SMALL_CAPSNET]
     words += ["--cache", "none", "--workers", "1", "--epochs", "500", "--batch-size", "2"]
