@@ -77,11 +77,11 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
     assert (code, out) == (0, f"predictions for 3 images: {table}\n"), error
     with table.open(newline="") as stream:
         header, *rows = csv.reader(stream)
-    assert header == ["path", "class", "left", "right"]
+    assert header == ["file", "predicted_class", "score left", "score right"]
     paths = [folder / "deep" / "a, b.png", folder / "z.PNG", images / "left" / "001.png"]
     answer = Classifier.from_pretrained(finished[0]).predict(paths)
     for row, path, name, scores in zip(rows, paths, answer.class_names, answer.scores.tolist(), strict=True):
-        assert row == [str(path), name, *(f"{score:.6f}" for score in scores)]
+        assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
 
 
 def test_a_table_is_written_whole_or_not_at_all(refused, finished, images, tmp_path):

@@ -143,7 +143,7 @@ def test_a_network_that_an_export_changes_is_refused_and_not_written(tmp_path):
     with pytest.raises(BadInput, match=r"model.pt2 was not written: the scores .* differ by up to 0\.\d+"):
         export_classifier(classifier, file, "pt2")
     assert not [*tmp_path.iterdir()]
-    assert LARGEST_DIFFERENCE == 1e-3  # export.md and the docstring say so
+    assert LARGEST_DIFFERENCE == 1e-2  # export.md and the docstring say so
 
 
 @pytest.mark.parametrize("format", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchcaps.data import Images, ImagesOnDisk, Preparation, Splits, Variation
-from torchcaps.environment import available_cores
+from torchcaps.environment import available_cores, release_free_memory
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe, batch_starts
 
@@ -60,6 +60,8 @@ class Batches(DataLoader):
         super().__init__(batches, sampler=parts, batch_size=None, num_workers=min(workers, len(parts)))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.num_workers:
+            release_free_memory()  # otherwise, each worker process keeps a copy of it
         for batch in super().__iter__():
             if isinstance(batch, BadInput):
                 raise batch

@@ -1,6 +1,5 @@
 """Estimate the memory and the time of a training from a few real steps."""
 
-import ctypes
 import json
 import shlex
 import statistics
@@ -22,6 +21,7 @@ from torch import nn
 
 from torchcaps.batches import ImageBatches
 from torchcaps.data import DATASETS, Splits
+from torchcaps.environment import release_free_memory
 from torchcaps.errors import DataWarning
 from torchcaps.recipe import batch_starts
 from torchcaps.training_module import TrainingModule
@@ -237,11 +237,11 @@ def _start_memory(kind: str) -> int:
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
+    release_free_memory()
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # so that memory that is only kept for later counts as free
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
-    except (OSError, AttributeError):
+    except OSError:
         return _peak_memory(kind)
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtyping import Float, Int64
@@ -64,13 +65,34 @@ def write_scores(path: Path, images: Images, scores: Float[Tensor, "N K"]) -> No
     Raises:
         BadInput: the file cannot be written.
     """
-    names, files = images.class_names, None if images.files is None else images.files.names
+    names, files = images.class_names, [""] * len(images) if images.files is None else images.files.names
+    known = [(index, files[index], names[label]) for index, label in enumerate(images.labels.tolist())]
+    write_predictions(path, ("index", "file", "true_class"), known, names, scores)
+
+
+def write_predictions(
+    path: Path,
+    columns: Sequence[str],
+    known: Sequence[Sequence[object]],
+    class_names: Sequence[str],
+    scores: Float[Tensor, "N K"],
+) -> None:
+    """Write a CSV file with one row per image: what is known of it, its predicted class, and the score of each class.
+
+    Arguments:
+        path: file to write.
+        columns: names of the known properties, such as ``["file"]``.
+        known: for each of the N images, the values of these properties.
+        class_names: names of the K classes.
+        scores: ``[N, K]``.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
     text = io.StringIO(newline="")
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["index", "file", "true_class", "predicted_class", *(f"score {name}" for name in names)])
-    rows = zip(images.labels.tolist(), scores.argmax(dim=1).tolist(), scores.tolist(), strict=True)
-    for index, (label, predicted, values) in enumerate(rows):
-        file = "" if files is None else files[index]
-        table.writerow([index, file, names[label], names[predicted], *(f"{value:.6g}" for value in values)])
+    table.writerow([*columns, "predicted_class", *(f"score {name}" for name in class_names)])
+    for facts, best, values in zip(known, scores.argmax(dim=1).tolist(), scores.tolist(), strict=True):
+        table.writerow([*facts, class_names[best], *(f"{value:.6g}" for value in values)])
     with atomically(path) as stream:
         stream.write(text.getvalue().encode("utf-8", "surrogateescape"))

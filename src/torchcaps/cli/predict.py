@@ -1,8 +1,5 @@
 """The command `torchcaps predict`."""
 
-import csv
-import io
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +14,7 @@ def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders; images are resized as in training.")],
     table: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE", help="Write path, class and the score of every class to FILE instead."),
+        typer.Option("--csv", metavar="FILE", help="Write file, class and the score of every class to FILE instead."),
     ] = None,
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.
@@ -25,10 +22,12 @@ def predict(
     Folders are searched for images, including their subfolders. A network for stereo pairs gets the same image in both
     channels.
     """
+    import torch
     from rich.console import Console
     from rich.progress import track
 
     from torchcaps.classifier import Classifier
+    from torchcaps.scores import write_predictions
 
     if table is not None and not table.parent.is_dir():
         raise BadInput(f"--csv is {table}: the folder {table.parent} does not exist")
@@ -40,11 +39,8 @@ def predict(
     shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)
     answers = [classifier.predict(path) for path in shown]
     if table is not None:
-        rows = [
-            (path, answer.class_names[0], *(f"{score:.6f}" for score in answer.scores[0].tolist()))
-            for path, answer in zip(paths, answers, strict=True)
-        ]
-        _write(table, ("path", "class", *classifier.class_names), rows)
+        scores = torch.cat([answer.scores for answer in answers])
+        write_predictions(table, ["file"], [[path] for path in paths], classifier.class_names, scores)
         print(f"predictions for {len(paths):,} images: {table}")
         return
     lines = []
@@ -77,13 +73,3 @@ def images_in(path: Path) -> list[Path]:
     if not found:
         raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")
     return found
-
-
-def _write(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    from torchcaps.data.files import atomically
-
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([columns, *rows])
-    with atomically(path) as stream:
-        stream.write(text.getvalue().encode("utf-8", errors="surrogateescape"))
