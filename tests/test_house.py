@@ -18,6 +18,7 @@ FLOORS = {
     "options": 0,
     "checks": 0,
     "capsules": 0,
+    "process_memory": 0,
     "routing_map": 0,
     "kernels": 0,
     "routing": 1,

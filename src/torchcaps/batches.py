@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from torchcaps.data import Images, ImagesOnDisk, Preparation, Splits, Variation
-from torchcaps.environment import available_cores, release_free_memory
+from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput
+from torchcaps.process_memory import release_free_memory
 from torchcaps.recipe import Recipe, batch_starts
 
 
@@ -93,16 +94,21 @@ class SplitBatches(lightning.LightningDataModule):
         self.recipe = recipe
         self.workers = workers
 
-    def train_dataloader(self) -> DataLoader:
-        recipe, images, trainer = self.recipe, self.splits.train, self.trainer
-        assert trainer is not None
-        epoch, devices = trainer.current_epoch, trainer.world_size
-        order = np.random.default_rng([recipe.seed, epoch, 1]).permutation(len(images))
-        order = order[: len(images) - len(images) % devices][trainer.global_rank :: devices]
+    def epoch(self, number: int) -> tuple[ImageBatches, np.ndarray]:
+        """Return the augmented training images of an epoch, counted from 0, and their order."""
+        recipe, images = self.recipe, self.splits.train
         preparation = recipe.preparation()
-        variation = preparation.variation(recipe.seed, epoch, len(images))
-        batches = ImageBatches(images, preparation, variation)
-        return Batches(batches, order, recipe.batch_size // devices, self.workers)
+        variation = preparation.variation(recipe.seed, number, len(images))
+        order = np.random.default_rng([recipe.seed, number, 1]).permutation(len(images))
+        return ImageBatches(images, preparation, variation), order
+
+    def train_dataloader(self) -> DataLoader:
+        trainer = self.trainer
+        assert trainer is not None
+        devices = trainer.world_size
+        batches, order = self.epoch(trainer.current_epoch)
+        order = order[: len(order) - len(order) % devices][trainer.global_rank :: devices]
+        return Batches(batches, order, self.recipe.batch_size // devices, self.workers)
 
     def val_dataloader(self) -> DataLoader:
         return self._share(self.splits.validation, replace(self.recipe, test_crops=1))

@@ -72,11 +72,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     end = content.rfind(SEAL)
-    body, checksum = (
-        memoryview(content)[: max(0, end)],
-        content[end + len(SEAL) :],
-    )  # a view, because copies can be large
-    if end < 0 or hashlib.sha256(body).hexdigest().encode() != checksum:
+    body = memoryview(content)[: max(0, end)]  # a view, because copies can be large
+    if end < 0 or hashlib.sha256(body).hexdigest().encode() != content[end + len(SEAL) :]:
         raise BadInput(
             f"{path} is damaged or not a checkpoint of torchcaps (wrong checksum): "
             "restore it from a copy, or train again in another folder with --out"

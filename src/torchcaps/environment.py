@@ -1,11 +1,9 @@
 """The versions, the commit and the hardware that are saved with every result; the number of cores."""
 
-import ctypes
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -50,13 +48,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def release_free_memory() -> None:
-    """Return memory that is free within the process to the operating system, if the C library can do this (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
-    if trim is not None:
-        trim(0)
 
 
 def available_cores() -> int:

@@ -13,17 +13,16 @@ from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from torchcaps.batches import ImageBatches
+from torchcaps.batches import ImageBatches, SplitBatches
 from torchcaps.data import DATASETS, Splits
-from torchcaps.environment import release_free_memory
 from torchcaps.errors import DataWarning
-from torchcaps.recipe import batch_starts
+from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
+from torchcaps.recipe import Recipe, batch_starts
 from torchcaps.training_module import TrainingModule
 
 MOST_STEPS = 6
@@ -136,18 +135,18 @@ def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devic
     Warns:
         DataWarning: CapsNet is too large for the images.
     """
-    many = sum(one.numel() for one in module.model.parameters()) > MOST_PARAMETERS
-    if many:
-        _warn_of_large_images(module, splits, "")
+    parameters = sum(one.numel() for one in module.model.parameters())
+    if parameters > MOST_PARAMETERS:
+        _warn_of_large_images(module.recipe, splits, parameters, "")
     found = estimate(module, splits, epochs, devices=devices, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
-    if not many and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
-        _warn_of_large_images(module, splits, f" and takes {duration(found.seconds)}")
+    if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
+        _warn_of_large_images(module.recipe, splits, parameters, f" and takes {duration(found.seconds)}")
 
 
-def _warn_of_large_images(module: TrainingModule, splits: Splits, time_taken: str) -> None:
+def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_taken: str) -> None:
     """Warn that CapsNet is too large for the images, and name a network that is not."""
-    recipe, (_, height, width) = module.recipe, splits.train.image_shape
+    _, height, width = splits.train.image_shape
     if recipe.model != "capsnet":
         return
     words = ["torchcaps", "train", "matrix-capsnet-images", "--data", recipe.data]
@@ -155,7 +154,7 @@ def _warn_of_large_images(module: TrainingModule, splits: Splits, time_taken: st
         words += ["--set", f"data.{name}={json.dumps(value, separators=(',', ':'))}"]
     stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
     warnings.warn(
-        f"CapsNet has {sum(one.numel() for one in module.model.parameters()):,} parameters on images of "
+        f"CapsNet has {parameters:,} parameters on images of "
         f"{height}×{width}{time_taken}, because every position has its own transforms; positions share them in "
         f"`{shlex.join(words)}`; or use {stem}a smaller data.image_size",
         DataWarning,
@@ -170,11 +169,8 @@ class _Steps:
         self.module, self.kind, recipe = module, kind, module.recipe
         self.optimizer: torch.optim.Optimizer = module.configure_optimizers()["optimizer"]
         self.size = max(1, recipe.batch_size // devices)
-        preparation = recipe.preparation()
-        variation = preparation.variation(recipe.seed, 0, len(splits.train))
-        self.batches = ImageBatches(splits.train, preparation, variation)
-        self.validation = ImageBatches(splits.validation, preparation)
-        self.order = np.random.default_rng([recipe.seed, 0, 1]).permutation(len(splits.train))
+        self.batches, self.order = SplitBatches(splits, recipe).epoch(0)
+        self.validation = ImageBatches(splits.validation, recipe.preparation())
         self.next = self.peak = 0
 
     def train(self) -> float:
@@ -239,8 +235,7 @@ def _start_memory(kind: str) -> int:
         return torch.cuda.memory_allocated()
     release_free_memory()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
+        return start_peak()
     except OSError:
         return _peak_memory(kind)
 
@@ -249,17 +244,12 @@ def _peak_memory(kind: str) -> int:
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     try:
-        return _status("VmHWM")
+        return peak_memory()
     except OSError:
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Benchmarks of speed and memory. Alternatives are timed in the same run and compared by their median times."""
 
 import csv
-import ctypes
 import gc
 import io
 import statistics
@@ -16,6 +15,7 @@ import torch
 from torchcaps.data.files import atomically
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
+from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 
 __all__ = ["compare", "peak_bytes", "progress", "write_csv"]
 
@@ -80,12 +80,12 @@ def peak_bytes(work: Way) -> int:
     """
     gc.collect()
     try:
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
+        if not release_free_memory():
+            raise OSError("no malloc_trim")
+        before = start_peak()
         work()
-        return _status("VmHWM") - before
-    except (OSError, AttributeError) as error:
+        return peak_memory() - before
+    except OSError as error:
         raise BadInput(
             f"peak memory is read from /proc, which is not available here ({error}): run this on Linux"
         ) from error
@@ -103,10 +103,3 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomically(path) as stream:
         stream.write(text.getvalue().encode())
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")

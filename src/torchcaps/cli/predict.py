@@ -60,15 +60,14 @@ def images_in(path: Path) -> list[Path]:
         BadInput: the folder contains no images.
     """
     from torchcaps.data.image_file import FORMATS
+    from torchcaps.data.image_folder import is_image
 
     if not path.is_dir():
         return [path]
     found = sorted(
         file
         for file in path.rglob("*")
-        if file.suffix.lower() in FORMATS
-        and file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        if is_image(file) and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
     if not found:
         raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")

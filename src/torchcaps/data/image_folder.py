@@ -2,18 +2,18 @@
 
 import os
 import unicodedata
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torchcaps.data.image_file import FORMATS
 from torchcaps.data.image_files import Paths, shown
-from torchcaps.data.image_list import ImageList, read_list
+from torchcaps.data.image_list import ImageList, train_and_test
 from torchcaps.data.images import Images
-from torchcaps.errors import BadInput, DataWarning
+from torchcaps.errors import BadInput
 
 VALIDATION = ("val", "valid", "validation")
 """Accepted names of the folder of validation images, which lies next to train/ and test/."""
@@ -64,11 +64,8 @@ def load_image_folder(
         >>> train, test = load_image_folder(Path("photos"), image_size=32)  # doctest: +SKIP
     """
     images = list_folder(root, validation=False)
-    splits = images.split(test_fraction, seed, None)
-    read, remarks = read_list(images, splits, image_size=image_size, channels=channels, progress=progress)
-    for remark in remarks:
-        warnings.warn(remark, DataWarning, stacklevel=2)
-    return read.train, read.test
+    options: dict[str, Any] = {"image_size": image_size, "channels": channels, "progress": progress}
+    return train_and_test(images, test_fraction, seed, **options)
 
 
 def list_folder(root: Path, validation: bool = True) -> ImageList:
@@ -119,14 +116,14 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
 
 def _tree(root: Path, skipped: list[Path]) -> Tree:
     tree: Tree = {}
-    skipped += sorted(path for path in root.iterdir() if _is_image(path))
+    skipped += sorted(path for path in root.iterdir() if is_image(path))
     for folder in _folders(root):
         try:
             folder.name.encode()
         except UnicodeEncodeError as error:
             raise BadInput(f"{shown(folder)}: the name of this class is not UTF-8; rename the folder") from error
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        tree[folder.name] = [path for path in paths if _is_image(path)]
+        tree[folder.name] = [path for path in paths if is_image(path)]
         for path in set(paths).difference(tree[folder.name]):
             if _holds_images(path) if path.is_dir() else path.name.lower() not in CLUTTER:
                 skipped.append(path)
@@ -152,14 +149,15 @@ def _folders(root: Path) -> list[Path]:
     return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
-def _is_image(path: Path) -> bool:
+def is_image(path: Path) -> bool:
+    """Return whether a path is a file with the extension of a known format, and is not hidden."""
     return path.suffix.lower() in FORMATS and not path.name.startswith(".") and path.is_file()
 
 
 def _holds_images(root: Path) -> bool:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(_is_image(Path(folder, name)) for name in names):
+        if any(is_image(Path(folder, name)) for name in names):
             return True
     return False
 
@@ -168,7 +166,7 @@ def _remarks_on_folders(
     root: Path, skipped: Sequence[Path], ignored: Sequence[Path], class_names: Sequence[str]
 ) -> Iterator[str]:
     """Yield warning texts about skipped files and folders, and about class names that look the same."""
-    folders, loose = [path for path in skipped if path.is_dir()], [path for path in skipped if _is_image(path)]
+    folders, loose = [path for path in skipped if path.is_dir()], [path for path in skipped if is_image(path)]
     others = len(skipped) - len(folders) - len(loose)
     parts = []
     if others:

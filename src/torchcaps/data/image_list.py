@@ -2,11 +2,11 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from torch import Tensor
 from torchcaps.data.image_file import Facts, decode, header, height_and_width
 from torchcaps.data.image_files import ImageFiles, Source
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, DataWarning, printable
+from torchcaps.process_memory import free_memory
 
 Cache = Literal["auto", "memory", "none"]
 
@@ -139,19 +140,19 @@ def read_list(
     return Splits(*parts), [*remarks, *_remarks_on_files(images, facts, size)]
 
 
-def free_memory() -> int | None:
-    """Return the memory in bytes that this process can still use; None if it is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
-        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
+def train_and_test(images: ImageList, test_fraction: float, seed: int, **options: Any) -> tuple[Images, Images]:
+    """Read the training and test images of a list into memory, and issue the warnings.
+
+    Arguments:
+        images: the list; its validation split is not returned.
+        test_fraction, seed: as for `ImageList.split`.
+        options: as for `read_list`.
+    """
+    train, _, test = images.split(test_fraction, seed, None)
+    read, remarks = read_list(images, [train, torch.arange(0), test], **options)
+    for remark in remarks:
+        warnings.warn(remark, DataWarning, stacklevel=3)
+    return read.train, read.test
 
 
 def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:

@@ -1,7 +1,6 @@
 """Read your own images from a table: a CSV file of paths and labels, Parquet files, or a Hugging Face dataset."""
 
 import csv
-import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 
 from torchcaps.data.image_file import file_bytes
 from torchcaps.data.image_files import Paths
-from torchcaps.data.image_list import ImageList, read_list
+from torchcaps.data.image_list import ImageList, train_and_test
 from torchcaps.data.images import Images
-from torchcaps.errors import BadInput, DataWarning, printable
+from torchcaps.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,12 +78,8 @@ def load_image_table(
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
     images = list_table(str(source), image_column, label_column)
-    splits = images.split(test_fraction, seed, None)
-    splits[1] = torch.arange(0)
-    read, remarks = read_list(images, splits, image_size=image_size, channels=channels, progress=progress)
-    for remark in remarks:
-        warnings.warn(remark, DataWarning, stacklevel=2)
-    return read.train, read.test
+    options: dict[str, Any] = {"image_size": image_size, "channels": channels, "progress": progress}
+    return train_and_test(images, test_fraction, seed, **options)
 
 
 def list_table(name: str, image_column: str | None = None, label_column: str | None = None) -> ImageList:

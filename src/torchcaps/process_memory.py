@@ -1,0 +1,58 @@
+"""The memory of this process: what is free for it, what it uses, and its peak."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+
+def free_memory() -> int | None:
+    """Return the memory in bytes that this process can still use; None if it is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def release_free_memory() -> bool:
+    """Return memory that is free within the process to the operating system.
+
+    Returns:
+        Whether the C library can do this; glibc can.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    if trim is not None:
+        trim(0)
+    return trim is not None
+
+
+def start_peak() -> int:
+    """Forget the peak memory of the process so far, and return the memory in bytes that it uses now.
+
+    Raises:
+        OSError: ``/proc`` is not available.
+    """
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_memory() -> int:
+    """Return the peak memory of the process in bytes, since `start_peak` or since its start.
+
+    Raises:
+        OSError: ``/proc`` is not available.
+    """
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"no {name} in /proc/self/status")
