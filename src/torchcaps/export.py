@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from torchcaps.checks import check_choice
 from torchcaps.classifier import Classifier
-from torchcaps.data import Preparation
+from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.models.pretrained import model_name
@@ -30,7 +32,10 @@ EXTRA_FILE = "torchcaps.json"
 LARGEST_DIFFERENCE = 1e-2
 """Largest accepted difference between the scores of the exported network and those of the classifier. For logits above
 1, it is relative to the largest logit."""
+Run = Callable[[Tensor], Float[Tensor, "N K"]]
 SEVERAL = 5
+BATCH = 100
+"""Number of images in each batch of the comparison on given images."""
 
 
 class Export(NamedTuple):
@@ -39,15 +44,20 @@ class Export(NamedTuple):
     Arguments:
         runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference``, ``torch.export`` or
             ``AOTInductor``.
-        images: number of random images.
+        images: number of compared images: of the given ones, or else of random ones.
         largest_difference: largest absolute difference of two scores.
         same_classes: number of images whose class with the highest score is the same.
+        images_per_second: speed of the exported network on the given images, in batches of 100: median over the
+            batches. None without images, or with fewer than 300.
+        classifier_images_per_second: speed of the classifier on the same batches.
     """
 
     runtime: str
     images: int
     largest_difference: float
     same_classes: int
+    images_per_second: float | None = None
+    classifier_images_per_second: float | None = None
 
 
 class _PixelsToScores(nn.Module):
@@ -64,8 +74,10 @@ class _PixelsToScores(nn.Module):
         return scores.unflatten(0, (views.shape[0], -1)).mean(dim=0)
 
 
-def export_classifier(classifier: Classifier, file: str | Path, format: Format = "onnx") -> Export:
-    """Write a classifier to one file, and compare the file with the classifier on random images.
+def export_classifier(
+    classifier: Classifier, file: str | Path, format: Format = "onnx", images: Images | None = None
+) -> Export:
+    """Write a classifier to one file, and compare the file with the classifier on random or given images.
 
     The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
     ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
@@ -80,6 +92,8 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
             a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it. ``aoti``
             is a package of `AOTInductor`, compiled for this processor with the reference implementation, which C++
             programs load with libtorch alone; compiling takes a minute and needs a C++ compiler.
+        images: images with the classifier's ``image_shape``, such as a validation split, on which scores and speed are
+            compared as well.
 
     Raises:
         BadInput: the extra for ONNX or a C++ compiler is not installed, the file cannot be written, or a score of the
@@ -97,6 +111,8 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
     check_choice("format", format, FORMATS)
     if format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
+    if images is not None and images.image_shape != tuple(classifier.image_shape):
+        raise BadInput(f"images has the image shape {images.image_shape}: give images of {classifier.image_shape}")
     model = copy.deepcopy(classifier.model).cpu().eval()
     if hasattr(model, "decoder"):
         model.decoder = None  # type: ignore[assignment]
@@ -106,24 +122,51 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
         "model": model_name(type(model)),
     }
     shape = classifier.image_shape
+    own = _PixelsToScores(model, classifier.preparation)
     with _quiet(), torch.no_grad():
-        network = _PixelsToScores(model, classifier.preparation)
         write, load = {"onnx": (_onnx, _onnx_runner), "pt2": (_pt2, _pt2_runner), "aoti": (_aoti, _aoti_runner)}[format]
-        content = write(network, _random(SEVERAL, shape), facts)
+        content = write(copy.deepcopy(own), _random(SEVERAL, shape), facts)
         runtime, run = load(content)
         given = [_random(1, shape), _random(SEVERAL, shape)]
-        found = torch.cat([run(images) for images in given])
-    right = classifier.predict(torch.cat(given)).scores
-    difference = (found - right).abs().max().item()
-    if not difference <= LARGEST_DIFFERENCE * max(1.0, right.abs().max().item()):
-        raise BadInput(
-            f"{file} was not written: the scores of the exported network differ by up to {difference:.2g} from those "
-            f"of the classifier; {'use the other format, or ' if format == 'onnx' else ''}report this as a bug"
-        )
+        found = torch.cat([run(pixels) for pixels in given])
+        result = _compared(runtime, found, classifier.predict(torch.cat(given)).scores, file)
+        if images is not None:
+            result = _compared_on(images, runtime, run, own, file)
     with atomically(Path(file)) as stream:
         stream.write(content)
+    return result
+
+
+def _compared(runtime: str, found: Tensor, right: Tensor, file: str | Path) -> Export:
+    """Compare the scores of an exported network with the scores of the classifier, and refuse large differences."""
+    difference = (found - right).abs().max().item()
+    if not difference <= LARGEST_DIFFERENCE * max(1.0, right.abs().max().item()):
+        other = "use the other format, or " if runtime.startswith("onnx") else ""
+        raise BadInput(
+            f"{file} was not written: the scores of the exported network differ by up to {difference:.2g} from those "
+            f"of the classifier; {other}report this as a bug"
+        )
     same = int((found.argmax(dim=1) == right.argmax(dim=1)).sum())
     return Export(runtime, len(right), difference, same)
+
+
+def _compared_on(images: Images, runtime: str, run: Run, own: Run, file: str | Path) -> Export:
+    """Compare scores and speed on images."""
+    (right, own_speed), (found, speed) = _scores_and_speed(own, images), _scores_and_speed(run, images)
+    result = _compared(runtime, found, right, file)
+    return result._replace(images_per_second=speed, classifier_images_per_second=own_speed)
+
+
+def _scores_and_speed(run: Run, images: Images) -> tuple[Float[Tensor, "N K"], float | None]:
+    """Return the scores of all images, and images per second in the batches after the first."""
+    scores, seconds = [], []
+    for indices in torch.arange(len(images)).split(BATCH):
+        pixels = images.batch(indices)
+        begin = perf_counter()
+        scores.append(run(pixels))
+        seconds.append(perf_counter() - begin)
+    full = seconds[1 : len(images) // BATCH]
+    return torch.cat(scores), BATCH / median(full) if len(full) > 1 else None
 
 
 @contextmanager
@@ -197,9 +240,6 @@ def _aoti(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
         settings = {"aot_inductor.metadata": facts}
         package = aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=settings)
         return Path(package).read_bytes()
-
-
-Run = Callable[[Tensor], Float[Tensor, "N K"]]
 
 
 def _onnx_runner(content: bytes) -> tuple[str, Run]:

@@ -17,6 +17,7 @@ from torchcaps.cli.common import (
     print_version,
     run_folder,
     setting,
+    splits_for,
     writable,
 )
 from torchcaps.cli.experiment import experiment
@@ -167,7 +168,6 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
-    from torchcaps.data import DATASETS, load_splits
     from torchcaps.run_folder import read_run, seen_in_training
     from torchcaps.scores import write_scores
     from torchcaps.training import MeanScores
@@ -185,25 +185,7 @@ def evaluate(
                 raise BadInput(f"{folder} has another {name} than {run}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     name = data or recipe.data
-    channels, height, width = classifier.image_shape
-    options = dict(recipe.data_options)
-    if name in DATASETS:
-        options = {key: value for key, value in options.items() if key in DATASETS[name].options}
-    else:
-        options = options if name == recipe.data else {}
-        options |= {"image_size": (height, width), "channels": channels}
-    held_out = {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
-    test = load_splits(name, data_dir, **held_out, cache=cache, **options).test  # type: ignore[arg-type]
-    if test.class_names != tuple(classifier.class_names):
-        raise BadInput(
-            f"{name} has the classes {', '.join(test.class_names)}, but {run} was trained on "
-            f"{', '.join(classifier.class_names)}; give --data with the same classes"
-        )
-    if test.image_shape != classifier.image_shape:
-        raise BadInput(
-            f"{name} has images of shape {test.image_shape}, but {run} was trained on {classifier.image_shape}; give "
-            "--data with images of the same shape"
-        )
+    test = splits_for(classifier, recipe, name, data_dir, cache).test
     seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from torchcaps.errors import BadInput, printable
+
+if TYPE_CHECKING:
+    from torchcaps.classifier import Classifier
+    from torchcaps.data import Splits
+    from torchcaps.recipe import Recipe
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
 Cache = Annotated[
@@ -81,3 +86,38 @@ def writable(folder: Path, option: str = "--out") -> None:
         ) from error
     if not existed:
         folder.rmdir()
+
+
+def splits_for(
+    classifier: "Classifier", recipe: "Recipe | None", name: str, data_dir: Path, cache: str = "auto"
+) -> "Splits":
+    """Load a dataset, or a folder or a table of images, in the image shape of a classifier, and check its classes.
+
+    With a recipe, the splits are those of its training if `name` is the data of the recipe.
+    """
+    from torchcaps.data import DATASETS, load_splits
+
+    channels, height, width = classifier.image_shape
+    options: dict[str, Any] = {"size": height, "stereo": channels == 2} if recipe is None else dict(recipe.data_options)
+    if name in DATASETS:
+        options = {key: value for key, value in options.items() if key in DATASETS[name].options}
+    else:
+        options = options if recipe is not None and name == recipe.data else {}
+        options |= {"image_size": (height, width), "channels": channels}
+    if recipe is not None:
+        options |= {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
+        if name == recipe.data:
+            options["validation_attribute"] = recipe.validation_attribute
+    splits = load_splits(name, data_dir, cache=cache, **options)  # type: ignore[arg-type]
+    found = splits.train
+    if found.class_names != tuple(classifier.class_names):
+        raise BadInput(
+            f"{name} has the classes {', '.join(found.class_names)}, but the network was trained on "
+            f"{', '.join(classifier.class_names)}; give --data with the same classes"
+        )
+    if found.image_shape != classifier.image_shape:
+        raise BadInput(
+            f"{name} has images of shape {found.image_shape}, but the network was trained on {classifier.image_shape}; "
+            "give --data with images of the same shape"
+        )
+    return splits

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from torchcaps.cli.common import DataDir, keep_heap_warm, splits_for
 from torchcaps.errors import BadInput, nearest
 
 
@@ -49,10 +50,15 @@ def export(
     format: Annotated[
         str, typer.Option(help="onnx; pt2: torch.export, with the fused operators; aoti: compiled.")
     ] = "onnx",
+    data: Annotated[
+        str | None, typer.Option(help="Also compare the file on the validation images of a dataset, folder or table.")
+    ] = None,
+    data_dir: DataDir = Path("data"),
 ) -> None:
     """Write a classifier to one file for other programs: from pixels to scores, with the preparation inside."""
     from torchcaps.classifier import Classifier
-    from torchcaps.export import FORMATS, export_classifier
+    from torchcaps.export import BATCH, FORMATS, export_classifier
+    from torchcaps.run_folder import read_run
 
     if format not in FORMATS:
         raise BadInput(f"unknown format {format!r}{nearest(format, FORMATS)}")
@@ -61,12 +67,22 @@ def export(
         raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")
     if not out.parent.is_dir():
         raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
-    found = export_classifier(Classifier.from_pretrained(run), out, format)  # type: ignore[arg-type]
+    keep_heap_warm()
+    classifier = Classifier.from_pretrained(run)
+    images = None
+    if data is not None:
+        recipe = read_run(run).recipe if (run / "recipe.json").exists() else None
+        images = splits_for(classifier, recipe, data, data_dir).validation
+    found = export_classifier(classifier, out, format, images)  # type: ignore[arg-type]
     print(f"{out}: {out.stat().st_size / 2**20:.2f} MiB")
+    kind = "random" if images is None else "validation"
     print(
-        f"{found.runtime}, {found.images} random images: the scores differ by at most {found.largest_difference:.2g}; "
-        f"{found.same_classes} of {found.images} have the same class"
+        f"{found.runtime}, {found.images:,} {kind} images: the scores differ by at most "
+        f"{found.largest_difference:.2g}; {found.same_classes:,} of {found.images:,} have the same class"
     )
+    if found.images_per_second is not None:
+        speed, own = found.images_per_second, found.classifier_images_per_second
+        print(f"images/s in batches of {BATCH}: {speed:,.0f} in {found.runtime}, {own:,.0f} in torchcaps")
 
 
 def explore(
