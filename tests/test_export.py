@@ -12,6 +12,7 @@ import torch
 
 from test_models import SMALL
 from torchcaps import MODELS, ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
+from torchcaps.data import Images
 from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
 from torchcaps.kernels import _cpu
 from torchcaps.routing.variational_bayes import written_digamma
@@ -162,6 +163,32 @@ def test_the_command_writes_the_file_and_says_how_it_compares(format, command, f
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
 
 
+def test_the_command_compares_on_validation_images(command, finished, images, tmp_path):
+    """From a run folder the validation images are those of the run; from published weights, any dataset will do."""
+    pytest.importorskip("onnxruntime")
+    folder, _ = finished
+    done = command("export", folder, "--out", tmp_path / "model.onnx", "--data", images)
+    count = json.loads((folder / "metrics.json").read_text())["validation_images"]
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"onnxruntime, {count} validation images: " in done.stdout
+    assert f"{count} of {count} have the same class" in done.stdout
+    assert "images/s" not in done.stdout  # too few images
+
+
+def test_scores_and_speed_are_compared_on_given_images(tmp_path):
+    classifier = classifier_of("pooled-cnn")
+    pixels = torch.randint(0, 256, (401, 1, 20, 22), dtype=torch.uint8)
+    images = Images(pixels, torch.zeros(401, dtype=torch.int64), classifier.class_names)
+    found = export_classifier(classifier, tmp_path / "model.pt2", "pt2", images)
+    assert found.images == 401 >= found.same_classes > 390
+    assert found.largest_difference < 1e-4
+    assert found.images_per_second > 0 < found.classifier_images_per_second
+    few = export_classifier(classifier, tmp_path / "model.pt2", "pt2", images.subset([0, 1]))
+    assert (few.images, few.images_per_second) == (2, None)
+    with pytest.raises(BadInput, match=r"images has the image shape \(1, 20, 20\): give images of \(1, 20, 22\)"):
+        export_classifier(classifier, tmp_path / "x.pt2", "pt2", Images(pixels[..., :20], images.labels, ("a",)))
+
+
 @pytest.mark.slow
 def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_path):
     if not (shutil.which("cmake") and shutil.which("g++")):
@@ -197,6 +224,10 @@ def test_what_the_command_refuses(refused, tmp_path):
     assert "ends in .pt2 for the format aoti" in refused(*export, tmp_path / "x.aoti", "--format", "aoti")
     assert "does not exist" in refused(*export, tmp_path / "none" / "x.onnx")
     assert "no such folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
+    onnx = (*export, tmp_path / "x.onnx", "--data", "mnist-5k")
+    assert "mnist-5k has the classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, but the network was trained on a, b, ß" in refused(
+        *onnx
+    )
 
 
 @pytest.mark.parametrize(
