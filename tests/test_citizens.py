@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
+from test_models import NETWORKS
 from torchcaps import (
-    MODELS,
     ROUTINGS,
     CapsNet,
     Capsules,
@@ -42,6 +42,7 @@ SMALL = {
     "attention-capsnet": {"channels": 8, "types": 4},
     "generative-capsnet": {"channels": 8, "parts": 4, "padding": 1},
     "residual-capsnet": {"widths": (4, 8), "types": 2},
+    "timm-capsnet": {"backbone": "test_resnet", "types": 2},
 }
 WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -82,7 +83,7 @@ def moved_to_meta_and_back(name, weights):
 
 
 @pytest.mark.parametrize("way", [made_on_meta_and_assigned, made_on_meta_and_emptied, moved_to_meta_and_back])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_that_was_on_the_meta_device_gives_the_same_bits(name, way):
     model, batch = small(name), images()
     again = way(name, model.state_dict()).eval()
@@ -90,14 +91,15 @@ def test_a_model_that_was_on_the_meta_device_gives_the_same_bits(name, way):
     assert same(again(batch), model(batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_is_copied_and_pickled(name):
     model, batch = small(name), images()
     model(batch)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert same(again(batch), model(batch))
     of_norms = {"running_mean", "running_var", "num_batches_tracked"}
-    assert {path.rpartition(".")[2] for path, _ in model.named_buffers()} <= of_norms
+    of_images = {"mean", "std"} if name == "timm-capsnet" else set()
+    assert {path.rpartition(".")[2] for path, _ in model.named_buffers()} <= of_norms | of_images
 
 
 def test_shared_capsules_make_their_map_once():
@@ -112,7 +114,7 @@ def test_shared_capsules_make_their_map_once():
     assert layer._map.child_sites == 10
 
 
-OTHERS = [name for name in MODELS if name != "capsnet"]
+OTHERS = [name for name in NETWORKS if name != "capsnet"]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def varied(name):
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_is_converted_to_channels_last(name):
     model, batch = varied(name), images()
     right = model(batch).scores
@@ -173,7 +175,7 @@ def test_a_model_is_converted_to_channels_last(name):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_in_double_precision_rounds_nowhere_to_single(name):
     """Its derivative in a random direction is that of differences, to more digits than single precision has."""
     model, batch = varied(name).double(), images().double()
@@ -192,7 +194,7 @@ def test_a_model_in_double_precision_rounds_nowhere_to_single(name):
     torch.testing.assert_close(change, differences, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_trains_in_autocast(name):
     model, batch = varied(name), images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -203,7 +205,7 @@ def test_a_model_trains_in_autocast(name):
     assert all(torch.isfinite(weights.grad).all() for weights in model.parameters() if weights.grad is not None)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_models_in_half_precision_are_finite(name, dtype):
     model = small(name)
@@ -291,7 +293,7 @@ def has_fused(program):
 
 @built
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
     model = small(name)
     program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
@@ -311,7 +313,7 @@ def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
 @pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # of torch.onnx itself
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_onnx_runtime_gives_the_same_scores_for_any_batch(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

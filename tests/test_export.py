@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_models import SMALL
-from torchcaps import MODELS, ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
+from test_models import NETWORKS, SMALL
+from torchcaps import ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
 from torchcaps.data import Images
 from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
 from torchcaps.kernels import _cpu
@@ -56,7 +56,7 @@ def check(classifier, file):
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
-@pytest.mark.parametrize("name", slow_unless(FAST, MODELS))
+@pytest.mark.parametrize("name", slow_unless(FAST, NETWORKS))
 def test_a_file_gives_the_scores_of_every_model(name, format, tmp_path):
     check(classifier_of(name), tmp_path / f"model.{format}")
 

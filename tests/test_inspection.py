@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
+from test_models import NETWORKS
 from test_models import SMALL as SMALL_OF_ALL
-from torchcaps import MODELS, Classifier, Inspection, Preparation, Routing, create_model, inspect, inspection
+from torchcaps import Classifier, Inspection, Preparation, Routing, create_model, inspect, inspection
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
 from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
@@ -114,7 +115,7 @@ def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
         inspection._in_the_image(below, [inspection.FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_every_capsule_network_can_be_inspected(name):
     size = 48 if name == "generative-capsnet" else 32
     model = create_model(name, image_shape=(2, size, size), num_classes=3, **SMALL_OF_ALL.get(name, {})).eval()

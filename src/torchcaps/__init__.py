@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PooledCNN,
         ResidualCapsNet,
         SelfRoutingCapsNet,
+        TimmCapsNet,
         create_model,
     )
     from torchcaps.routing import (
@@ -63,7 +64,7 @@ _MODULES = {
     "models": (
         *("MODELS", "BaselineCNN", "CapsNet", "EfficientCapsNet", "MatrixBaselineCNN", "MatrixCapsNet"),
         *("AttentionCapsNet", "GenerativeCapsNet", "PooledCNN", "PooledCapsNet", "SelfRoutingCapsNet"),
-        *("CapsuleHead", "ResidualCapsNet", "create_model"),
+        *("CapsuleHead", "ResidualCapsNet", "TimmCapsNet", "create_model"),
     ),
     "routing": (
         *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Moments", "Rule"),
@@ -118,6 +119,7 @@ __all__ = [
     "SelfRouting",
     "SelfRoutingCapsNet",
     "SharedCaps",
+    "TimmCapsNet",
     "UniformRouting",
     "VariationalBayesRouting",
     "Votes",

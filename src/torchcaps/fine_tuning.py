@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
-from torchcaps.models import Pretrained, create_model, routing_of
+from torchcaps.models import Pretrained, TimmCapsNet, create_model, routing_of
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
 from torchcaps.recipe import Recipe
 
@@ -26,13 +26,16 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
 
     Arguments:
         model: network of the recipe; its weights are changed.
-        recipe: recipe whose ``pretrained`` names a folder with weights, or a repository on the Hugging Face Hub.
+        recipe: recipe whose ``pretrained`` names a folder with weights, or a repository on the Hugging Face Hub; for a
+            `TimmCapsNet` also a source of `TimmCapsNet.load_backbone`.
         class_names: class names of the new model.
 
     Raises:
         BadInput: the folder cannot be read, contains another kind of network, or has no tensor that fits.
     """
     source = recipe.pretrained
+    if isinstance(model, TimmCapsNet) and (source == "timm" or source.endswith(".safetensors")):
+        return model.load_backbone(source)
     folder = local_folder(source)
     saved = read_config(folder)
     if saved.model != recipe.model:

@@ -70,7 +70,12 @@ def train(
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
     pretrained: Annotated[
-        str | None, typer.Option("--from", metavar="FOLDER", help="Weights to start from: run folder or weights/NAME.")
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="Weights to start from: run folder or weights/NAME; see timm-capsnet-images.",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
     settings: Annotated[

@@ -18,6 +18,7 @@ from torchcaps.models.pooled import PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.models.residual import ResidualCapsNet
 from torchcaps.models.self_routing import SelfRoutingCapsNet
+from torchcaps.models.timm_backbone import TimmCapsNet
 from torchcaps.options import check_options, kinds_of
 from torchcaps.routing import Routing
 
@@ -33,6 +34,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "attention-capsnet": AttentionCapsNet,
     "generative-capsnet": GenerativeCapsNet,
     "residual-capsnet": ResidualCapsNet,
+    "timm-capsnet": TimmCapsNet,
 }
 
 
@@ -136,6 +138,7 @@ __all__ = [
     "Pretrained",
     "ResidualCapsNet",
     "SelfRoutingCapsNet",
+    "TimmCapsNet",
     "built",
     "create_model",
     "routing_of",

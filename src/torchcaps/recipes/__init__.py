@@ -38,6 +38,7 @@ from torchcaps.recipes.own_images import (
     cnn_images,
     matrix_capsnet_images,
     residual_capsnet_images,
+    timm_capsnet_images,
 )
 from torchcaps.recipes.vector_capsules import (
     capsnet_fashion_mnist,
@@ -65,6 +66,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "matrix-capsnet-images": matrix_capsnet_images,
     "cnn-images": cnn_images,
     "residual-capsnet-images": residual_capsnet_images,
+    "timm-capsnet-images": timm_capsnet_images,
     "capsnet-fashion-mnist": capsnet_fashion_mnist,
     "efficient-capsnet-mnist": efficient_capsnet_mnist,
     "efficient-capsnet-fashion-mnist": efficient_capsnet_fashion_mnist,

@@ -74,3 +74,14 @@ def residual_capsnet_images() -> Recipe:
         model_options={},
         routing_options={},
     )
+
+
+def timm_capsnet_images() -> Recipe:
+    """Capsules on a network of timm, on your own images; give their folder with ``--data``.
+
+    ``--set model.backbone=NAME`` chooses the network of timm. ``--from timm`` starts from its published weights, and
+    ``--from FILE.safetensors`` from weights on disk; without it the initial weights are random. With ``--set
+    model.freeze_backbone=true``, only the capsules are trained. The other settings are those of
+    `residual_capsnet_images`.
+    """
+    return replace(residual_capsnet_images(), name="timm-capsnet-images", model="timm-capsnet")

@@ -1,0 +1,193 @@
+"""A network of timm with a capsule head."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from torchcaps.capsules import Prediction
+from torchcaps.errors import BadInput
+from torchcaps.models.head import CapsuleHead
+from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.pretrained import Pretrained
+from torchcaps.routing import Routing
+
+
+class TimmCapsNet(nn.Module, Pretrained):
+    """Capsules on the feature maps of any network of timm (Wightman 2019), trained or frozen.
+
+    The input is images with pixels in [0, 1]; the network subtracts the mean and divides by the standard deviation with
+    which timm trained the backbone. Needs ``pip install 'torchcaps[timm]'``. The initial weights are random; see
+    `load_backbone` for trained ones.
+
+    Arguments:
+        image_shape: (channels, height, width). timm adapts the first convolution to the number of channels.
+        num_classes: number of classes.
+        backbone: name of a network of timm, such as ``resnet18`` or ``convnext_tiny.fb_in22k``.
+        stride: image pixels per position of the feature map, along each side. The last feature map with this stride is
+            used.
+        freeze_backbone: train only the capsules. The backbone keeps its weights and its BatchNorm statistics.
+        types: number of capsule types of the primary capsules.
+        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
+            options); see `CapsuleHead`.
+
+    Raises:
+        BadInput: timm is not installed or does not know the backbone; the backbone has no feature map with this stride
+            or does not accept images of this size; ``image_shape`` is not (channels, height, width); or the routing or
+            one of its options is unknown.
+        ValueError: the rule does not fit the class capsules.
+
+    Example:
+        >>> network = TimmCapsNet((3, 64, 64), num_classes=5, backbone="resnet18")  # doctest: +SKIP
+        >>> network.load_backbone("timm")  # doctest: +SKIP
+        'the backbone has the weights of timm/resnet18.a1_in1k'
+    """
+
+    backbone: Any
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        image_shape: Sequence[int] = (3, 64, 64),
+        num_classes: int = 10,
+        backbone: str = "resnet18",
+        stride: int = 16,
+        freeze_backbone: bool = False,
+        types: int = 16,
+        routing: nn.Module | Routing | str = "attention",
+    ) -> None:
+        super().__init__()
+        channels, height, width = check_image_shape("TimmCapsNet", image_shape, smallest=1)
+        # On the CPU also under torch.device("meta"): timm computes constants of some networks from tensors.
+        with torch.device("cpu"):
+            self._recreate = _features_of(backbone, stride, (channels, height, width))
+            self.backbone = _created(backbone, self._recreate)
+            self.backbone.requires_grad_(not freeze_backbone)
+            config = self.backbone.default_cfg
+            for name in ("mean", "std"):
+                value = torch.tensor(config[name])
+                value = value if len(value) == channels else value.mean().expand(channels)
+                self.register_buffer(name, value[:, None, None].clone())
+            self._channels_last = str(getattr(self.backbone, "output_fmt", "NCHW")).endswith("NHWC")
+            features_shape = self._shape_of_features((channels, height, width))
+        self.freeze_backbone = freeze_backbone
+        self.head = CapsuleHead(features_shape, num_classes, types, routing=routing)
+
+    def train(self, mode: bool = True) -> "TimmCapsNet":
+        """Set training or evaluation mode. A frozen backbone stays in evaluation mode."""
+        super().train(mode)
+        if self.freeze_backbone:
+            self.backbone.eval()
+        return self
+
+    def load_backbone(self, source: str) -> str:
+        """Load trained weights into the backbone, and return a sentence that names them.
+
+        Arguments:
+            source: ``timm`` for the weights that timm publishes for the backbone on the Hugging Face Hub, or the path
+                of a .safetensors file with the weights of the whole timm network.
+
+        Raises:
+            BadInput: timm publishes no weights for the backbone, the Hub cannot be reached, or the file cannot be read
+                or belongs to another network.
+        """
+        name = self.options["backbone"]
+        described, file = (source, Path(source)) if source != "timm" else _download(name)
+        if not file.is_file() or file.suffix != ".safetensors":
+            raise BadInput(f"{file} is not a .safetensors file: give one with the weights of {name}, or timm")
+        overlay = {"file": str(file), "hf_hub_id": None, "url": ""}
+        options = {**self._recreate, "pretrained": True, "pretrained_cfg_overlay": overlay}
+        whole = {key: value for key, value in options.items() if key not in ("features_only", "out_indices")}
+        _created(name, whole, str(file))  # timm checks the names of all weights only here
+        self.backbone.load_state_dict(_created(name, options, str(file)).state_dict())
+        return f"the backbone has the weights of {described}"
+
+    def forward(
+        self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
+    ) -> Prediction:
+        """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        return self.head(self._features(images))
+
+    def _features(self, images: Tensor) -> Tensor:
+        (features,) = self.backbone((images - self.mean) / self.std)
+        return features.permute(0, 3, 1, 2) if self._channels_last else features
+
+    def _shape_of_features(self, image_shape: tuple[int, int, int]) -> tuple[int, ...]:
+        self.backbone.eval()
+        try:
+            with torch.no_grad():
+                shape = self._features(torch.zeros(1, *image_shape)).shape[1:]
+        except (AssertionError, RuntimeError, ValueError) as error:
+            *_, height, width = self.backbone.default_cfg["input_size"]
+            raise BadInput(
+                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): timm "
+                f"trained it on {height}×{width}, such as data.image_size={height}"
+            ) from error
+        self.backbone.train()
+        return tuple(shape)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _timm() -> Any:
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another version of torch
+        raise BadInput(
+            f"timm cannot be imported ({_line(error)}): pip install 'torchcaps[timm]', with a torchvision that fits "
+            f"torch {torch.__version__}"
+        ) from error
+    return timm
+
+
+def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the arguments of `timm.create_model` for the feature map with a stride."""
+    timm = _timm()
+    name = backbone.partition(".")[0]
+    if not timm.is_model(name):
+        similar = ", ".join(difflib.get_close_matches(name, timm.list_models())) or "none; see timm.list_models()"
+        raise BadInput(f"timm has no network {backbone!r}; similar names: {similar}")
+    try:
+        config = timm.get_pretrained_cfg(backbone)
+    except RuntimeError as error:
+        known = ", ".join(timm.list_pretrained(f"{name}.*")) or "none"
+        raise BadInput(f"timm publishes no weights {backbone}: use {name}, or one of {known}") from error
+    options: dict[str, Any] = {"in_chans": image_shape[0]}
+    if config is not None and config.fixed_input_size:
+        options["img_size"] = image_shape[1:]
+    found = getattr(_created(backbone, options), "feature_info", None)
+    strides = [level["reduction"] for level in found or []]
+    if stride not in strides:
+        known = ", ".join(map(str, sorted(set(strides)))) or "none"
+        raise BadInput(f"backbone {backbone} has no feature map with stride {stride}; its strides: {known}")
+    last = max(index for index, other in enumerate(strides) if other == stride)
+    return {**options, "features_only": True, "out_indices": (last,)}
+
+
+def _created(backbone: str, options: dict[str, Any], source: str = "") -> nn.Module:
+    try:
+        return _timm().create_model(backbone, **options)
+    except (AssertionError, RuntimeError, ValueError, TypeError, LookupError, OSError, SafetensorError) as error:
+        what = f"{source} has no weights for {backbone}" if source else f"timm cannot create {backbone} with {options}"
+        raise BadInput(f"{what} ({_line(error)})") from error
+
+
+def _download(backbone: str) -> tuple[str, Path]:
+    """Download the weights that timm publishes, as a .safetensors file."""
+    from huggingface_hub import hf_hub_download
+
+    config = _timm().get_pretrained_cfg(backbone)
+    if config is None or not config.hf_hub_id:
+        raise BadInput(f"timm publishes no weights for {backbone}: give a .safetensors file, or leave out --from")
+    try:
+        return config.hf_hub_id, Path(hf_hub_download(config.hf_hub_id, "model.safetensors"))
+    except Exception as error:  # the client of the Hub raises its own errors and those of three HTTP libraries
+        raise BadInput(f"{config.hf_hub_id} cannot be downloaded from the Hub ({_line(error)})") from error

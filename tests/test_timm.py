@@ -1,0 +1,117 @@
+"""Networks of timm with a capsule head. Without timm, only the message is tested."""
+
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+
+from test_models import HAS_TIMM
+from torchcaps import BadInput, Classifier, TimmCapsNet
+from torchcaps.losses import activation_logit_cross_entropy
+
+needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm cannot be imported")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    """A file with the weights of a whole network of timm, and the network."""
+    import timm
+
+    network = timm.create_model("test_resnet")
+    safetensors.torch.save_file(network.state_dict(), tmp_path / "timm.safetensors")
+    return tmp_path / "timm.safetensors", network
+
+
+def test_without_timm_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(BadInput, match=r"timm cannot be imported .*pip install 'torchcaps\[timm\]'"):
+        TimmCapsNet()
+
+
+@needs_timm
+def test_the_features_are_those_of_timm(weights):
+    """Normalised pixels, and the feature map with the stride 8, computed by the network of timm itself."""
+    file, network = weights
+    model = TimmCapsNet((3, 64, 48), 4, backbone="test_resnet", stride=8).eval()
+    assert model.load_backbone(str(file)) == f"the backbone has the weights of {file}"
+    images = torch.rand(2, 3, 64, 48)
+    maps = network.eval().forward_intermediates((images - 0.5) / 0.5, intermediates_only=True)
+    (features,) = [one for one in maps if one.shape[-2:] == (8, 6)]
+    assert model.head.features_shape == tuple(features.shape[1:])
+    torch.testing.assert_close(model(images).scores, model.head(features).scores)
+
+
+@needs_timm
+def test_feature_maps_with_the_channels_last_are_permuted():
+    model = TimmCapsNet((1, 64, 64), 2, backbone="swin_tiny_patch4_window7_224").eval()
+    assert model.head.features_shape == (384, 4, 4)
+    assert model(torch.rand(1, 1, 64, 64)).scores.shape == (1, 2)
+
+
+@needs_timm
+def test_a_frozen_backbone_does_not_change():
+    model = TimmCapsNet((3, 32, 32), 3, backbone="test_resnet", freeze_backbone=True).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    for _ in range(2):
+        activation_logit_cross_entropy(model(torch.rand(3, 3, 32, 32)).scores, torch.arange(3)).backward()
+        optimizer.step()
+    changed = {
+        name.partition(".")[0] for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    }
+    assert changed == {"head"}
+
+
+@needs_timm
+def test_what_is_refused(weights, tmp_path):
+    def refuse(says, **options):
+        with pytest.raises(BadInput, match=says):
+            TimmCapsNet(**{"image_shape": (3, 64, 64), "backbone": "test_resnet", **options})
+
+    refuse("timm has no network 'resnet1x'; similar names: resnet18", backbone="resnet1x")
+    refuse(
+        "timm publishes no weights test_resnet.x: use test_resnet, or one of test_resnet.r160_in1k",
+        backbone="test_resnet.x",
+    )
+    refuse("test_resnet has no feature map with stride 7; its strides: 2, 4, 8, 16, 32", stride=7)
+    model = TimmCapsNet((3, 64, 64), backbone="test_resnet")
+    before = model.state_dict()["backbone.conv1.0.weight"].clone()
+    other = tmp_path / "other.safetensors"
+    safetensors.torch.save_file({"x": torch.zeros(2)}, other)
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(weights[0].read_bytes()[:1000])
+    for file, says in (
+        (other, "other.safetensors has no weights for test_resnet"),
+        (damaged, "damaged.safetensors has no weights for test_resnet"),
+        (tmp_path / "none.safetensors", "is not a .safetensors file"),
+        (tmp_path / "weights.pth", "is not a .safetensors file"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            model.load_backbone(str(file))
+    assert torch.equal(model.state_dict()["backbone.conv1.0.weight"], before)
+
+
+@needs_timm
+def test_the_command_trains_from_weights_on_disk(command, images, weights, tmp_path):
+    file, network = weights
+    small = (
+        "--set",
+        "model.backbone=test_resnet",
+        "--set",
+        "data.image_size=[40,48]",
+        "--epochs",
+        1,
+        "--out",
+        tmp_path / "run",
+    )
+    frozen = ("--from", file, "--set", "model.freeze_backbone=true")
+    done = command("train", "timm-capsnet-images", "--data", images, *small, *frozen)
+    assert done.returncode == 0, done.stderr
+    assert f"the backbone has the weights of {file}" in done.stdout
+    trained = Classifier.from_pretrained(tmp_path / "run").model
+    theirs = network.state_dict()
+    own = {name.replace("backbone.", ""): value for name, value in trained.state_dict().items()}
+    shared = own.keys() & theirs.keys()
+    assert len(shared) > 20
+    assert all(torch.equal(own[name], theirs[name]) for name in shared)
