@@ -48,6 +48,9 @@ def check(classifier, file):
     found = export_classifier(classifier, file, file.suffix[1:])
     assert found.largest_difference < 1e-4
     assert found.same_classes == found.images == 6
+    if file.suffix == ".onnx":  # onnxruntime's ScatterND adds to one element in several threads at once
+        nodes = pytest.importorskip("onnx").load(file).graph.node
+        assert not [node.name for node in nodes if node.op_type == "ScatterND" and node.attribute]
     for batch in (1, 2, 7):
         images = torch.randint(0, 256, (batch, *classifier.image_shape), dtype=torch.uint8)
         right = classifier.predict(images).scores

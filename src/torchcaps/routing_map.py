@@ -345,7 +345,7 @@ class RoutingMap:
         if self.parent_sites == 1:
             return values.sum(dim=2, keepdim=True)
         per_parent = values.new_zeros(*values.shape[:2], self.parent_sites, *values.shape[3:])
-        return per_parent.index_add(2, self.edges_on(values.device)[:, 1], values)
+        return added_at(per_parent, 2, self.edges_on(values.device)[:, 1], values)
 
     def at_edges(self, values: Float[Tensor, "B J P *rest"]) -> Float[Tensor, "B J E *rest"]:
         """Copy the value of each parent site to its incoming edges."""
@@ -359,3 +359,17 @@ class RoutingMap:
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
         parent = self.edges_on(values.device)[:, 1]
         return per_parent.scatter_reduce(2, parent.expand_as(per_edge), per_edge, "amax")
+
+
+def added_at(sums: Tensor, dim: int, index: Int64[Tensor, " E"], values: Tensor) -> Tensor:
+    """Return ``sums.index_add(dim, index, values)``.
+
+    In an export to ONNX, ``scatter_add`` is used instead: onnxruntime computes the operator for ``index_add``,
+    ScatterND, in several threads, which overwrite each other's sums
+    (https://github.com/microsoft/onnxruntime/issues/18048).
+    """
+    if not in_onnx_export():
+        return sums.index_add(dim, index, values)
+    shape = [1] * values.ndim
+    shape[dim] = -1
+    return sums.scatter_add(dim, index.view(shape).expand_as(values), values)

@@ -11,6 +11,7 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_iterations, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Votes
+from torchcaps.routing_map import added_at
 
 
 class GenerativeRouting(Rule):
@@ -99,7 +100,7 @@ class GenerativeRouting(Rule):
         factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
         factors[..., 0, 0] = 1
         # This factor cancels the uniform couplings of the first pass, so mass · mean is Σ a_i β_ignore.
-        reached = factors.new_zeros(len(factors)).index_add(0, child, factors.new_ones(len(child)))
+        reached = added_at(factors.new_zeros(len(factors)), 0, child, factors.new_ones(len(child)))
         competing = reached if self.competition == "parents" else torch.ones_like(reached)
         factors[..., -1, 1] = transform.shape[2] * competing[:, None]
         betas = functional.pad(betas, (transform.shape[4], 0))

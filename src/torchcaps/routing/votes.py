@@ -14,7 +14,7 @@ from torchcaps.kernels.gaussian import gaussian, written_out
 from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Agreement, Competition, Moments
 from torchcaps.routing.written_votes import WrittenVotes
-from torchcaps.routing_map import RoutingMap
+from torchcaps.routing_map import RoutingMap, added_at
 
 __all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
@@ -171,7 +171,8 @@ class Votes:
             of_sites = self._pose.new_full(self._pose.shape[:2], self._pose.shape[2], dtype=dtype)
         else:
             of_sites = self._activation.to(dtype).sum(dim=2)
-        return of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites).index_add(1, parent, of_sites[:, child])
+        sums = of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites)
+        return added_at(sums, 1, parent, of_sites[:, child])
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.
