@@ -155,8 +155,8 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
     warnings.warn(
         f"CapsNet has {parameters:,} parameters on images of "
-        f"{height}×{width}{time_taken}, because every position has its own transforms; positions share them in "
-        f"`{shlex.join(words)}`; or use {stem}a smaller data.image_size",
+        f"{height}×{width}{time_taken}, because every position has its own transforms: use "
+        f"`{shlex.join(words)}`, whose positions share transforms, or {stem}a smaller data.image_size",
         DataWarning,
         stacklevel=2,
     )

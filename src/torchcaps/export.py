@@ -28,8 +28,8 @@ FORMATS: tuple[str, ...] = get_args(Format)
 EXTRA_FILE = "torchcaps.json"
 """Name of the extra file in a .pt2 file that holds class names, image shape and the model's name."""
 LARGEST_DIFFERENCE = 1e-2
-"""Largest accepted difference between the scores of the exported network and those of the classifier. For logits above
-1, it is relative to the largest logit."""
+"""Largest accepted difference between a score of the exported network and the same score of the classifier. If the
+largest score is above 1, as for logits, the difference is divided by it."""
 SEVERAL = 5
 
 
@@ -117,8 +117,8 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
     difference = (found - right).abs().max().item()
     if not difference <= LARGEST_DIFFERENCE * max(1.0, right.abs().max().item()):
         raise BadInput(
-            f"{file} was not written: the scores of the exported network differ by up to {difference:.2g} from those "
-            f"of the classifier; {'use the other format, or ' if format == 'onnx' else ''}report this as a bug"
+            f"{file} was not written: the scores of the exported network and of the classifier differ by "
+            f"up to {difference:.2g}; {'use the format pt2, or ' if format == 'onnx' else ''}report this as a bug"
         )
     with atomically(Path(file)) as stream:
         stream.write(content)

@@ -56,7 +56,7 @@ class Recipe:
             is not weighted. With ``balanced``, the best epoch is the one with the highest mean recall of the classes.
         margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
             the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
-            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)) with the logistic function σ.
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
         standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
@@ -177,14 +177,14 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread and no loss.margin: change the "
-                "loss settings, or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, but the loss is {self.loss} or loss.margin is set: use "
+                "loss=spread without loss.margin, or margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
         if self.class_weights != "none" and "weights" not in kinds_of(LOSSES[self.loss]):
             raise BadInput(
-                f"class_weights is {self.class_weights!r}, but loss {self.loss} has no weights: set it to none"
+                f"class_weights is {self.class_weights!r}, but loss {self.loss} takes no weights: set class_weights=none"
             )
         preparation = self.preparation()
         changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
@@ -206,8 +206,8 @@ class Recipe:
 def batch_starts(images: int, batch_size: int) -> range:
     """Return the index of the first image of each batch of an epoch.
 
-    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
-    single image.
+    If the last batch would contain only one image, this image is added to the previous batch, because BatchNorm can
+    fail on a single image.
 
     Arguments:
         images: number of images in the split.

@@ -53,8 +53,8 @@ class Constant:
 class TransformModule(nn.Module):
     """Base of layers with transforms, which makes ``model.to(memory_format=torch.channels_last)`` possible.
 
-    PyTorch converts the weights of convolutions, and fails at transforms, because they have five dimensions. Here the
-    order of their numbers in memory stays the same.
+    PyTorch would also convert the transforms, and fail: channels_last exists for four dimensions only, and transforms
+    have five. This class keeps the memory layout of the transforms.
     """
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
@@ -322,7 +322,7 @@ class RoutingMap:
     def log_couplings(
         self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
     ) -> Float[Tensor, "B J E C"]:
-        """Compute the log-softmax of each child over its parents: all parent types at the sites that it has edges to.
+        """Compute the log-softmax of each child over its parents, which are all parent types at its parent sites.
 
         Arguments:
             logits: ``[B, J, E, C]``.

@@ -138,7 +138,8 @@ ALL = [
     a_silent_child_counts_for_nothing,
     same_input_same_bits,
 ]
-"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more."""
+"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more
+argument."""
 
 
 MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}

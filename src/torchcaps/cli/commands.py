@@ -63,7 +63,7 @@ def train(
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that decode images; default: one per core if needed.", min=0)
+        int | None, typer.Option(help="Processes that decode images; default: one per core for images on disk.", min=0)
     ] = None,
     cache: Cache = "auto",
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
@@ -76,7 +76,7 @@ def train(
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
-    """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
+    """Train the network of a recipe, and evaluate it once on the test images, at the end."""
     from torchcaps.data import load_splits
     from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate

@@ -66,12 +66,14 @@ def load_image_table(
         source: path of a .csv, .tsv or .parquet file; path of a folder of Parquet files or of a saved dataset; or
             ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"`` for a dataset on the Hub.
         image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
-        image_column: name of the column of images. None takes the only column with a usual name or of images.
-        label_column: name of the column of labels. None takes the only column with a usual name or of class labels.
+        image_column: name of the column of images. None chooses the only column that contains images or has a usual
+        name, such as ``image`` or ``path``.
+        label_column: name of the column of labels. None chooses the only column that contains class labels or has a
+            usual name, such as ``label`` or ``class``.
     Raises:
-        BadInput: the source cannot be read; a column is missing or cannot be told; a row has no image or no label; the
-            same file is listed twice; a split has an unknown name; there are fewer than two classes; or an image or
-            argument is invalid, as for `load_image_folder`.
+        BadInput: the source cannot be read; a column is missing, or several columns fit; a row has no image or no
+            label; the same file is listed twice; a split has an unknown name; there are fewer than two classes; or an
+            image or argument is invalid, as for `load_image_folder`.
     Warns:
         DataWarning: a split of a dataset is skipped; or images are changed, as for `load_image_folder`.
     Example:

@@ -88,7 +88,7 @@ class CapsuleHead(nn.Module):
             activation="sigmoid"
             if getattr(rule, "weighs_activations", True)
             else "length",  # DistributedDataParallel waits for each gradient
-            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # lengths of sums of p and of -p are equal
+            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # only with an offset do p and -p differ
         )
         if self.primary_capsules.activation is None:
             self.primary_capsules.activation_norm = nn.Identity()

@@ -40,7 +40,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
         num_classes: number of classes.
         size: widths (A, B, C, D): ``small`` for (64, 8, 16, 16), ``base`` for (32, 32, 32, 32).
-        widths: widths (A, B, C, D) to use instead of those of ``size``.
+        widths: widths (A, B, C, D), which replace the widths of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
         stem: number of extra 3×3 convolutions after the first convolution, which keep its channels and resolution. With

@@ -109,6 +109,9 @@ def em_routing(
                 log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
                 R_ij = a_j p_ij / Σ_k a_k p_ik
 
+    M_i and a_i are the pose and the activation of child i, W_ij is its transform for parent j, V_ij its vote, and R_ij
+    its coupling. h runs over the elements of a vote. μ_j and a_j are the pose and the activation of parent j.
+
     The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor, because one vote has no
     variance; mean_data = number of children / number of parents of the layer, because layers with few parents would
     saturate otherwise; and couplings that compete over all parents of a child. A child with activation 0 has no effect.
@@ -273,6 +276,9 @@ class EMRouting(nn.Module):
             M-step:   r_ij = R_ij a_i       μ_j, σ_j² = mean and variance of the votes V_ij, weighted with r_ij
                       a_j = logistic(λ (β_a - Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data))
             E-step:   R_ij = a_j N(V_ij; μ_j, σ_j²) / Σ_k a_k N(V_ij; μ_k, σ_k²)
+
+    V_ij is the vote of child i for parent j, R_ij its coupling, and a_i the activation of the child. h runs over the
+    elements of a vote, and N is the normal density. μ_j and a_j are the pose and the activation of the parent.
 
     Arguments:
         parent_types: number of parent types (J). β_u and β_a have one number per parent type. They are not trained if

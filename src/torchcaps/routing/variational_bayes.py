@@ -18,7 +18,9 @@ class VariationalBayesRouting(Rule):
     """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
 
     Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
-    and μ_j the mean of the votes for parent j, with weights w_ij = a_i c_ij::
+    and μ_j the mean of the votes V_ij for parent j, with weights w_ij = a_i c_ij: activation times coupling. ψ is the
+    digamma function and σ the logistic function. π_j is the mixing proportion and Λ_j the precision matrix of the
+    Gaussian::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
