@@ -26,7 +26,7 @@ def margin_loss(
 
         L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²    summed over classes, averaged over the batch
 
-    |v_k| is the length of the capsule of class k. T_k is 1 if the sample shows class k, and 0 otherwise.
+    ``|v_k|`` is the length of the capsule of class k. T_k is 1 if the sample shows class k, and 0 otherwise.
 
     Arguments:
         scores: ``[B, classes]``, lengths of the class capsules, in [0, 1].
