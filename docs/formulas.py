@@ -12,11 +12,25 @@ from typing import Any
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 
-FUNCTIONS = ("max", "min", "log", "ln", "exp", "sign", "clip", "squash", "softmax", "logistic", "LayerNorm", "BatchNorm")
+FUNCTIONS = "max min log ln exp sign clip squash softmax logistic LayerNorm BatchNorm".split()
 SYMBOLS = {
-    **{"²": "^2", "⁺": "^+", "⁻": "^-", "½": r"\frac{1}{2}", "Σ": r"\sum ", "·": r"\cdot ", "…": r"\ldots "},
-    **{"∝": r"\propto ", "≠": r"\neq ", "≤": r"\leq ", "∇": r"\nabla ", "ₓ": "_x", "∂": r"\partial ", "ᵀ": "^T", "×": r"\times "},
-    **{"⎸": r"\lvert ", "⎹": r"\rvert "},
+    "²": "^2",
+    "⁺": "^+",
+    "⁻": "^-",
+    "½": r"\frac{1}{2}",
+    "Σ": r"\sum ",
+    "·": r"\cdot ",
+    "…": r"\ldots ",
+    "∝": r"\propto ",
+    "≠": r"\neq ",
+    "≤": r"\leq ",
+    "∇": r"\nabla ",
+    "ₓ": "_x",
+    "∂": r"\partial ",
+    "ᵀ": "^T",
+    "×": r"\times ",
+    "⎸": r"\lvert ",
+    "⎹": r"\rvert ",
 }
 TOKENS = re.compile(
     r"(?P<code>`[^`]+`)"
@@ -78,7 +92,15 @@ def block_of(lines: Sequence[str]) -> list[str]:
     """Return the directive ``math`` for the lines of a literal block."""
     margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     rows = [rf"{latex(line[margin:])} \\" for line in lines if line.strip()]
-    return [".. math::", "   :no-wrap:", "", r"   \begin{aligned}", *(f"   {row}" for row in rows), r"   \end{aligned}", ""]
+    return [
+        ".. math::",
+        "   :no-wrap:",
+        "",
+        r"   \begin{aligned}",
+        *(f"   {row}" for row in rows),
+        r"   \end{aligned}",
+        "",
+    ]
 
 
 def in_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

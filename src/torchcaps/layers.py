@@ -166,9 +166,8 @@ class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer with one transform for every pair of child and parent: the paper's DigitCaps.
 
     Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), so
-    parents have the same length for any number of children and classes. On MNIST this formula gives 0.1, the value in
-    the authors' code. A fixed standard deviation of 0.1 saturates the squash and stops learning if there are many
-    children and few classes.
+    parents have the same length for any number of children and classes. On MNIST this is 0.1, as in the authors' code.
+    With many children and few classes, a fixed 0.1 would saturate the squash and stop learning.
 
     Arguments:
         child_sites: number of child sites (S).

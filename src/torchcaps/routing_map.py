@@ -269,8 +269,8 @@ class RoutingMap:
     ) -> Float[Tensor, "B J E C R N"]:
         """Materialise all votes: ``V = pose · transform`` for every edge and parent type.
 
-        The dimension of parent types comes before that of edges, so the votes for one parent type are contiguous in
-        memory.
+        The dimension of parent types comes before the dimension of edges, so the votes for one parent type are
+        contiguous in memory.
 
         Arguments:
             pose: ``[B, S, C, R, Q]``, poses of the children.

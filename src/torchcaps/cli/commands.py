@@ -1,4 +1,4 @@
-"""The command line; commands that only look at trained networks are in `look`, those of datasets in `data`."""
+"""The command line. Further commands are in `look` (trained networks), `data` (datasets) and the other modules."""
 
 import warnings
 from functools import partial
@@ -163,7 +163,8 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble: their scores are averaged. The default dataset is that of the first run.
+    Several runs are evaluated as an ensemble: their scores are averaged. By default, the dataset of the first run is
+        used.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction

@@ -20,8 +20,8 @@ PREFACE = (
     "`torchcaps experiment report` writes this page from the files in results/.",
     "",
     "Percentages are test accuracies unless the row says otherwise. The column *paper* gives the number of the cited "
-    "paper, if it reports one. *Capsules* means the network with routing. *Uniform couplings* means the same network with "
-    "one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
+    "paper, if it reports one. *Capsules* means the network with routing. *Uniform couplings* means the same network "
+    "with one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
     "iterations.",
 )
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(?:(?!<!-- table: ).)*?(<!-- end of table -->)", re.DOTALL)

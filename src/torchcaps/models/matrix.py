@@ -49,7 +49,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             first ConvCaps layer has stride 1. This reduces the number of primary capsules to a quarter.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"em"``, two defaults differ from those of `EMRouting`: ``variance_floor=0.01`` and
+            options). For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
             ``initial_beta_a=-15``.
         class_temperature_factor: factor on the inverse temperature λ of the class capsules, only for ``"em"``; 1/4 in
             the authors' code.

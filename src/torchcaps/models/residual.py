@@ -17,7 +17,7 @@ from torchcaps.routing import Routing
 class ResidualCapsNet(nn.Module, Pretrained):
     """Residual network with capsules on its feature maps: convolutional stem, residual blocks and a `CapsuleHead`.
 
-    The blocks are those of He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
+    The blocks are as in He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
     stem keeps the size of the image; each block halves it. The number of parameters does not depend on the size of the
     images.
 

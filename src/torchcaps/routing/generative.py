@@ -47,7 +47,7 @@ class GenerativeRouting(Rule):
 
     Raises:
         ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When the rule is
-            called: the K, C and J of the transform differ from those of the rule.
+            called: the transform has other K, C or J than the rule.
 
     Example:
         >>> from torchcaps import RoutingMap
