@@ -130,7 +130,13 @@ def estimate(
 
 
 def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1) -> None:
-    """Print an estimate of the memory and the time of a training; see `estimate` for the arguments.
+    """Print an estimate of the memory and the time of a training.
+
+    Arguments:
+        module: model, loss and recipe, before the training.
+        epochs: number of epochs that are left.
+        splits: training, validation and test images.
+        devices: number of processes that train together.
 
     Warns:
         DataWarning: CapsNet is too large for the images.

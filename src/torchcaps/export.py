@@ -69,9 +69,9 @@ def export_classifier(classifier: Classifier, file: str | Path, format: Format =
 
     The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
     ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
-    classifier does. The file also holds the entries ``class_names`` and ``image_shape``, as JSON lists, and ``model``:
-    in the metadata of an ONNX file or an AOTInductor package, and in the extra file ``torchcaps.json`` of a program of
-    `torch.export`. The file is written only if the scores agree.
+    classifier does. The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and
+    ``model`` is the name of the network. An ONNX file and an AOTInductor package hold them in the metadata, a program
+    of `torch.export` in the extra file ``torchcaps.json``. The file is written only if the scores agree.
 
     Arguments:
         classifier: the classifier; it is not changed.

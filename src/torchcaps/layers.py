@@ -381,8 +381,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites, and reuse the map of the previous call if it has this
-        number."""
+        """Return a map with this number of child sites. A call with the same number as before returns the same map."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

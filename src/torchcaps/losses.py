@@ -85,7 +85,7 @@ def spread_loss(
         L = Σ_{k≠t} max(0, m - (a_t - a_k))²      averaged over the batch
 
     a_t is the activation of the target class, and a_k the activation of another class. With m = 1, the spread loss is
-    the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; see `spread_margin`.
+    the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; `spread_margin` computes this schedule.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].

@@ -69,7 +69,7 @@ class Recipe:
         contrast: largest relative change of contrast, in [0, 1]. The differences of a training image's pixels from
             their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
-        squeeze: largest share of its width by which a training image becomes narrower, in [0, 0.9].
+        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
         erase: side in pixels of a square that is set to 0 in each training image; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.

@@ -27,7 +27,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         widths: output channels of the stem and of each block.
         types: number of capsule types of the primary capsules.
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options); see `CapsuleHead`.
+            options).
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
@@ -64,7 +64,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
 
 
 class _Block(nn.Module):
-    """Two convolutions and a shortcut; half the resolution."""
+    """Two convolutions and a shortcut, which halve the resolution."""
 
     def __init__(self, below: int, above: int) -> None:
         super().__init__()

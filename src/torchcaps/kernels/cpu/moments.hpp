@@ -1,6 +1,6 @@
 // The moments of votes under an agreement, forward. torchcaps.routing.votes specifies them.
 //
-// With uniform couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
+// With equal couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
 // logit, softmax, sums at the parents. Sums are centred on the agreement's centre or on some vote. If a variance would
 // lose too many digits by cancellation, or the sum of a small mass underflows, the moments of this block are recomputed
 // in log space, by a loop over the edges of the parents.
@@ -56,10 +56,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     const Child* activation = activations_of(x, unit, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
-    const bool uniform = !out.log_sums;
-    V* centres = with_variance && uniform ? arena.take<V>(PB * numbers()) : nullptr;
-    Child* log_sums = uniform ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
-    if (uniform) {
+    const bool uniform_couplings = !out.log_sums;
+    V* centres = with_variance && uniform_couplings ? arena.take<V>(PB * numbers()) : nullptr;
+    Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
+    if (uniform_couplings) {
       sum_evenly(pose, activation, sums, centres, arena);
     } else {
       load_agreement(unit, agreement, parents, agreement_size());
@@ -69,8 +69,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       visit_groups(pose, activation, parents, log_sums, arena, add_up);
     }
     for (int at = 0; at < PB; ++at) {
-      const V* centre = uniform || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
-      if (uniform && with_variance) centre = centres + at * numbers();
+      const V* centre = uniform_couplings || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
+      if (uniform_couplings && with_variance) centre = centres + at * numbers();
       const auto place = this->place(unit, at);
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
@@ -243,7 +243,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
   }
 
-  // The sums with uniform couplings. With variances, they are centred on the mean of a parent's first votes. A few
+  // The sums with equal couplings. With variances, they are centred on the mean of a parent's first votes. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);

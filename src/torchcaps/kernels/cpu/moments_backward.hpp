@@ -165,7 +165,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * SIDE_BY_SIDE * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
-      const T uniform = uniform_coupling(g.group_of(e)), log_uniform = std::log(uniform);
+      const T uniform_value = uniform_coupling(g.group_of(e)), log_uniform_value = std::log(uniform_value);
       for (int block = 0; block < JB; ++block)
         for (int c = 0; c < g.C; c += SIDE_BY_SIDE) {
           const int children = std::min(SIDE_BY_SIDE, g.C - c);
@@ -176,7 +176,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
               const int there = std::min(c + i, g.C - 1);
               vote(poses[unit] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
-            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform, log_uniform, activations[unit],
+            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, log_uniform_value, activations[unit],
                      passes + long(unit) * pass_count, pass_count, totals + long(unit) * g.C + c, factors, grads);
             for (int i = 0; i < children; ++i)
               this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i],
@@ -274,7 +274,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   };
 
   // Replaces the votes of several children for one block of parents by their gradients.
-  void replace_by_grads(long group, int c0, int children, long at, T uniform, T log_uniform, const Child* activation,
+  void replace_by_grads(long group, int c0, int children, long at, T uniform_value, T log_uniform_value, const Child* activation,
                         const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
     constexpr int N = SIDE_BY_SIDE;
     const long softmax = group + c0;
@@ -304,8 +304,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       for (int i = 0; i < N; ++i) {
         V share{}, logit_grad{};
         if (i < children) {
-          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_uniform);
-          const V c = pass.log_sums ? exponential(log_c) : all(uniform);
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_uniform_value);
+          const V c = pass.log_sums ? exponential(log_c) : all(uniform_value);
           const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, bracket[i], c, log_c);
           share = scaled_activation[i] * of_vote;
           if (pass.coupling_grads) logit_grad = scaled(scaled_activation[i], c_u - c * pass.coupling_grads[softmax + i]);
