@@ -12,20 +12,8 @@ from typing import Any
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 
-FUNCTIONS = {
-    "max",
-    "min",
-    "log",
-    "ln",
-    "exp",
-    "sign",
-    "clip",
-    "squash",
-    "softmax",
-    "logistic",
-    "LayerNorm",
-    "BatchNorm",
-}
+FUNCTIONS = {"max", "min", "log", "ln", "exp", "sign", "clip", "squash", "softmax", "logistic"}
+FUNCTIONS |= {"LayerNorm", "BatchNorm"}
 SYMBOLS = {
     "²": "^2",
     "⁺": "^+",

@@ -291,7 +291,7 @@ class EMRouting(nn.Module):
         temperature_schedule: ``constant``: λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; a factor below 1 softens the couplings.
+        tempering: exponent of a_j N(V_ij; μ_j, σ_j²) in the E-step, in (0, 1]; a number below 1 softens the couplings.
         backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
         initial_beta_a: initial value of β_a; β_u starts at 0. With a negative β_a, a parent that no child chooses has a
             low activation, logistic(λ β_a). Training moves β_a in steps of the learning rate, which is too slow to
