@@ -31,9 +31,9 @@ def margin_loss(
     Arguments:
         scores: ``[B, classes]``, lengths of the class capsules, in [0, 1].
         target: ``[B]``, the class of each sample; or ``[B, classes]``, 1 for every class in the sample and 0 otherwise.
-        positive_margin: m⁺, in (0, 1].
-        negative_margin: m⁻, in [0, 1).
-        negative_weight: λ, at least 0. Su 2018 uses 0.25.
+        positive_margin: m⁺, length above which a class in the sample has no loss, in (0, 1].
+        negative_margin: m⁻, length below which a class not in the sample has no loss, in [0, 1).
+        negative_weight: λ, weight of the loss of classes not in the sample, at least 0. Su 2018 uses 0.25.
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
@@ -90,7 +90,7 @@ def spread_loss(
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
-        margin: m, in (0, 1].
+        margin: m, difference of activations above which a wrong class has no loss, in (0, 1].
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:

@@ -285,17 +285,18 @@ class EMRouting(nn.Module):
             ``parent_activation="mixing"``.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
-        variance_floor: constant added to σ², at least 0.
-        normalise_data: set mean_data to children / parents of the layer. If False, mean_data is 1.
-        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule.
-        temperature_schedule: ``constant``: λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
+        variance_floor: constant added to the variances σ² of the votes, at least 0.
+        normalise_data: divide the cost by mean_data = children / parents of the layer. If False, mean_data is 1.
+        inverse_temperature: inverse temperature λ of the activations, above 0.
+        temperature_schedule: ``constant``: λ in all iterations; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
+        parent_activation: ``logistic``: logistic function of the cost; ``mixing``: mixing proportions a_j ∝ Σ_i r_ij,
+            which sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: exponent of a_j N(V_ij; μ_j, σ_j²) in the E-step, in (0, 1]; a number below 1 softens the couplings.
+        tempering: inverse temperature of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
-        initial_beta_a: initial value of β_a; β_u starts at 0. With a negative β_a, a parent that no child chooses has a
-            low activation, logistic(λ β_a). Training moves β_a in steps of the learning rate, which is too slow to
-            reach such values.
+        initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. With a negative β_a,
+            a parent that no child chooses has a low activation, logistic(λ β_a). Training moves β_a in steps of the
+            learning rate, which is too slow to reach such values.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.
