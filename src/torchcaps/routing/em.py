@@ -288,7 +288,7 @@ class EMRouting(nn.Module):
         variance_floor: constant added to the variances σ² of the votes, at least 0.
         normalise_data: divide the cost by mean_data = children / parents of the layer. If False, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0.
-        temperature_schedule: ``constant``: λ in all iterations; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
+        temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: logistic function of the cost; ``mixing``: mixing proportions a_j ∝ Σ_i r_ij,
             which sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
