@@ -310,8 +310,8 @@ class RoutingMap:
         check_device("transform", transform, pose)
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
-                f"the map has {self.child_sites} child sites and {self.transforms} transforms; "
-                f"pose has {pose.shape[1]} sites and transform has {transform.shape[0]} transforms"
+                f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
+                f"{pose.shape[1]} sites and transform has {transform.shape[0]} transforms: make the map for these sizes"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(

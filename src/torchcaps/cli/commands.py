@@ -101,7 +101,10 @@ def train(
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
-            print(f"{folder} was started with {before.recipe.epochs} epochs; now {chosen.epochs}", flush=True)
+            print(
+                f"{folder} was started with {before.recipe.epochs} epochs; training continues to {chosen.epochs}",
+                flush=True,
+            )
     try:
         splits = load_splits(
             chosen.data,
