@@ -130,8 +130,8 @@ def em_routing(
         variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
             floor; a parent with a single vote then becomes NaN.
         normalise_data: divide Σ_i r_ij by mean_data in the cost; the paper does not divide.
-        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule. The paper's 0.01 suits a cost summed over
-            all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
+        inverse_temperature: inverse temperature λ of the activations, above 0. The paper's 0.01 suits a cost summed
+            over all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
         temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
             in iteration t = 0, 1, ….
         parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
