@@ -30,6 +30,7 @@ SYMBOLS = {
     "∂": r"\partial ",
     "ᵀ": "^T",
     "×": r"\times ",
+    "−": "-",
     "⎸": r"\lvert ",
     "⎹": r"\rvert ",
 }
@@ -55,7 +56,7 @@ def _part(part: str) -> str:
             for odd, text in zip((0, 1) * len(part), part.split("`"), strict=False)
             if text
         )
-    part = re.sub(r" ?([=+/·-]) ?", r"\1", part)
+    part = re.sub(r" ?([=+/·−]) ?", r"\1", part.replace(" - ", "−"))
     part = re.sub(r"\^\(([^()]*)\)|\^(-\|[^|]*\|)", lambda found: f"^{{{found[1] or found[2]}}}", part)
     part = re.sub(r"\|([^|\[\]]+)\|", r"⎸\1⎹", part)
     return "".join(_token(found.lastgroup or "", found[0]) for found in TOKENS.finditer(part))
