@@ -44,7 +44,7 @@ def test_rules_with_materialised_votes_compute_the_same(name):
 def test_no_time_is_told_of_ways_that_disagree():
     weight = torch.ones(3, requires_grad=True)
     different = Problem([weight], {}, [(lambda: [weight], lambda: [1.1 * weight])], 0.0)
-    with pytest.raises(BadInput, match="nothing is timed"):
+    with pytest.raises(BadInput, match="nothing was timed"):
         check_agreement("different", different)
 
 
