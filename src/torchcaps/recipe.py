@@ -185,7 +185,8 @@ class Recipe:
         check_options(f"loss {self.loss}", self.loss_options, kinds)
         if self.class_weights != "none" and "weights" not in kinds_of(LOSSES[self.loss]):
             raise BadInput(
-                f"class_weights is {self.class_weights!r}, but loss {self.loss} takes none: set class_weights=none"
+                f"class_weights is {self.class_weights!r}, but loss {self.loss} accepts no weights: set "
+                "class_weights=none"
             )
         preparation = self.preparation()
         changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
