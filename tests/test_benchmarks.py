@@ -18,7 +18,7 @@ from torchcaps.errors import BadInput
 def test_rows_hold_medians_and_ratios_to_the_first():
     ways = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.02)}
     short, long = compare("sleep", ways, images=10, repeats=5)
-    assert (short["way"], short["ratio"], short["repeats"]) == ("short", 1.0, 5)
+    assert (short["implementation"], short["ratio"], short["repeats"]) == ("short", 1.0, 5)
     assert long["ratio"] > 2
     assert long["10 % ms"] <= long["median ms"] <= long["90 % ms"]
     assert long["images/s"] == pytest.approx(10_000 / long["median ms"], rel=0.01)
@@ -44,7 +44,7 @@ def test_rules_with_materialised_votes_compute_the_same(name):
 def test_no_time_is_told_of_ways_that_disagree():
     weight = torch.ones(3, requires_grad=True)
     different = Problem([weight], {}, [(lambda: [weight], lambda: [1.1 * weight])], 0.0)
-    with pytest.raises(BadInput, match="nothing is timed"):
+    with pytest.raises(BadInput, match="nothing was timed"):
         check_agreement("different", different)
 
 
@@ -65,7 +65,7 @@ def test_results_stand_beside_hardware_and_versions(tmp_path):
 
 def test_growth_is_drawn(tmp_path):
     rows = [
-        {"case": what, "value": value, "way": way, "peak MiB": 1.0 + value}
+        {"case": what, "value": value, "implementation": way, "peak MiB": 1.0 + value}
         for what, points in GROWTH.items()
         for value, _ in points
         for way in WAYS
@@ -82,5 +82,5 @@ def test_unknown_benchmarks_and_heaps_are_refused(refused):
 @pytest.mark.slow
 def test_one_and_two_processes_take_turns():
     rows = bench_devices(repeats=2, batch=4)
-    assert [row["way"] for row in rows] == ["1 process", "2 processes"]
+    assert [row["implementation"] for row in rows] == ["1 process", "2 processes"]
     assert all(row["images/s"] == pytest.approx(4000 / row["median ms"], rel=0.1, abs=0.1) for row in rows)

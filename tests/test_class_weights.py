@@ -103,7 +103,7 @@ def test_class_weights_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=r"unknown setting 'loss\.weights'"):
         create_recipe("capsnet-mnist", {"loss.weights": "[1, 2]"})
     monkeypatch.setitem(LOSSES, "own", lambda scores, target: scores.sum())
-    with pytest.raises(BadInput, match="class_weights is 'balanced', but loss own has no weights"):
+    with pytest.raises(BadInput, match="class_weights is 'balanced', but loss own accepts no weights"):
         create_recipe("capsnet-mnist", {"loss": "own", "class_weights": "balanced"})
     several = Images(SPLITS.train.pixels, SPLITS.train.labels[:, None].expand(-1, 2), SPLITS.train.class_names)
     recipe = create_recipe("pooled-cnn-mnist", {"class_weights": "balanced"})

@@ -114,10 +114,10 @@ def test_keeps_the_laws(case):
     # In float32 the floor of 1e-5 turns the rounding of one vote into 2e-4 of a pose, and no law is told from that.
     route = as_function(random_rule(case.transform, variance_floor=1e-5 if case.pose.dtype == torch.float64 else 0.1))
     with torch.no_grad():
-        laws.samples_do_not_see_each_other(route, case)
+        laws.samples_are_independent(route, case)
         laws.same_input_same_bits(route, case)
         laws.couplings_sum_to_one(route, case)
-        laws.a_silent_child_counts_for_nothing(route, case)
+        laws.inactive_child_has_no_effect(route, case)
     laws.zero_poses_are_finite(route, case)
 
 

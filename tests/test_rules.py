@@ -71,12 +71,12 @@ def test_every_rule_keeps_the_laws(case, name):
         if name not in OF_CHILDREN:
             laws.invariant_to_order_of_children(rule, case)
             laws.equivariant_to_order_of_parent_types(rule, case)
-        laws.samples_do_not_see_each_other(rule, case)
+        laws.samples_are_independent(rule, case)
         laws.same_input_same_bits(rule, case)
         if name in ("uniform", "attention"):
             laws.couplings_sum_to_one(rule, case)
         if name == "self-routing":
-            laws.a_silent_child_counts_for_nothing(rule, case)
+            laws.inactive_child_has_no_effect(rule, case)
     laws.zero_poses_are_finite(rule, case)
 
 

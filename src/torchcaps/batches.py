@@ -47,7 +47,7 @@ class ImageBatches(Dataset):
 
 
 class Batches(DataLoader):
-    """Loader of batches that raises an error of a worker process as in a single process.
+    """Loader of batches that raises an error of a worker process as if it had occurred in the training process.
 
     Arguments:
         batches: dataset of batches.

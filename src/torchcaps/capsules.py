@@ -39,7 +39,7 @@ class Capsules(NamedTuple):
 
     Arguments:
         pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
-        activation: ``[B, S, C]``, in [0, 1] unless it is the length of a pose that was not squashed.
+        activation: ``[B, S, C]``. In [0, 1], except for lengths of poses that were not squashed.
 
     Example:
         >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape

@@ -33,8 +33,8 @@ class Answer(NamedTuple):
 class Classifier:
     """A network with its class names and image preparation.
 
-    `torchcaps train` saves a classifier in the run folder, and `from_pretrained` loads that classifier. The scores of
-    `predict` equal those of the command `torchcaps predict` bit for bit.
+    `torchcaps train` saves a classifier in the run folder, and `from_pretrained` loads that classifier. The method
+    `predict` and the command `torchcaps predict` give the same scores, bit by bit.
 
     Arguments:
         model: a network of `MODELS`.

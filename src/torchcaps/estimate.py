@@ -130,7 +130,13 @@ def estimate(
 
 
 def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1) -> None:
-    """Print an estimate of the memory and the time of a training; see `estimate` for the arguments.
+    """Print an estimate of the memory and the time of a training.
+
+    Arguments:
+        module: model, loss and recipe, before the training.
+        epochs: number of epochs that are left.
+        splits: training, validation and test images.
+        devices: number of processes that train together.
 
     Warns:
         DataWarning: CapsNet is too large for the images.
@@ -155,8 +161,8 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
     warnings.warn(
         f"CapsNet has {parameters:,} parameters on images of "
-        f"{height}×{width}{time_taken}, because every position has its own transforms; positions share them in "
-        f"`{shlex.join(words)}`; or use {stem}a smaller data.image_size",
+        f"{height}×{width}{time_taken}, because every position has its own transforms: use "
+        f"`{shlex.join(words)}`, whose positions share transforms, or {stem}a smaller data.image_size",
         DataWarning,
         stacklevel=2,
     )

@@ -30,8 +30,8 @@ FORMATS: tuple[str, ...] = get_args(Format)
 EXTRA_FILE = "torchcaps.json"
 """Name of the extra file in a .pt2 file that holds class names, image shape and the model's name."""
 LARGEST_DIFFERENCE = 1e-2
-"""Largest accepted difference between the scores of the exported network and those of the classifier. For logits above
-1, it is relative to the largest logit."""
+"""Largest accepted difference between a score of the exported network and the same score of the classifier. If the
+largest score is above 1, as for logits, the difference is divided by it."""
 Run = Callable[[Tensor], Float[Tensor, "N K"]]
 SEVERAL = 5
 BATCH = 100
@@ -81,9 +81,9 @@ def export_classifier(
 
     The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
     ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
-    classifier does. The file also holds the entries ``class_names`` and ``image_shape``, as JSON lists, and ``model``:
-    in the metadata of an ONNX file or an AOTInductor package, and in the extra file ``torchcaps.json`` of a program of
-    `torch.export`. The file is written only if the scores agree.
+    classifier does. The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and
+    ``model`` is the name of the network. An ONNX file and an AOTInductor package hold them in the metadata, a program
+    of `torch.export` in the extra file ``torchcaps.json``. The file is written only if the scores agree.
 
     Arguments:
         classifier: the classifier; it is not changed.
@@ -141,10 +141,10 @@ def _compared(runtime: str, found: Tensor, right: Tensor, file: str | Path) -> E
     """Compare the scores of an exported network with the scores of the classifier, and refuse large differences."""
     difference = (found - right).abs().max().item()
     if not difference <= LARGEST_DIFFERENCE * max(1.0, right.abs().max().item()):
-        other = "use the other format, or " if runtime.startswith("onnx") else ""
+        other = "use the format pt2, or " if runtime.startswith("onnx") else ""
         raise BadInput(
-            f"{file} was not written: the scores of the exported network differ by up to {difference:.2g} from those "
-            f"of the classifier; {other}report this as a bug"
+            f"{file} was not written: the scores of the exported network and of the classifier differ by up to "
+            f"{difference:.2g}; {other}report this as a bug"
         )
     same = int((found.argmax(dim=1) == right.argmax(dim=1)).sum())
     return Export(runtime, len(right), difference, same)

@@ -21,8 +21,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     """Copy the weights in ``recipe.pretrained`` that fit into a new model, and describe in one line what was copied.
 
     A tensor is copied if the saved tensor of the same name has the same shape. If the saved network has other classes,
-    the tensors whose shape depends on the number of classes, such as the transforms of the class capsules, keep their
-    random initial values in any case.
+    tensors whose shape depends on the number of classes, such as the transforms of the class capsules, are never
+    copied: they keep their random initial values.
 
     Arguments:
         model: network of the recipe; its weights are changed.
@@ -53,8 +53,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         options = {key: value for key, value in cast(Pretrained, model).options.items() if key not in OF_DATA}
         other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
         raise BadInput(
-            f"{source} has no weights that fit {recipe.name}: set the options that differ in {folder / CONFIG}: "
-            f"{', '.join(other) or 'none'}"
+            f"{source} has no weights that fit {recipe.name}: use other weights, or give these options their values "
+            f"in {folder / CONFIG}: {', '.join(other) or 'none'}"
         )
     model.load_state_dict({**own, **{name: weights[name] for name in fits}})
     rest = [name for name in own if name not in fits]

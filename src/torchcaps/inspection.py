@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORDING = RLock()
-"""Held while the passes of a model are recorded: the observer of votes belongs to the process."""
+"""Lock of the process's only observer of votes. A thread holds this lock while it records the passes of a model."""
 SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules whose feature maps can be followed to the image."""
+"""Modules whose outputs have a known position in the image."""
 
 
 class Pass(NamedTuple):
@@ -76,7 +76,7 @@ class Layer:
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
         Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j. If
-        activations depend on the mass alone, as in self-routing, the result is that of `shares`.
+        activations depend on the mass alone, as in self-routing, the result equals `shares`.
         """
         if getattr(self.rule, "activation_from_mass", False):
             return self.shares(number)
@@ -108,8 +108,11 @@ class Layer:
 def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     """Record every pass of every routing rule of a model, in the order in which the rules first run.
 
-    A rule that runs several times, as in concurrent attention routing, has the passes of all its runs. Only the passes
-    of this thread are recorded, and one thread at a time records.
+    If a rule runs several times, as in concurrent attention routing, the passes of all its runs are recorded. Passes of
+    other threads are not recorded. If another thread records, this call waits until that thread has finished.
+
+    Arguments:
+        model: network with routing rules.
 
     Example:
         >>> from torchcaps import CapsNet
@@ -260,10 +263,13 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         raise BadInput("this network has no capsules: inspect a network with a routing rule")
     for layer in layers:
         if not layer.passes:
-            raise BadInput(f"{layer.name} does not use `Votes.moments`: inspect networks whose rules do")
+            raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
     below = _support_below(layers)
     if below.shape[1] != prediction.scores.shape[1]:
-        raise BadInput(f"{layers[-1].name} has {below.shape[1]} parent types, but the network has other classes")
+        raise BadInput(
+            f"the last rule, {layers[-1].name}, has {below.shape[1]} parent types for {prediction.scores.shape[1]} "
+            "classes: inspect a network with one class capsule per class"
+        )
     return _inspection(classifier, inputs, prediction, _in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
 
 
@@ -283,7 +289,7 @@ class FeatureMap(NamedTuple):
 
 @contextmanager
 def _feature_maps(model: nn.Module, layers: list[Layer]) -> Iterator[list[FeatureMap]]:
-    """Follow the feature maps of a model until its first routing rule runs."""
+    """Record the position in the image of every feature map of a model, until its first routing rule runs."""
     maps: list[FeatureMap] = []
     known: dict[int, tuple[Tensor, FeatureMap]] = {}  # holds the tensors, so that no id is used twice
 
@@ -324,8 +330,8 @@ def _in_the_image(
         return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
     if sites % math.prod(place.grid):
         raise BadInput(
-            f"the first capsules have {sites} sites, and the last feature map has {math.prod(place.grid)}: their "
-            "positions in the image are unknown"
+            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)}, so their "
+            "positions in the image are unknown: inspect a network with one site per position of the feature map"
         )
     values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
     axes = []

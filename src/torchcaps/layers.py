@@ -166,8 +166,8 @@ class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer with one transform for every pair of child and parent: the paper's DigitCaps.
 
     Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), so
-    parents have the same length for any number of children and classes. On MNIST it is 0.1, as in the authors' code. A
-    fixed standard deviation of 0.1 saturates the squash and stops learning if there are many children and few classes.
+    parents have the same length for any number of children and classes. On MNIST this is 0.1, as in the authors' code.
+    With many children and few classes, a fixed 0.1 would saturate the squash and stop learning.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -381,7 +381,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites; the map of the previous call is reused if it has the same."""
+        """Return a map with this number of child sites. A call with the same number as before returns the same map."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

@@ -36,8 +36,8 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
     """Create the logger of a training.
 
     ``tensorboard`` writes to tensorboard/ in the run folder, ``csv`` to csv/version_N/, with a new N after every
-    resume. ``wandb`` and ``mlflow`` take their server, or offline mode, from their own environment variables, such as
-    ``WANDB_MODE`` and ``MLFLOW_TRACKING_URI``; MLflow needs a server or a database there.
+    resume. Environment variables set the server or the offline mode of ``wandb`` and ``mlflow``, such as ``WANDB_MODE``
+    and ``MLFLOW_TRACKING_URI``. MLflow needs a server or a database.
 
     Arguments:
         name: one of `LoggerName`; ``none`` returns False.

@@ -26,12 +26,14 @@ def margin_loss(
 
         L_k = T_k max(0, m⁺ - |v_k|)² + λ (1 - T_k) max(0, |v_k| - m⁻)²    summed over classes, averaged over the batch
 
+    ``|v_k|`` is the length of the capsule of class k. T_k is 1 if the sample shows class k, and 0 otherwise.
+
     Arguments:
         scores: ``[B, classes]``, lengths of the class capsules, in [0, 1].
         target: ``[B]``, the class of each sample; or ``[B, classes]``, 1 for every class in the sample and 0 otherwise.
-        positive_margin: m⁺, in (0, 1].
-        negative_margin: m⁻, in [0, 1).
-        negative_weight: λ, at least 0. Su 2018 uses 0.25.
+        positive_margin: m⁺, length above which a class in the sample has no loss, in (0, 1].
+        negative_margin: m⁻, length below which a class not in the sample has no loss, in [0, 1).
+        negative_weight: λ, weight of the loss of classes not in the sample, at least 0. Su 2018 uses 0.25.
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
@@ -76,19 +78,19 @@ def spread_loss(
     margin: float = 0.9,
     weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Compute the spread loss, which penalises a class unless its activation is below the target's by a margin.
+    """Compute the spread loss, which penalises wrong classes whose activation is close to the target's activation.
 
     Hinton, Sabour & Frosst 2018, equation 3::
 
         L = Σ_{k≠t} max(0, m - (a_t - a_k))²      averaged over the batch
 
-    With m = 1, the spread loss is the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; see
-    `spread_margin`.
+    a_t is the activation of the target class, and a_k the activation of another class. With m = 1, the spread loss is
+    the squared hinge loss. The paper raises m from 0.2 to 0.9 during training; `spread_margin` computes this schedule.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
-        margin: m, in (0, 1].
+        margin: m, difference of activations above which a wrong class has no loss, in (0, 1].
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
@@ -108,7 +110,8 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
     """Compute the margin of `spread_loss` at a training step.
 
     ``linear`` rises from 0.2 at the first step to 0.9 at the last step (Hinton, Sabour & Frosst 2018, section 3).
-    ``official`` is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))``, as in the authors' code; it ignores ``steps``.
+    ``official`` is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))`` with the logistic function σ, as in the authors' code;
+    it ignores ``steps``.
 
     Arguments:
         schedule: ``linear`` or ``official``.

@@ -47,16 +47,16 @@ class Recipe:
             rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
-        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. Only
-            tensors that fit are loaded; see `load_matching`.
+        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. Tensors
+            with the same name and shape are loaded.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
-            proportional to the number of training images of its class; see `balanced_weights`. The reconstruction loss
-            is not weighted. With ``balanced``, the best epoch is the one with the highest mean recall of the classes.
+            proportional to the number of training images of its class. The reconstruction loss is not weighted. With
+            ``balanced``, the best epoch is the one with the highest mean recall of the classes.
         margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
             the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
-            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)).
+            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)) with the logistic function σ.
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
         standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
@@ -69,7 +69,7 @@ class Recipe:
         contrast: largest relative change of contrast, in [0, 1]. The differences of a training image's pixels from
             their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
-        squeeze: largest share of its width by which a training image becomes narrower, in [0, 0.9].
+        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
         erase: side in pixels of a square that is set to 0 in each training image; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
@@ -84,9 +84,9 @@ class Recipe:
         decay_steps: number of steps after which the exponential schedule has applied ``decay_rate`` once, at least 1.
         warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
             multiplied by a factor that rises linearly from 0 to 1.
-        mixup: α of mixup, Zhang et al. 2018 (arXiv 1710.09412). Each image is mixed with another image of the batch,
-            and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn from
-            Beta(α, α) once per batch; 0 is off.
+        mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the
+            batch, and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn
+            from Beta(α, α) once per batch.
         gradient_clip: largest norm of the gradient; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of passes over the training split.
@@ -96,10 +96,11 @@ class Recipe:
             smallNORB. If empty, images are held out at random. Otherwise the seed chooses one value of the attribute
             per class, and all images of the class with this value are held out. The validation split then shows objects
             that are not in the training split, as the test split does.
-        choose: epoch to keep: ``best`` keeps the epoch with the best validation accuracy, ``last`` the last epoch.
+        choose: epoch to keep: ``best`` keeps the epoch with the best validation accuracy, ``last`` keeps the last
+            epoch.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
-        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
-            float32.
+        precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
+            supports bf16 natively, else float32.
 
     Raises:
         BadInput: a setting has the wrong type or is out of range, or two settings exclude each other.
@@ -177,14 +178,15 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread and no loss.margin: change the "
-                "loss settings, or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread and no loss.margin; otherwise, set "
+                "margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
         if self.class_weights != "none" and "weights" not in kinds_of(LOSSES[self.loss]):
             raise BadInput(
-                f"class_weights is {self.class_weights!r}, but loss {self.loss} has no weights: set it to none"
+                f"class_weights is {self.class_weights!r}, but loss {self.loss} accepts no weights: set "
+                "class_weights=none"
             )
         preparation = self.preparation()
         changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
@@ -206,8 +208,8 @@ class Recipe:
 def batch_starts(images: int, batch_size: int) -> range:
     """Return the index of the first image of each batch of an epoch.
 
-    If the last batch would contain only one image, this image joins the batch before, because BatchNorm can fail on a
-    single image.
+    If the last batch would contain only one image, this image is added to the previous batch, because BatchNorm can
+    fail on a single image.
 
     Arguments:
         images: number of images in the split.

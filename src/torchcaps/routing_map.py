@@ -53,8 +53,8 @@ class Constant:
 class TransformModule(nn.Module):
     """Base of layers with transforms, which makes ``model.to(memory_format=torch.channels_last)`` possible.
 
-    PyTorch converts the weights of convolutions, and fails at transforms, because they have five dimensions. Here the
-    order of their numbers in memory stays the same.
+    PyTorch would also convert the transforms, and fail: channels_last exists for four dimensions only, and transforms
+    have five. This class keeps the memory layout of the transforms.
     """
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
@@ -269,8 +269,8 @@ class RoutingMap:
     ) -> Float[Tensor, "B J E C R N"]:
         """Materialise all votes: ``V = pose · transform`` for every edge and parent type.
 
-        The dimension of parent types comes before that of edges, so the votes for one parent type are contiguous in
-        memory.
+        The dimension of parent types comes before the dimension of edges, so the votes for one parent type are
+        contiguous in memory.
 
         Arguments:
             pose: ``[B, S, C, R, Q]``, poses of the children.
@@ -310,8 +310,8 @@ class RoutingMap:
         check_device("transform", transform, pose)
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
-                f"the map has {self.child_sites} child sites and {self.transforms} transforms; "
-                f"pose has {pose.shape[1]} sites and transform has {transform.shape[0]} transforms"
+                f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
+                f"{pose.shape[1]} sites and transform has {transform.shape[0]} transforms: make the map for these sizes"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
@@ -322,7 +322,7 @@ class RoutingMap:
     def log_couplings(
         self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
     ) -> Float[Tensor, "B J E C"]:
-        """Compute the log-softmax of each child over its parents: all parent types at the sites that it has edges to.
+        """Compute the log-softmax of each child over its parents, which are all parent types at its parent sites.
 
         Arguments:
             logits: ``[B, J, E, C]``.

@@ -77,7 +77,7 @@ def write_predictions(
     class_names: Sequence[str],
     scores: Float[Tensor, "N K"],
 ) -> None:
-    """Write a CSV file with one row per image: what is known of it, its predicted class, and the score of each class.
+    """Write a CSV file with one row per image: its known properties, its predicted class, and the score of each class.
 
     Arguments:
         path: file to write.

@@ -163,7 +163,11 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the class with the highest score for each image of X, which is as in `decision_function`."""
+        """Return the class with the highest score for each image.
+
+        Arguments:
+            X: images of the shape of the training images.
+        """
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]
 

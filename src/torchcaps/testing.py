@@ -80,7 +80,7 @@ def equivariant_to_order_of_parent_types(rule: Routed, case: Case) -> None:
     torch.testing.assert_close(moved_couplings, couplings[:, order], **tolerance(case))
 
 
-def samples_do_not_see_each_other(rule: Routed, case: Case) -> None:
+def samples_are_independent(rule: Routed, case: Case) -> None:
     """Check that a sample gives the same result alone as in a batch."""
     together = rule(*case)[0]
     for sample in range(case.pose.shape[0]):
@@ -100,7 +100,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
         assert torch.isfinite(value).all()
 
 
-def a_silent_child_counts_for_nothing(rule: Routed, case: Case) -> None:
+def inactive_child_has_no_effect(rule: Routed, case: Case) -> None:
     """Check that removing a child with activation 0 does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
@@ -133,12 +133,13 @@ def same_input_same_bits(rule: Routed, case: Case) -> None:
 ALL = [
     invariant_to_order_of_children,
     equivariant_to_order_of_parent_types,
-    samples_do_not_see_each_other,
+    samples_are_independent,
     zero_poses_are_finite,
-    a_silent_child_counts_for_nothing,
+    inactive_child_has_no_effect,
     same_input_same_bits,
 ]
-"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more."""
+"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more
+argument."""
 
 
 MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}
@@ -181,7 +182,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
         pose = torch.randn(2, routing_map.child_sites, types, rows, columns, generator=generator).double()
         case = Case(pose, torch.randn(sizes, generator=generator).double(), routing_map)
         activation = torch.rand(pose.shape[:3], generator=generator).double()
-        for law in (_sites, _samples, _zero, _single, _silent, _bits, _backends, _gradients, _dtypes, _compiled):
+        for law in (_sites, _samples, _zero, _single, _inactive, _bits, _backends, _gradients, _dtypes, _compiled):
             try:
                 law(rule, case, activation)
             except Exception as error:
@@ -231,7 +232,7 @@ def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
     _finite(rule, case.pose, alone, case)
 
 
-def _silent(rule: nn.Module, case: Case, activation: Tensor) -> None:
+def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:
     """child with activation 0"""
     if not getattr(rule, "weighs_activations", True):
         return

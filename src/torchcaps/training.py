@@ -60,9 +60,10 @@ def fit(
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, the processes of `torchrun` train together instead.
-        workers: processes per device that decode and prepare images. None uses none for images in memory, and one per
-            core for images on disk. The results do not depend on it.
-        resume: continue from the folder's last.ckpt. The final weights equal those of an uninterrupted run bit by bit.
+        workers: worker processes per device that decode and prepare images. If None, images on disk get one process per
+            core, and images in memory get none. The number does not change the results.
+        resume: continue from the folder's last.ckpt. The final weights are bit-identical to the weights of an
+            uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.

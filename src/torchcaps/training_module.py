@@ -143,7 +143,7 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
-        # -(100 - reached) is near 0, where float32 is fine enough to show small differences in the loss.
+        # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
         self.log("validation_rank", -(100 - reached) - 0.001 * loss / (1 + loss))
         self.confusion.reset()
 

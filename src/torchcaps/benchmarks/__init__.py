@@ -1,4 +1,4 @@
-"""Benchmarks of speed and memory. Alternatives are timed in the same run and compared by their median times."""
+"""Benchmarks of speed and memory. Implementations are timed in the same run and compared by their median times."""
 
 import csv
 import gc
@@ -55,7 +55,7 @@ def compare(
         rows.append(
             {
                 "case": case,
-                "way": name,
+                "implementation": name,
                 "median ms": round(1e3 * median, 2),
                 "10 % ms": round(1e3 * low, 2),
                 "90 % ms": round(1e3 * high, 2),

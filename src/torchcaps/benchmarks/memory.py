@@ -23,8 +23,8 @@ def bench_memory() -> list[dict[str, Any]]:
     """Measure the peak memory of routing in the small network's two ConvCaps layers, and of one training step.
 
     The forward and the backward pass of routing are measured. The batch size is 16, except where it is varied.
-    ``held`` is the peak memory divided by the memory that every implementation has to hold: leaves, outputs and their
-    gradients. For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
+    ``peak / minimum`` is the peak memory divided by the memory that every implementation needs: leaves, outputs and
+    their gradients. For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
     """
     rows = []
     for what, points in GROWTH.items():
@@ -40,9 +40,9 @@ def bench_memory() -> list[dict[str, Any]]:
                     {
                         "case": what,
                         "value": value,
-                        "way": way,
+                        "implementation": way,
                         "peak MiB": _mib(peak),
-                        "held": round((peak + leaves) / needed, 2),
+                        "peak / minimum": round((peak + leaves) / needed, 2),
                     }
                 )
     progress("memory: MatrixCapsNet base at 224×224")
@@ -51,9 +51,9 @@ def bench_memory() -> list[dict[str, Any]]:
         {
             "case": "MatrixCapsNet base, a step",
             "value": 224,
-            "way": "fused",
+            "implementation": "fused",
             "peak MiB": _mib(peak_bytes(step)),
-            "held": "",
+            "peak / minimum": "",
         }
     )
     return rows
@@ -66,7 +66,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     for axes, what in zip(figure.subplots(1, len(GROWTH), sharey=True), GROWTH, strict=True):
         for way in WAYS:
-            own = [row for row in rows if row["case"] == what and row["way"] == way]
+            own = [row for row in rows if row["case"] == what and row["implementation"] == way]
             axes.plot([row["value"] for row in own], [row["peak MiB"] for row in own], marker="o", label=way)
         axes.set(xlabel=what, yscale="log")
         axes.grid(alpha=0.3)

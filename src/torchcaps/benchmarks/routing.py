@@ -237,7 +237,9 @@ def check_agreement(name: str, problem: Problem) -> None:
         for x, y in zip(found, right, strict=True):
             apart = ((x - y).norm() / y.norm()).item()
             if not apart < 0.01:
-                raise BadInput(f"{name}: two ways that must agree differ by {apart:.1%}, nothing is timed: fix one")
+                raise BadInput(
+                    f"{name}: two implementations differ by {apart:.1%}, so nothing was timed: correct one of them"
+                )
 
 
 def _values_and_gradients(leaves: list[Tensor], way: Callable[[], list[Tensor]]) -> list[Tensor]:

@@ -16,7 +16,7 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
     """Time a training step of CapsNet on MNIST-sized images, and a step of the small MatrixCapsNet on 32×32 crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
-        "fused, unfolded convolutions": capsnet_step("fused", im2col=True),
+        "fused, im2col": capsnet_step("fused", im2col=True),
         "fused, bf16": capsnet_step("fused", bf16=True),
         "reference": capsnet_step("reference"),
         "reference, bf16": capsnet_step("reference", bf16=True),

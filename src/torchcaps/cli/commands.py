@@ -1,4 +1,4 @@
-"""The command line; commands that only look at trained networks are in `look`, those of datasets in `data`."""
+"""The command line. Further commands are in `look` (trained networks), `data` (datasets) and the other modules."""
 
 import warnings
 from functools import partial
@@ -64,7 +64,7 @@ def train(
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that decode images; default: one per core if needed.", min=0)
+        int | None, typer.Option(help="Processes that decode images; default: one per core for images on disk.", min=0)
     ] = None,
     cache: Cache = "auto",
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
@@ -82,7 +82,7 @@ def train(
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
-    """Train a recipe. The epoch is chosen on the validation images; the test images are read once, at the end."""
+    """Train the network of a recipe, and evaluate it once on the test images, at the end."""
     from torchcaps.data import load_splits
     from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate
@@ -107,7 +107,10 @@ def train(
         before = existing_run(folder, resume)
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
-            print(f"{folder} was started with {before.recipe.epochs} epochs; now {chosen.epochs}", flush=True)
+            print(
+                f"{folder} was started with {before.recipe.epochs} epochs; training continues to {chosen.epochs}",
+                flush=True,
+            )
     try:
         splits = load_splits(
             chosen.data,
@@ -169,7 +172,8 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble: their scores are averaged. The default dataset is that of the first run.
+    Several runs are evaluated as an ensemble: their scores are averaged. By default, the dataset of the first run is
+        used.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction

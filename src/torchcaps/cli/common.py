@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
 Cache = Annotated[
     str,
-    typer.Option(help="Own images: hold them in memory (memory), decode them in each epoch (none), or choose (auto)."),
+    typer.Option(help="For own images: memory keeps them in memory; none decodes them in each epoch; auto chooses."),
 ]
 
 

@@ -36,7 +36,7 @@ def data_render(
     name: str,
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Height and width in pixels: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Seed of the toys; for training, set data.render_seed to the same.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the toys; to train on them, use --set data.render_seed=SEED.")] = 0,
 ) -> None:
     """Render the toys in the file format of smallNORB; the same seed gives the same bytes."""
     from torchcaps.data import render_toys

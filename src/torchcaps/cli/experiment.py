@@ -11,7 +11,7 @@ from torchcaps.errors import BadInput, nearest
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="Name of an experiment; or list; or report.")],
+    name: Annotated[str, typer.Argument(help="Name of an experiment, or `list`, or `report`.")],
     budget: Annotated[
         str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
     ] = "quick",

@@ -48,7 +48,7 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
     out: Annotated[Path, typer.Option(help="File to write, a .onnx or .pt2 file.")],
     format: Annotated[
-        str, typer.Option(help="onnx; pt2: torch.export, with the fused operators; aoti: compiled.")
+        str, typer.Option(help="onnx, pt2 (torch.export, with fused operators) or aoti (compiled library).")
     ] = "onnx",
     data: Annotated[
         str | None, typer.Option(help="Also compare the file on the validation images of a dataset, folder or table.")

@@ -14,7 +14,7 @@ def predict(
     images: Annotated[list[Path], typer.Argument(help="Image files, or folders; images are resized as in training.")],
     table: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE", help="Write file, class and the score of every class to FILE instead."),
+        typer.Option("--csv", metavar="FILE", help="CSV file to write: path, class and all scores of each image."),
     ] = None,
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.

@@ -175,9 +175,10 @@ def load_splits(
     are held out. The same holds for a table with a validation split.
 
     Arguments:
-        name_or_folder: a name in `DATASETS`; the path of a folder; or a table of images, as in `load_image_table`. The
-            folder contains either one subfolder of images per class, or `train/` and `test/`, each with one subfolder
-            of images per class. If there is a dataset and a folder of the same name, the dataset is loaded.
+        name_or_folder: a name in `DATASETS`; the path of a folder; or a table of images: a CSV or Parquet file, a
+            folder of Parquet files, or ``hf:NAME``. The folder contains either one subfolder of images per class, or
+            `train/` and `test/`, each with one subfolder of images per class. If there is a dataset and a folder of the
+            same name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
         validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
         validation_attribute: attribute of a named dataset, such as "instance". If given, one value of the attribute is
@@ -185,12 +186,12 @@ def load_splits(
             `validation_fraction` is then not used.
         seed: seed for choosing the validation images, 0 or greater.
         cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
-            "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The pixels do
-            not depend on it.
+            "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The choice does
+            not change the pixels.
         processes: number of processes that load the same images, for ``cache="auto"``.
-        options: for a folder, `image_size`, `channels` and `test_fraction`, as in `load_image_folder`; for a table, the
-            same and `image_column` and `label_column`, as in `load_image_table`; for a named dataset, the options
-            listed in `DATASETS[name].options`.
+        options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
+            table, also `image_column` and `label_column`; for a named dataset, the options listed in
+            `DATASETS[name].options`.
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder; the dataset does not accept an option or the
             attribute; a value is out of its range; a split has no images; or a file is missing or damaged.

@@ -17,7 +17,7 @@ CHUNK = 1 << 20
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
-    """Read the uncompressed content of a file, but at most one chunk more than the length that its header declares.
+    """Read the uncompressed content of a file, and stop if it is longer than its header declares.
 
     Arguments:
         path: the file, raw or gzipped.

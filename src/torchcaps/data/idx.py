@@ -57,7 +57,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
 
 def idx_content(path: Path) -> bytearray:
-    """Read the uncompressed content of an IDX file, but at most one chunk more than the length in its header."""
+    """Read the uncompressed content of an IDX file, and stop if it is longer than its header declares."""
 
     def promised(header: bytes) -> int:
         sizes = _sizes(header, str(path))

@@ -59,21 +59,31 @@ def load_image_table(
     Parquet files, folders saved by ``datasets.save_to_disk``, and datasets on the Hugging Face Hub have a column with
     the encoded images and a column of labels; their own splits are used. They need the extra ``torchcaps[datasets]``.
 
-    If there is no test split, the fraction `test_fraction` of each class is held out. Images are decoded as in
-    `load_image_folder`. This function does not read a validation split; `load_splits` does.
+    If there is no test split, the fraction `test_fraction` of each class is held out. Images are rotated upright by
+    their EXIF orientation, transparent pixels are blended with black, and only the first frame or page is read. This
+    function does not read a validation split; `load_splits` does.
 
     Arguments:
         source: path of a .csv, .tsv or .parquet file; path of a folder of Parquet files or of a saved dataset; or
             ``"hf:NAME"`` or ``"hf:NAME:CONFIGURATION"`` for a dataset on the Hub.
-        image_size, channels, seed, test_fraction, progress: as for `load_image_folder`.
-        image_column: name of the column of images. None takes the only column with a usual name or of images.
-        label_column: name of the column of labels. None takes the only column with a usual name or of class labels.
+        image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
+            10,000. None keeps the sizes, which must then be the same for all images.
+        channels: 1 for greyscale, 3 for RGB. None uses 1 if all images are greyscale, else 3.
+        seed: seed for choosing the test images if there is no test split, 0 or greater.
+        test_fraction: fraction of each class to hold out if there is no test split, above 0 and below 1.
+        progress: draw a progress bar on standard error if there are more than 2,000 images.
+        image_column: name of the column of images. None chooses the only column that contains images or has a usual
+            name, such as ``image`` or ``path``.
+        label_column: name of the column of labels. None chooses the only column that contains class labels or has a
+            usual name, such as ``label`` or ``class``.
     Raises:
-        BadInput: the source cannot be read; a column is missing or cannot be told; a row has no image or no label; the
-            same file is listed twice; a split has an unknown name; there are fewer than two classes; or an image or
-            argument is invalid, as for `load_image_folder`.
+        BadInput: the source cannot be read; a column is missing, or several columns fit; a row has no image or no
+            label; the same file is listed twice; a split has an unknown name; there are fewer than two classes; an
+            image cannot be read; the images have different sizes and `image_size` is None; an argument is out of its
+            range; or the images do not fit into memory.
     Warns:
-        DataWarning: a split of a dataset is skipped; or images are changed, as for `load_image_folder`.
+        DataWarning: a split of a dataset is skipped; a file has several frames; resizing changes the aspect ratio by
+            more than 5 %; or 16-bit images are nearly black.
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """

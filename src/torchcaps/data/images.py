@@ -220,7 +220,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
 def cut_indices(
     labels: Int64[Tensor, " N"], fraction: float, seed: int
 ) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " M"]]:
-    """Compute the indices of the images that `cut` keeps, and of those that it holds out, both in ascending order."""
+    """Compute two lists of indices, both ascending: the images that `cut` keeps, and the images that it holds out."""
     if not 0 < fraction < 1:
         raise BadInput(f"fraction is {fraction}; give a number above 0 and below 1")
     if seed < 0:

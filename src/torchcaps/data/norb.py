@@ -71,8 +71,8 @@ def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "...
         content: the whole uncompressed file.
         name: name of the file in error messages.
     Raises:
-        BadInput: the magic number is not that of uint8 or int32; the number of dimensions is not 1 to 8; the declared
-            array is empty or larger than 16 GiB; or `content` is longer or shorter than the header declares.
+        BadInput: the magic number stands for neither uint8 nor int32; the number of dimensions is not 1 to 8; the
+            declared array is empty or larger than 16 GiB; or `content` is longer or shorter than the header declares.
     Example:
         >>> parse_norb(norb_bytes(np.array([[1, 2], [3, 4]], dtype=np.int32)), "info")
         array([[1, 2],

@@ -232,7 +232,7 @@ def _scaled(pixels: Tensor) -> Tensor:
 
 
 def _places(count: int) -> list[float]:
-    """Return the numbers of torch.linspace(0, 1, count) for count > 1, by NumPy: torch.export cannot trace tolist()."""
+    """Return the numbers of torch.linspace(0, 1, count) for count > 1. torch.export cannot trace its tolist()."""
     step = float(np.float32(1 / (count - 1)))
     places = [step * k if 2 * k < count - 1 else 1 - step * (count - 1 - k) for k in range(count)]
     return np.array(places, np.float32).tolist()

@@ -1,7 +1,7 @@
 """Health of routing (dead capsules, gradients, entropy of the couplings), compared with uniform couplings.
 
 This is our own experiment, after Mitterreiter, Koch, Giesen & Laue 2023, Everett, Zhong & Leontidis 2023, and Gu &
-Tresp.
+Tresp 2020.
 """
 
 from dataclasses import replace

@@ -34,7 +34,7 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outcome:
     """Compare the capsules against the CNN on novel viewpoints.
 
-    The capsules are evaluated at the epoch whose accuracy on familiar viewpoints is closest to that of the CNN.
+    The capsules are evaluated at the epoch whose accuracy on familiar viewpoints is closest to the CNN's accuracy.
     """
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []

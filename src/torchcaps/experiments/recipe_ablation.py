@@ -22,10 +22,10 @@ CHANGES: dict[str, dict[str, str]] = {
     "T = 1": {"routing.iterations": "1"},
     "crop of 32 pixels": {"crop": "32"},
     "no mixup": {"mixup": "0"},
-    "standardised before crop and jitter": {"standardise": "first"},
+    "standardised before crop and brightness": {"standardise": "first"},
     "no stem": {"model.stem": "0", "model.stem_stride": "1"},
     "stem without stride, 8 primary types": {"model.stem_stride": "1", "model.widths": "[64,8,16,16]"},
-    "no norms on primary capsules": {"model.normalise": "false"},
+    "no BatchNorm on primary capsules": {"model.normalise": "false"},
     "spread loss": {"loss": "spread", "margin_schedule": "linear"},
     "exponential schedule of the paper's recipe": {"schedule": "exponential", "warm_up_epochs": "0"},
     "variational Bayes": {f"model.{name}": str(value).lower() for name, value in VARIATIONAL.items()},
@@ -56,9 +56,9 @@ def run(study: Study) -> Outcome:
             accuracies.append(study.trained(part(name, seed), recipe, judged)[1]["test_accuracy_percent"])
         rows.append(Row(f"{name}: accuracy on another rendering", accuracies))
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. The test images are those of rendering {OTHER_TOYS}, "
-        "`torchcaps data render toys --seed 2`. Settings of the recipe were chosen on these images, but no network was "
-        "trained on them."
+        f"Trained on {images:,} images for {epochs} epochs. The test images are the toys of rendering "
+        f"{OTHER_TOYS}, `torchcaps data render toys --seed {OTHER_TOYS}`. Settings of the recipe were chosen on these "
+        "images, but no network was trained on them."
     ]
     return Outcome(rows, draw(rows), notes)
 

@@ -20,8 +20,8 @@ PREFACE = (
     "`torchcaps experiment report` writes this page from the files in results/.",
     "",
     "Percentages are test accuracies unless the row says otherwise. The column *paper* gives the number of the cited "
-    "paper, if it reports one. *Capsules* are the network with routing. *Uniform couplings* are the same network with "
-    "one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
+    "paper, if it reports one. *Capsules* means the network with routing. *Uniform couplings* means the same network "
+    "with one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
     "iterations.",
 )
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(?:(?!<!-- table: ).)*?(<!-- end of table -->)", re.DOTALL)
@@ -148,7 +148,7 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
     for entry in entries:
         column, unit = ("peak MiB", "MiB") if "value" in entry else ("median ms", "ms")
         found = {
-            row["way"]: float(row[column])
+            row["implementation"]: float(row[column])
             for row in _rows(results / entry["file"])
             if row["case"] == entry["case"] and row.get("value") == entry.get("value")
         }

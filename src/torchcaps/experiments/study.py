@@ -259,8 +259,8 @@ class Study:
     def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
         """Return the recipe of ``CNN``, ``capsules`` or ``uniform couplings`` with the settings of later papers.
 
-        The settings are those of the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain
-        a whole toy. The cosine schedule covers the whole training for any number of `images`.
+        The settings are as in the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain a
+        whole toy. The cosine schedule covers the whole training for any number of `images`.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")

@@ -1,8 +1,8 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
 The formulas count the products of the reference implementation, which computes the votes only once. This computation is
-counted in the first pass, whose couplings are even. The fused kernels compute the votes again in each later pass, which
-is not counted.
+counted in the first pass, whose couplings are uniform. The fused kernels compute the votes again in each later pass,
+which is not counted.
 """
 
 import sys
@@ -30,10 +30,10 @@ def _given(*tensors: Tensor | None) -> int:
 
 def _moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, by_sample, with_variance, *_, **__,
+    uniform, types, none_of_the_above, by_sample, with_variance, *_, **__,
 ):  # fmt: skip
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
-    return even * making + (1 + with_variance + _given(linear, quadratic)) * product
+    return uniform * making + (1 + with_variance + _given(linear, quadratic)) * product
 
 
 def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quadratic, *_, **__):
@@ -53,8 +53,8 @@ def _moments_backward(
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
     """Count the FLOPs of the gradients of children and transforms.
 
-    These are: the gradients of the votes in each pass; of the activations in passes with even couplings; and of poses
-    and transforms.
+    These are: the gradients of the votes in each pass; of the activations in passes with uniform couplings; and of
+    poses and transforms.
     """
     from torchcaps.kernels.moments import Record
 

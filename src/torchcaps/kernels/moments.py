@@ -31,11 +31,11 @@ class Record(NamedTuple):
     Arguments:
         constant, linear, quadratic, centre: tensors of the agreement.
         log_sums: ``[padded B, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None
-            if the couplings are even, that is, all couplings of a child are equal.
+            if the couplings are uniform, that is, all couplings of a child are equal.
         coupling_grads: ``[padded B, G, C]``: γ = Σ_j c_ij u_ij, where u_ij is the gradient of the weight
             w_ij = a_i c_ij. None if the couplings are treated as constants.
         mean: means of the votes, ``[B, P, J, R, N]``.
-        log_mass: logarithm of the mass, ``[B, P, J]``; ∞ for a parent whose children are all off.
+        log_mass: logarithm of the mass, ``[B, P, J]``; ∞ for a parent whose children all have activation 0.
         mass_grad, mean_grad, variance_grad: gradients of the outputs of the pass.
         offset: Σ variance · variance_grad, ``[B, P, J]``.
     """
@@ -167,7 +167,7 @@ def _call(
 
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
+    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     dtype, vectors = statistics_dtype(pose.dtype), (shapes.vectors, shapes.strides)
@@ -176,7 +176,7 @@ def _like_moments(
         empty(pose, *vectors, dtype),
         empty(pose, *vectors, dtype) if with_variance else pose.new_empty((0,), dtype=dtype),
         pose.new_empty(shapes.scalars, dtype=dtype),
-        pose.new_empty((0,) if even else shapes.log_sums, dtype=dtype),
+        pose.new_empty((0,) if uniform else shapes.log_sums, dtype=dtype),
     )
 
 
@@ -184,20 +184,20 @@ def _like_moments(
 def moments(
     tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
-    even: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
+    uniform: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums as in `Record`.
 
-    Gradients of pose, activation and transform flow through the tokens only. ``even`` makes all couplings of a child
+    Gradients of pose, activation and transform flow through the tokens only. ``uniform`` makes all couplings of a child
     equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to
     each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options = types, none_of_the_above, by_sample
     outputs = mass, mean, variance, log_mass, log_sums = _like_moments(
-        tokens, *children, edge_lists, parent_sites, *agreement, even, *options, with_variance, constant_couplings
+        tokens, *children, edge_lists, parent_sites, *agreement, uniform, *options, with_variance, constant_couplings
     )
-    found = (mass, mean, variance if with_variance else None, log_mass, None if even else log_sums)
+    found = (mass, mean, variance if with_variance else None, log_mass, None if uniform else log_sums)
     _call("moments", children, edge_lists, parent_sites, options, [agreement], found)
     return outputs
 
@@ -350,12 +350,12 @@ def _sweep_over_votes(ctx, records):
 
 
 def _keep_pass(ctx, inputs, output) -> None:
-    tokens, *tensors, even, types, none_of_the_above, by_sample, with_variance, constant_couplings = inputs
+    tokens, *tensors, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings = inputs
     pose, activation, transform, edge_lists, parent_sites, *agreement = tensors
     _, *found = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
     ctx.tokens, ctx.parent_sites, ctx.with_variance = len(tokens), parent_sites, with_variance
-    ctx.couplings = (not even, not even and not constant_couplings, types, none_of_the_above, by_sample)
+    ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
     ctx.set_materialize_grads(False)
 
 

@@ -61,7 +61,8 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
 
     Arguments:
         name: name of the operator, without the namespace.
-        backward: function that takes the context and the gradients of the outputs, and returns those of the inputs.
+        backward: function that takes the context and the gradients of the outputs, and returns the gradients of the
+            inputs.
         keep: function that takes the context, the inputs and the output, and saves what ``backward`` needs.
     """
     torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)

@@ -21,7 +21,7 @@ saturate the squash, and then nothing is learned."""
 class CapsuleHead(nn.Module):
     """Matrix capsules on the feature maps of any network: primary capsules and class capsules.
 
-    The layers are those of Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
+    The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
     poses of the primary capsules, and their activations if the routing rule uses them. BatchNorm follows. The class
     capsules share their transforms over all positions and see where each child is (Coordinate Addition, from -1/2 to
     1/2), so the number of parameters does not depend on the size of the feature map. The fused kernels store no votes,
@@ -88,7 +88,7 @@ class CapsuleHead(nn.Module):
             activation="sigmoid"
             if getattr(rule, "weighs_activations", True)
             else "length",  # DistributedDataParallel waits for each gradient
-            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # lengths of sums of p and of -p are equal
+            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # only with an offset do p and -p differ
         )
         if self.primary_capsules.activation is None:
             self.primary_capsules.activation_norm = nn.Identity()

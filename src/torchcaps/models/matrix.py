@@ -39,25 +39,31 @@ class MatrixCapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
         num_classes: number of classes.
-        size: widths (A, B, C, D): ``small`` for (64, 8, 16, 16), ``base`` for (32, 32, 32, 32).
-        widths: widths (A, B, C, D) to use instead of those of ``size``.
+        size: output channels of the convolution, then capsule types of the next three layers: ``small`` for (64, 8, 16,
+            16), ``base`` for (32, 32, 32, 32).
+        widths: four numbers (A, B, C, D) to use instead of the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
         stem: number of extra 3×3 convolutions after the first convolution, which keep its channels and resolution. With
             a stem or with ``normalise``, BatchNorm follows every convolution.
-        stem_stride: 1 or 2. With 2, the middle convolution of the stem has stride 2 and doubles the channels, and the
-            first ConvCaps layer has stride 1. This reduces the number of primary capsules to a quarter.
+        stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
+            channels, and the first ConvCaps layer has stride 1. This reduces the number of primary capsules to a
+            quarter.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"em"``, two defaults differ from those of `EMRouting`: ``variance_floor=0.01`` and
+            options). For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
             ``initial_beta_a=-15``.
         class_temperature_factor: factor on the inverse temperature λ of the class capsules, only for ``"em"``; 1/4 in
             the authors' code.
-        primary_initial_std, activation_initial_std: standard deviations of the initial weights that compute the poses
-            and the activations of the primary capsules; None for PyTorch's default. The authors' code uses 0.5 and 3.
-        initial_std, class_initial_std: standard deviations of the initial transforms of ConvCaps and of ClassCaps.
+        primary_initial_std: standard deviation of the initial weights that compute the poses of the primary capsules;
+            None for PyTorch's default. The authors' code uses 0.5.
+        activation_initial_std: standard deviation of the initial weights that compute the activations of the primary
+            capsules; None for PyTorch's default. The authors' code uses 3.
+        initial_std: standard deviation of the initial transforms of the ConvCaps layers; 0.3 in the authors' code.
+        class_initial_std: standard deviation of the initial transforms of the class capsules; 0.01 in the authors'
+            code.
         around_identity: initialise transforms around the identity instead of zero. The authors' code initialises
-            around zero, with standard deviations 0.3 and 0.01.
+            around zero.
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its

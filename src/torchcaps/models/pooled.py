@@ -80,8 +80,8 @@ class PooledCapsNet(nn.Module, Pretrained):
         num_classes: number of classes.
         class_pose_size: length of a class capsule's pose.
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"dynamic"``, the defaults are those of the author's code:
-            ``logits="latest", squash_form="su", inner_squash_form="unit"``.
+            options). For ``"dynamic"``, the defaults are as in the author's code: ``logits="latest", squash_form="su",
+            inner_squash_form="unit"``.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.

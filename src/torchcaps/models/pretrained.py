@@ -115,8 +115,8 @@ class Pretrained:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: options that replace saved options, such as ``im2col=True``. If ``routing`` has the name of the
-                saved rule, it changes only the options that it sets, in every layer. Any other ``routing`` replaces the
+            changes: options that replace saved options, such as ``im2col=True``. A ``routing`` with the name of the
+                saved rule changes only the options that it contains, in every layer. Any other ``routing`` replaces the
                 saved rules.
 
         Raises:
@@ -184,7 +184,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
     try:
         files = [CONFIG, WEIGHTS]
         return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
-    except Exception as error:  # the client of the Hub raises its own errors and those of three HTTP libraries
+    except Exception as error:  # the client of the Hub raises its own errors and errors of three HTTP libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(f"{source}: neither a folder nor a readable repository on the Hub ({reason})") from error
 

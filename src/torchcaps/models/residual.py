@@ -17,7 +17,7 @@ from torchcaps.routing import Routing
 class ResidualCapsNet(nn.Module, Pretrained):
     """Residual network with capsules on its feature maps: convolutional stem, residual blocks and a `CapsuleHead`.
 
-    The blocks are those of He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
+    The blocks are as in He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
     stem keeps the size of the image; each block halves it. The number of parameters does not depend on the size of the
     images.
 
@@ -27,7 +27,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         widths: output channels of the stem and of each block.
         types: number of capsule types of the primary capsules.
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options); see `CapsuleHead`.
+            options).
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
@@ -64,7 +64,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
 
 
 class _Block(nn.Module):
-    """Two convolutions and a shortcut; half the resolution."""
+    """Two convolutions and a shortcut, which halve the resolution."""
 
     def __init__(self, below: int, above: int) -> None:
         super().__init__()

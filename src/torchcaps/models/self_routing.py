@@ -20,11 +20,11 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
     channels → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps 3×3, each with BatchNorm on its poses →
     one capsule per class, with one transform per position. Every second convolution has stride 2. The score of a class
-    is the activation of its capsule; the paper trains on the log of the activations
-    (``loss="activation_cross_entropy"``). The network has 856,064 parameters on 32×32 stereo images with five classes.
+    is the activation of its capsule. The paper trains on the log of the activations, as the loss
+    `activation_cross_entropy` does. The network has 856,064 parameters on 32×32 stereo images with five classes.
 
     The authors' class capsules have no poses. Here they have poses of length 1, because every layer has transforms.
-    These are 40,960 of the parameters, and the loss does not depend on them.
+    The transforms of these poses are 40,960 of the parameters. The loss does not depend on them.
 
     Arguments:
         image_shape: (channels, height, width); at least 5×5 pixels.

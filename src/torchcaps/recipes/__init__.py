@@ -100,8 +100,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         name: a key of `RECIPES`.
         settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
             ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
-            If you change the model, rule, data or loss, the options that the recipe set for the previous one are
-            discarded.
+            A change of the model, rule, data or loss discards the options that the recipe had for it.
 
     Raises:
         BadInput: the recipe or a key is unknown, or a value has the wrong type.
@@ -185,7 +184,7 @@ def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mappi
 
 
 def _options_of(group: str, chosen: str) -> tuple[Callable[..., Any], list[str]]:
-    """Return what takes the options of the chosen model, data, loss or routing rule, and the names of the options."""
+    """Return the function or class that takes the options of the chosen model, data, loss or rule, and their names."""
     if group == "data" and chosen in DATASETS:
         return DATASETS[chosen].load, [*DATASETS[chosen].options]
     if group == "data":

@@ -28,9 +28,9 @@ def capsnet_images() -> Recipe:
 def matrix_capsnet_images() -> Recipe:
     """Matrix capsules on your own images of at least 21×21 pixels; give their folder with ``--data``.
 
-    Network, loss and routing are those of `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of
-    epochs are those of `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine.
-    Positions share their transforms, so the number of parameters does not depend on the size of the images.
+    Network, loss and routing are as in `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of epochs
+    are as in `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine. Positions
+    share their transforms, so the number of parameters does not depend on the size of the images.
     """
     return replace(
         capsnet_images(),
@@ -49,7 +49,7 @@ def matrix_capsnet_images() -> Recipe:
 def cnn_images() -> Recipe:
     """CNN baseline on your own images, to compare capsules with; give their folder with ``--data``.
 
-    The network is that of `cnn_baseline_toys`; the other settings are those of `matrix_capsnet_images`.
+    The network is the CNN of `cnn_baseline_toys`; the other settings are as in `matrix_capsnet_images`.
     """
     return replace(
         matrix_capsnet_images(),
@@ -64,8 +64,8 @@ def cnn_images() -> Recipe:
 def residual_capsnet_images() -> Recipe:
     """Residual network with a capsule head on your own images; give their folder with ``--data``.
 
-    The network halves the image three times before the capsules, so it also suits large images. The settings of the
-    training are those of `matrix_capsnet_images`.
+    The network halves the image three times before the capsules, so it also suits large images. The other settings are
+    as in `matrix_capsnet_images`.
     """
     return replace(
         matrix_capsnet_images(),

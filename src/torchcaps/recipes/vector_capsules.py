@@ -132,7 +132,7 @@ def pooled_cnn_mnist() -> Recipe:
 def pooled_capsnet_mnist() -> Recipe:
     """Shared capsules on the convolutions of `pooled_cnn_mnist`, on MNIST: Su 2018.
 
-    The settings are those of `pooled_cnn_mnist`, with two exceptions: the recipe trains for 12 epochs, and the learning
+    The settings are as in `pooled_cnn_mnist`, with two exceptions: the recipe trains for 12 epochs, and the learning
     rate falls to 3 % of its initial value.
     """
     return replace(pooled_cnn_mnist(), name="pooled-capsnet-mnist", model="pooled-capsnet", decay_steps=120, epochs=12)

@@ -23,9 +23,10 @@ class AttentionRouting(Rule):
             p_j = LayerNorm(Σ_i c_ij V_ij)
         a_j = σ(w · p_j + b)
 
-    D is the number of elements of a pose. In the paper, capsules have no activations, and one linear layer computes
-    the score of each class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the
-    activation of every parent. The activations of the children are not used.
+    V_ij is the vote of child i for parent j, c_ij its coupling, p_j the pose of the parent, and D the number of
+    elements of a pose. In the paper, capsules have no activations, and one linear layer computes the score of each
+    class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the activation of every
+    parent. The activations of the children are not used.
 
     Arguments:
         pose_size: number of elements of a parent's pose (D), rows times columns.

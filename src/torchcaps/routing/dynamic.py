@@ -72,16 +72,17 @@ def dynamic_routing(
             v_j = squash(Σ_i c_ij û_ij)
             b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
 
-    The length of a pose is its activation, so a child with a zero pose has no effect. The result has the wider
-    dtype of ``pose`` and ``transform``; autocast has no effect.
+    u_i is the pose of child i, W_ij its transform for parent j, û_ij its vote, c_ij its coupling, and v_j the pose of
+    parent j. The length of a pose is its activation, so a child with a zero pose has no effect. The result has the
+    wider dtype of ``pose`` and ``transform``; autocast has no effect.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, transforms of the map.
         routing_map: which child site feeds which parent site.
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the latest
-            agreement, so more iterations give a better result.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the agreement of the
+            latest iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
@@ -159,9 +160,13 @@ class DynamicRouting(nn.Module):
             v_j = squash(Σ_i c_ij û_ij)
             b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
 
+    u_i is the pose of child i, W_ij its transform for parent j, û_ij its vote, c_ij its coupling, and v_j the pose of
+    parent j, whose length is the activation.
+
     Arguments:
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the latest one.
+        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the agreement of the
+            latest iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.

@@ -109,6 +109,9 @@ def em_routing(
                 log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
                 R_ij = a_j p_ij / Σ_k a_k p_ik
 
+    M_i and a_i are the pose and the activation of child i, W_ij is its transform for parent j, V_ij its vote, and R_ij
+    its coupling. h runs over the elements of a vote. μ_j and a_j are the pose and the activation of parent j.
+
     The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor, because one vote has no
     variance; mean_data = number of children / number of parents of the layer, because layers with few parents would
     saturate otherwise; and couplings that compete over all parents of a child. A child with activation 0 has no effect.
@@ -127,8 +130,8 @@ def em_routing(
         variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
             floor; a parent with a single vote then becomes NaN.
         normalise_data: divide Σ_i r_ij by mean_data in the cost; the paper does not divide.
-        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule. The paper's 0.01 suits a cost summed over
-            all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
+        inverse_temperature: inverse temperature λ of the activations, above 0. The paper's 0.01 suits a cost summed
+            over all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
         temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
             in iteration t = 0, 1, ….
         parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
@@ -274,22 +277,26 @@ class EMRouting(nn.Module):
                       a_j = logistic(λ (β_a - Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data))
             E-step:   R_ij = a_j N(V_ij; μ_j, σ_j²) / Σ_k a_k N(V_ij; μ_k, σ_k²)
 
+    V_ij is the vote of child i for parent j, R_ij its coupling, and a_i the activation of the child. h runs over the
+    elements of a vote, and N is the normal density. μ_j and a_j are the pose and the activation of the parent.
+
     Arguments:
         parent_types: number of parent types (J). β_u and β_a have one number per parent type. They are not trained if
             ``parent_activation="mixing"``.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
-        variance_floor: constant added to σ², at least 0.
-        normalise_data: set mean_data to children / parents of the layer. If False, mean_data is 1.
-        inverse_temperature: λ, above 0; the limit of the ``rising`` schedule.
-        temperature_schedule: ``constant``: λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
+        variance_floor: constant added to the variances σ² of the votes, at least 0.
+        normalise_data: divide the cost by mean_data = children / parents of the layer. If False, mean_data is 1.
+        inverse_temperature: inverse temperature λ of the activations, above 0.
+        temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
+        parent_activation: ``logistic``: logistic function of the cost; ``mixing``: mixing proportions a_j ∝ Σ_i r_ij,
+            which sum to 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; a factor below 1 softens the couplings.
+        tempering: inverse temperature of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
-        initial_beta_a: initial value of β_a; β_u starts at 0. With a negative β_a, a parent that no child chooses has a
-            low activation, logistic(λ β_a). Training moves β_a in steps of the learning rate, which is too slow to
-            reach such values.
+        initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. With a negative β_a,
+            a parent that no child chooses has a low activation, logistic(λ β_a). Training moves β_a in steps of the
+            learning rate, which is too slow to reach such values.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.

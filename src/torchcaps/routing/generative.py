@@ -28,7 +28,9 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    f is the logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits
+    V_ij is the vote of child i for parent j, and R_ij its coupling. D_use_ij is the share of a_i, the activation of the
+    child, that the parent uses, and D_ign_ij the share that it ignores. μ_j is the pose of the parent. f is the
+    logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits
     before routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's
     activation is f(logit_j). β is shared in the same way as the transforms: it has one value per transform, child type
     and parent type, initially 0. A parent whose children all have activation 0 has pose 0. The vote bias of the
@@ -40,13 +42,13 @@ class GenerativeRouting(Rule):
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
-        variance_floor: constant added to σ_j², above 0.
-        mass_floor: constant added to Σ_i D_use_ij in denominators, above 0. It pulls the pose of a parent with little
-            mass towards 0.
+        variance_floor: constant added to the variances σ_j² of the votes, above 0.
+        mass_floor: constant added to the mass Σ_i D_use_ij of a parent in denominators, above 0. It pulls the pose of a
+            parent with little mass towards 0.
 
     Raises:
         ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When the rule is
-            called: the K, C and J of the transform differ from those of the rule.
+            called: the transform has other K, C or J than the rule.
 
     Example:
         >>> from torchcaps import RoutingMap

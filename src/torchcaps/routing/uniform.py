@@ -15,8 +15,9 @@ class UniformRouting(Rule):
 
         v_j = squash(Σ_i û_ij / number of parents of child i)        a_j = |v_j|
 
-    This is dynamic routing (Sabour, Frosst & Hinton 2017) with one iteration. To measure how much the routing rule of a
-    network contributes, also train the network with this rule, and compare the results.
+    û_ij is the vote of child i for parent j. This is dynamic routing (Sabour, Frosst & Hinton 2017) with one iteration.
+    To measure how much the routing rule of a network contributes, also train the network with this rule, and compare
+    the results.
 
     Arguments:
         squash_form: squash of the parents: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.

@@ -18,7 +18,9 @@ class VariationalBayesRouting(Rule):
     """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
 
     Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
-    and μ_j the mean of the votes for parent j, with weights w_ij = a_i c_ij::
+    and μ_j the mean of the votes V_ij for parent j, with weights w_ij = a_i c_ij: activation times coupling. ψ is the
+    digamma function and σ the logistic function. π_j is the mixing proportion and Λ_j the precision matrix of the
+    Gaussian::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
@@ -32,11 +34,11 @@ class VariationalBayesRouting(Rule):
         a_j = σ(BatchNorm(β_a - (β_u + e^(E ln π_j) H_j)))
         pose_j = BatchNorm(m_j)
 
-    The priors are those of the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors,
-    no variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned
-    parameters. They compute one mean and variance per parent type, over samples and sites, and for poses also over the
-    elements of a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: β has
-    gradient 0, and affects only evaluation mode.
+    The priors are as in the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors, no
+    variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned parameters.
+    They compute one mean and variance per parent type, over samples and sites, and for poses also over the elements of
+    a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: β has gradient 0, and
+    affects only evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only later couplings are shared among sites. Second, their code divides a child's

@@ -12,8 +12,8 @@ from torchcaps.routing_map import RoutingMap
 class WrittenVotes:
     """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    They support every dtype, every kind of differentiation and every exporter, but need several times as much memory as
-    the votes themselves.
+    They support every dtype, every kind of differentiation and every exporter, but the computation needs several times
+    the memory of the votes.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.

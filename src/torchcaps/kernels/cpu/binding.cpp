@@ -72,8 +72,8 @@ template <> const Kernels<double>& kernels<double>() { return chosen->in_double;
 using Addresses = std::vector<std::uintptr_t>;
 template <class T> T* at(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether a "none of the above" takes part
-// in the softmax, whether the lanes hold samples, and the number of threads.
+// B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether the softmax includes a parent
+// "none of the above" with logit 0, whether the lanes hold samples, and the number of threads.
 using Sizes = std::vector<long>;
 
 // Creates a problem from its sizes and the edge lists in the layout of RoutingMap.edge_lists.

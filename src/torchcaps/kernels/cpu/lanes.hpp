@@ -38,17 +38,17 @@ template <class T> inline Vector<T> all(T x) { return x - Vector<T>{}; }  // x +
 template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
 template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
 
-// Joins all lanes in a binary tree.
-template <class T, int BYTES, class Join> inline T fold(const T* x, Join join) {
+// Combines all lanes into one number, in a binary tree.
+template <class T, int BYTES, class Combine> inline T fold(const T* x, Combine combine) {
   typedef T Half __attribute__((vector_size(BYTES / 2)));
   Half low, high;
   std::memcpy(&low, x, BYTES / 2);
   std::memcpy(&high, x + BYTES / 2 / sizeof(T), BYTES / 2);
-  const Half joined = join(low, high);
+  const Half joined = combine(low, high);
   T out[BYTES / 2 / sizeof(T)];
   std::memcpy(out, &joined, BYTES / 2);
   if constexpr (BYTES / 2 == sizeof(T)) return out[0];
-  else return fold<T, BYTES / 2>(out, join);
+  else return fold<T, BYTES / 2>(out, combine);
 }
 template <class T> inline T sum(Vector<T> x) {
   T in[lanes<T>];
@@ -66,8 +66,8 @@ inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int
 #endif
 }
 
-// BIT is a power of two. Lane I comes from b if I has that bit, and from a otherwise. kept_lanes takes lane I of that
-// vector, crossed_lanes its lane I ^ BIT.
+// BIT is a power of two. Lane I of the result comes from b if I has this bit, and from a otherwise. kept_lanes takes
+// lane I of b or a, crossed_lanes takes lane I ^ BIT.
 template <class T, int BIT, int... I>
 inline Vector<T> kept_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
 #ifdef __clang__
@@ -85,15 +85,15 @@ inline Vector<T> crossed_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<i
 #endif
 }
 
-// Returns a vector whose lane i joins all lanes of x[i]. Overwrites the vectors x[0 … L - 1].
-template <class T, int BIT, class Join> inline void across_bit(Vector<T>* x, Join join) {
+// Returns a vector whose lane i combines all lanes of x[i]. Overwrites the vectors x[0 … L - 1].
+template <class T, int BIT, class Combine> inline void across_bit(Vector<T>* x, Combine combine) {
   const auto each = std::make_integer_sequence<int, lanes<T>>();
   for (int i = 0; i < BIT; ++i)
-    x[i] = join(kept_lanes<T, BIT>(x[i], x[i + BIT], each), crossed_lanes<T, BIT>(x[i], x[i + BIT], each));
-  if constexpr (BIT > 1) across_bit<T, BIT / 2>(x, join);
+    x[i] = combine(kept_lanes<T, BIT>(x[i], x[i + BIT], each), crossed_lanes<T, BIT>(x[i], x[i + BIT], each));
+  if constexpr (BIT > 1) across_bit<T, BIT / 2>(x, combine);
 }
-template <class T, class Join> inline Vector<T> across(Vector<T>* x, Join join) {
-  across_bit<T, lanes<T> / 2>(x, join);
+template <class T, class Combine> inline Vector<T> across(Vector<T>* x, Combine combine) {
+  across_bit<T, lanes<T> / 2>(x, combine);
   return x[0];
 }
 template <class T> inline Vector<T> sums_across(Vector<T>* x) {

@@ -1,9 +1,9 @@
 // The moments of votes under an agreement, forward. torchcaps.routing.votes specifies them.
 //
-// With even couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
+// With equal couplings, each block of parents sums its own votes. Otherwise each child loops over its edges: vote,
 // logit, softmax, sums at the parents. Sums are centred on the agreement's centre or on some vote. If a variance would
-// lose too many digits by cancellation, or the sum of a small mass underflows, the block of parents recomputes its
-// moments in log space from its own side.
+// lose too many digits by cancellation, or the sum of a small mass underflows, the moments of this block are recomputed
+// in log space, by a loop over the edges of the parents.
 #pragma once
 
 #include "votes.hpp"
@@ -21,7 +21,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
-      Base::weights, Base::valid, Base::even_coupling, Base::vote;
+      Base::weights, Base::valid, Base::uniform_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
   // Children of a group are processed together, as long as their votes fit into the L1 cache.
   static constexpr int CACHE_BYTES = 40 * 1024, MOST_TOGETHER = 16;
@@ -47,8 +47,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per unit. They are kept apart, because
-  // their sum would round off the second next to a huge logit.
+  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per unit. They are stored separately:
+  // added to a huge logit, the logarithm would be lost by rounding.
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
   void forward(int unit, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
@@ -56,10 +56,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     const Child* activation = activations_of(x, unit, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
-    const bool even = !out.log_sums;
-    V* centres = with_variance && even ? arena.take<V>(PB * numbers()) : nullptr;
-    Child* log_sums = even ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
-    if (even) {
+    const bool uniform_couplings = !out.log_sums;
+    V* centres = with_variance && uniform_couplings ? arena.take<V>(PB * numbers()) : nullptr;
+    Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
+    if (uniform_couplings) {
       sum_evenly(pose, activation, sums, centres, arena);
     } else {
       load_agreement(unit, agreement, parents, agreement_size());
@@ -69,8 +69,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       visit_groups(pose, activation, parents, log_sums, arena, add_up);
     }
     for (int at = 0; at < PB; ++at) {
-      const V* centre = even || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
-      if (even && with_variance) centre = centres + at * numbers();
+      const V* centre = uniform_couplings || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
+      if (uniform_couplings && with_variance) centre = centres + at * numbers();
       const auto place = this->place(unit, at);
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
@@ -243,7 +243,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
   }
 
-  // The sums with even couplings. With variances, they are centred on the mean of a parent's first votes. A few
+  // The sums with equal couplings. With variances, they are centred on the mean of a parent's first votes. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);
@@ -256,7 +256,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       Child mass{};
       for (int i = begin; i < end; ++i) {
         const int e = g.parent_edge[i];
-        mass += even_coupling(g.group_of(e)) * site_sums[g.edge_child[e]];
+        mass += uniform_coupling(g.group_of(e)) * site_sums[g.edge_child[e]];
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
@@ -304,7 +304,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
       for (int i = from; i < to; ++i) {
         const int e = g.parent_edge[i], s = g.edge_child[e];
-        const T share = even_coupling(g.group_of(e));
+        const T share = uniform_coupling(g.group_of(e));
         for (int c = 0; c < g.C; ++c) {
           const Child weight = share * activation[long(s) * g.C + c];
           V d[NUMBERS];
@@ -340,7 +340,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     return !any(lost);
   }
 
-  // Recomputes the moments of a block of parents from its own side, with weights relative to the largest.
+  // Recomputes the moments of a block of parents by a loop over their edges, with weights relative to the largest.
   Found computed_again(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
     const int p = at / JB, block = at % JB;
     V d[MOST], top = all(lowest<T>), total{}, centre[MOST]{};
@@ -353,7 +353,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
           const auto off = a < TINY<T>;
           V v[MOST];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
-          V log_c = all(std::log(even_coupling(group)));
+          V log_c = all(std::log(uniform_coupling(group)));
           if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
           use(off, off ? all(lowest<T>) : logarithm(a) + log_c, v);
         }

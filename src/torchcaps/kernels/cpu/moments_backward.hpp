@@ -25,11 +25,11 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
-      Base::valid, Base::even_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
+      Base::valid, Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
   static constexpr int PAIR = 2, SIDE_BY_SIDE = 4;  // children that share reads of a parent, in each sweep
-  static constexpr T ALMOST_NOTHING = -40, MOST_LOG_SHARE = 60;
+  static constexpr T FAINT_LOG_MASS = -40, MOST_LOG_SHARE = 60;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
@@ -56,7 +56,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       records[log_mass_at()] = load_scalar(pass.log_mass, place);
       records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
       records[inverse_at()] = exponential(-records[log_mass_at()]);
-      records[faint_at()] = all(T(any(records[log_mass_at()] < ALMOST_NOTHING)));
+      records[faint_at()] = all(T(any(records[log_mass_at()] < FAINT_LOG_MASS)));
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
@@ -97,8 +97,9 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
             for (int c = 0; c < children; c += PAIR) {
               const int pair = std::min(PAIR, children - c);
-              compare(pose + (first + c) * pose_size(), pair, record, [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
-                      couplings + i, u + i, d + i * numbers());
+              logits_and_brackets(pose + (first + c) * pose_size(), pair, record,
+                                  [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
+                                  couplings + i, u + i, d + i * numbers());
               i += pair;
             }
           }
@@ -121,7 +122,8 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         if (!wanted) continue;
         for (long at = 0; at < i; at += children)
           for (int c = 0; c < children; ++c)
-            u[at + c] = scaled(activation[first + c] / unit_of(activation[first + c]), u[at + c] - couplings[at + c] * gamma[c]);
+            u[at + c] = scaled(activation[first + c] / gradient_scale(activation[first + c]),
+                               u[at + c] - couplings[at + c] * gamma[c]);
         add_up(group, children, d, u, sums);
       }
     }
@@ -129,7 +131,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   }
 
   // A pass of one unit, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the
-  // previous pass. Then both passes share the differences between votes and that mean.
+  // previous pass. Both passes then share the differences between votes and this mean.
   struct Pass {
     const V* records;
     const Child *log_sums, *coupling_grads;
@@ -150,20 +152,20 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   void votes_grads(int s, int first_unit, int count, const Children<T>& x, const Pass* passes, int pass_count,
                    const ChildrenGrads<T>& out, void* transform_grad, Arena& arena) const {
     arena.clear();
-    const long size = pose_size(), whole = g.C * size;
+    const long size = pose_size(), poses_size = g.C * size;
     const Child** poses = arena.take<const Child*>(count);
     const Child** activations = arena.take<const Child*>(count);
     for (int unit = 0; unit < count; ++unit) {
-      V* room = Lay::by_type ? nullptr : arena.take<V>(whole + g.C);
-      poses[unit] = this->load_children(x.pose, first_unit + unit, s, s + 1, whole, room);
-      activations[unit] = x.activation ? this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + whole)
+      V* room = Lay::by_type ? nullptr : arena.take<V>(poses_size + g.C);
+      poses[unit] = this->load_children(x.pose, first_unit + unit, s, s + 1, poses_size, room);
+      activations[unit] = x.activation ? this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + poses_size)
                                        : this->ones(g.C, arena);
     }
-    V *pose_grads = zeros(count * whole + L, arena), *totals = zeros(long(count) * g.C + L, arena);
+    V *pose_grads = zeros(count * poses_size + L, arena), *totals = zeros(long(count) * g.C + L, arena);
     V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * SIDE_BY_SIDE * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
-      const T even = even_coupling(g.group_of(e)), log_even = std::log(even);
+      const T uniform_value = uniform_coupling(g.group_of(e)), log_uniform_value = std::log(uniform_value);
       for (int block = 0; block < JB; ++block)
         for (int c = 0; c < g.C; c += SIDE_BY_SIDE) {
           const int children = std::min(SIDE_BY_SIDE, g.C - c);
@@ -174,10 +176,11 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
               const int there = std::min(c + i, g.C - 1);
               vote(poses[unit] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
-            to_grads(long(g.group_of(e)) * g.C, c, children, at, even, log_even, activations[unit],
+            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, log_uniform_value, activations[unit],
                      passes + long(unit) * pass_count, pass_count, totals + long(unit) * g.C + c, factors, grads);
             for (int i = 0; i < children; ++i)
-              this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i], pose_grads + unit * whole + (c + i) * size);
+              this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i],
+                                  pose_grads + unit * poses_size + (c + i) * size);
           }
           for (int i = 0; i < children; ++i) {
             const long to = weights(g.edge_kernel[e], c + i, block) - this->transform;
@@ -189,7 +192,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
     for (int unit = 0; unit < count; ++unit)
       store_children_grads(s, first_unit + unit, activations[unit], passes + long(unit) * pass_count, pass_count,
-                           pose_grads + unit * whole, totals + long(unit) * g.C, out, arena);
+                           pose_grads + unit * poses_size, totals + long(unit) * g.C, out, arena);
   }
 
  private:
@@ -198,31 +201,32 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     else return all(x);
   }
   // Gradients of a faint child's activation are multiplied by FAINT, because they may exceed the largest number.
-  static Child unit_of(Child a) { return (a >= TINY<T>) & (a < FAINT<T>) ? child(FAINT<T>) : child(T(1)); }
+  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < FAINT<T>) ? child(FAINT<T>) : child(T(1)); }
   // a · x, but 0 if the activation is 0, even for infinite x.
   static V scaled(Child a, V x) {
     if constexpr (Lay::by_type) return a == 0 ? V{} : a * x;
     else return a == T(0) ? V{} : a * x;
   }
 
-  // c / mass and c u, both multiplied by unit_of(activation).
+  // c / mass and c u, both multiplied by gradient_scale(activation).
   struct WeightGrad {
     V share, c_u;
   };
   WeightGrad weight_grad(Child a, const V* record, V bracket, V c, V log_c) const {
-    const Child unit = unit_of(a);
+    const Child scale = gradient_scale(a);
     const V log_mass = record[log_mass_at()];
-    V share = unit * c * record[inverse_at()];
+    V share = scale * c * record[inverse_at()];
     if (record[faint_at()][0] != 0) {
-      const V log_share = log_c - log_mass, of_on = log_share + logarithm(Lay::broadcast(unit));
-      share = exponential(Lay::broadcast(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : of_on);
+      const V log_share = log_c - log_mass, log_scaled_share = log_share + logarithm(Lay::broadcast(scale));
+      share = exponential(Lay::broadcast(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : log_scaled_share);
     }
-    return {share, share * (bracket - record[offset_at()]) + unit * c * record[mass_grad_at()]};
+    return {share, share * (bracket - record[offset_at()]) + scale * c * record[mass_grad_at()]};
   }
 
   // For `count` children, at most PAIR: logits, brackets Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
-  void compare(const Child* pose, int count, const V* record, Weights weights, V* logits, V* brackets, V* d) const {
+  void logits_and_brackets(const Child* pose, int count, const V* record, Weights weights, V* logits, V* brackets,
+                           V* d) const {
     V v[PAIR][MOST], *distance[PAIR], logit[PAIR]{}, bracket[PAIR]{};
     for (int k = 0; k < PAIR; ++k) {
       const int there = std::min(k, count - 1);
@@ -264,20 +268,20 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // For several children and one pass: share = w / mass, 2 share, slope = logit_grad, and -2 slope.
+  // For several children and one pass: share = w / mass, 2 share, logit_grad and -2 logit_grad.
   struct Factors {
-    V share[SIDE_BY_SIDE], twice_share[SIDE_BY_SIDE], slope[SIDE_BY_SIDE], twice_slope[SIDE_BY_SIDE];
+    V share[SIDE_BY_SIDE], twice_share[SIDE_BY_SIDE], logit_grad[SIDE_BY_SIDE], minus_twice_logit_grad[SIDE_BY_SIDE];
   };
 
   // Replaces the votes of several children for one block of parents by their gradients.
-  void to_grads(long group, int c0, int children, long at, T even, T log_even, const Child* activation, const Pass* passes,
-                int count, V* totals, Factors* factors, V (*v)[MOST]) const {
+  void replace_by_grads(long group, int c0, int children, long at, T uniform_value, T log_uniform_value, const Child* activation,
+                        const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
     constexpr int N = SIDE_BY_SIDE;
     const long softmax = group + c0;
-    Child whole[N];  // activation / unit_of(activation)
+    Child scaled_activation[N];  // activation / gradient_scale(activation)
     for (int i = 0; i < N; ++i) {
       const Child a = activation[c0 + std::min(i, children - 1)];
-      whole[i] = i < children ? a / unit_of(a) : child(T(0));
+      scaled_activation[i] = i < children ? a / gradient_scale(a) : child(T(0));
     }
     V logit[N]{};
     for (int t = 0; t < count; ++t) {
@@ -298,17 +302,17 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         for (int i = 0; i < N; ++i) logit[i] += this->logit_of_number(v[i][h] - centre, record, h);
       }
       for (int i = 0; i < N; ++i) {
-        V share{}, slope{};
+        V share{}, logit_grad{};
         if (i < children) {
-          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_even);
-          const V c = pass.log_sums ? exponential(log_c) : all(even);
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_uniform_value);
+          const V c = pass.log_sums ? exponential(log_c) : all(uniform_value);
           const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, bracket[i], c, log_c);
-          share = whole[i] * of_vote;
-          if (pass.coupling_grads) slope = scaled(whole[i], c_u - c * pass.coupling_grads[softmax + i]);
+          share = scaled_activation[i] * of_vote;
+          if (pass.coupling_grads) logit_grad = scaled(scaled_activation[i], c_u - c * pass.coupling_grads[softmax + i]);
           else totals[i] += c_u;
         }
         factors[t].share[i] = share, factors[t].twice_share[i] = T(2) * share;
-        factors[t].slope[i] = slope, factors[t].twice_slope[i] = T(-2) * slope;
+        factors[t].logit_grad[i] = logit_grad, factors[t].minus_twice_logit_grad[i] = T(-2) * logit_grad;
       }
       for (int i = 0; i < N; ++i) logit[i] = next_logit[i];
     }
@@ -325,15 +329,15 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
           sum[i] += f.share[i] * mean_grad;
           if (!with_variance && !chained) continue;
           V factor = f.twice_share[i] * variance_grad;
-          if (chained) factor += factors[t + 1].twice_slope[i] * next_square;
+          if (chained) factor += factors[t + 1].minus_twice_logit_grad[i] * next_square;
           sum[i] += factor * (v[i][h] - mean);
         }
         if (!passes[t].coupling_grads) continue;
         if (linear)
-          for (int i = 0; i < N; ++i) sum[i] += f.slope[i] * record[linear_at()];
+          for (int i = 0; i < N; ++i) sum[i] += f.logit_grad[i] * record[linear_at()];
         if (!quadratic || passes[t].around_earlier_mean) continue;
         const V centre = record[centre_at()], square = record[quadratic_at()];
-        for (int i = 0; i < N; ++i) sum[i] += f.twice_slope[i] * square * (v[i][h] - centre);
+        for (int i = 0; i < N; ++i) sum[i] += f.minus_twice_logit_grad[i] * square * (v[i][h] - centre);
       }
       for (int i = 0; i < N; ++i) v[i][h] = sum[i];
     }
@@ -364,20 +368,20 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
 
   void store_children_grads(int s, int unit, const Child* activation, const Pass* passes, int pass_count, V* pose_grad,
                             V* total, const ChildrenGrads<T>& out, Arena& arena) const {
-    const long whole = g.C * pose_size();
-    Child* sums = arena.take<Child>(std::max<long>(whole, g.C) + L);
+    const long poses_size = g.C * pose_size();
+    Child* sums = arena.take<Child>(std::max<long>(poses_size, g.C) + L);
     const auto store = [&](T* to, int count) {
       if constexpr (Lay::by_type) std::copy_n(sums, count, to + (long(unit) * g.S + s) * count);
       else store_lanes(sums, count, to + (long(unit) * L * g.S + s) * count, long(g.S) * count, this->samples_of(unit));
     };
-    Lay::sums(pose_grad, int(whole), sums);
-    store(out.pose, int(whole));
+    Lay::sums(pose_grad, int(poses_size), sums);
+    store(out.pose, int(poses_size));
     if (!out.activation) return;
     Lay::sums(total, g.C, sums);
     for (int t = 0; t < pass_count; ++t)
       for (int e = g.child_begin[s]; passes[t].coupling_grads && e < g.child_begin[s + 1]; e = g.types ? e + 1 : g.child_begin[s + 1])
         for (int c = 0; c < g.C; ++c) sums[c] += passes[t].coupling_grads[long(g.group_of(e)) * g.C + c];
-    for (int c = 0; c < g.C; ++c) sums[c] /= unit_of(activation[c]);
+    for (int c = 0; c < g.C; ++c) sums[c] /= gradient_scale(activation[c]);
     store(out.activation, g.C);
   }
 };

@@ -31,13 +31,13 @@ template <class T> struct Children {
   const T *pose, *activation, *transform;  // null activation: all activations are 1
 };
 
-// log_sums is null if the couplings are even, variance if it is not requested.
+// log_sums is null if the couplings of a child are equal, variance if it is not requested.
 template <class T> struct MomentsOut {
   T *mass, *mean, *variance, *log_mass, *log_sums;
 };
 
-// The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings are even,
-// coupling_grads if they are constants. offset is Σ variance · variance_grad.
+// The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
+// equal, and coupling_grads is null if the couplings are constants. offset is Σ variance · variance_grad.
 template <class T> struct Record {
   Agreement<T> agreement;
   const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
@@ -52,8 +52,8 @@ template <class T> struct ChildrenGrads {
   T *pose, *activation, *transform;
 };
 
-// From variances [sites, numbers, lanes] plus a floor: 1 / 2σ² of each number, and Σ log σ [sites, lanes]; and
-// backward.
+// Computes, from variances [sites, numbers, lanes] plus a floor, 1 / 2σ² of each number and Σ log σ [sites, lanes]; and
+// the gradient of the variances.
 template <class T> struct Gaussian {
   long sites, numbers, lanes;
   const T* variance;

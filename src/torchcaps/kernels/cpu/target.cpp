@@ -11,8 +11,8 @@
 namespace TORCHCAPS_TARGET {
 namespace {
 
-// While an object exists, the processor flushes subnormal numbers to 0. An operation on one takes as long as about a
-// hundred others.
+// While an object exists, the processor flushes subnormal numbers to 0. One operation on a subnormal number takes as
+// long as about a hundred other operations.
 class Flush {
 #ifdef __SSE__
   const unsigned before = __builtin_ia32_stmxcsr();
@@ -43,7 +43,7 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// Number of threads that is worthwhile for work on `bytes`.
+// Number of threads for work on `bytes`: small work uses fewer threads than requested.
 int threads_for(long bytes, int threads) {
   constexpr long EACH = 256 * 1024;
   return int(std::min<long>(threads, 1 + bytes / EACH));
@@ -204,8 +204,8 @@ template <class T> void gaussian_backward(const GaussianBackward<T>& x, int thre
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
-// Common shapes have specialised kernels in float32: the shapes of the published networks, and those of rules that add
-// columns of their own to each vote. All other shapes use the general kernel.
+// Common shapes have specialised kernels in float32: the shapes of the published networks, and the shapes of rules that
+// add columns of their own to each vote. All other shapes use the general kernel.
 template <class T, class Use> void choose(const Problem& g, int form, Use use) {
   constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
   const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;

@@ -21,10 +21,10 @@ template <class T> struct ByType {
   using Weight = V;
   static constexpr bool by_type = true;
   static V broadcast(Child x) { return all(x); }
-  // Joins the lanes of each vector. The memory of x and out must have room for a multiple of the lanes.
-  template <class Join> static void over_lanes(V* x, int count, Child* out, Join join) {
+  // Combines the lanes of each vector. The memory of x and out must have room for a multiple of the lanes.
+  template <class Combine> static void over_lanes(V* x, int count, Child* out, Combine combine) {
     for (int i = 0; i < count; i += lanes<T>) {
-      const V y = join(x + i);
+      const V y = combine(x + i);
       std::memcpy(out + i, &y, sizeof y);
     }
   }
@@ -127,7 +127,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     for (int i = 0; i < L; ++i) x[i] = !Lay::by_type || block * L + i < g.J;
     return x;
   }
-  T even_coupling(int group) const {
+  T uniform_coupling(int group) const {
     const T parents = T(g.J) * T(g.group_end(group) - g.group_begin(group));
     return T(1) / (parents + T(g.none_of_the_above));
   }

@@ -42,7 +42,7 @@ from torchcaps.kernels.moments import Record
 
 
 @triton.jit
-def _unit_of(a):
+def _gradient_scale(a):
     """Return the factor by which the gradients of a child are multiplied: √tiny for a faint child, otherwise 1.
 
     A child is faint if tiny ≤ a < √tiny. Without the factor, its gradients may exceed the largest number.
@@ -53,24 +53,24 @@ def _unit_of(a):
 
 @triton.jit
 def _coupling_grads(votes, log_c, a, record, tile):
-    """Return share and c u, both multiplied by `_unit_of` the activation, and ḡ_mean + 2 ḡ_variance e."""
-    unit, log_share = _unit_of(a), log_c - scalars(record.log_mass, tile)
+    """Return share and c u, both times the `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e."""
+    scale, log_share = _gradient_scale(a), log_c - scalars(record.log_mass, tile)
     bounded = tl.where(log_share > 60, 60.0, log_share)  # for children that are off, whose share may overflow
-    share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(unit)))
+    share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
     e = votes - vectors(record.mean, tile)
-    mean_grad, bend = tl.zeros_like(e), tl.zeros_like(e)
+    mean_grad, variance_term = tl.zeros_like(e), tl.zeros_like(e)
     if record.mean_grad is not None:
         mean_grad = vectors(record.mean_grad, tile)
     if record.variance_grad is not None:
-        bend = vectors(record.variance_grad, tile) * e
-    sums = tl.sum(e * (mean_grad + bend), axis=2)
+        variance_term = vectors(record.variance_grad, tile) * e
+    sums = tl.sum(e * (mean_grad + variance_term), axis=2)
     if record.offset is not None:
         sums -= scalars(record.offset, tile)
     c_grad = share * sums
     if record.mass_grad is not None:
-        c_grad += unit * tl.exp(log_c) * scalars(record.mass_grad, tile)
-    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * bend
+        c_grad += scale * tl.exp(log_c) * scalars(record.mass_grad, tile)
+    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * variance_term
 
 
 @triton.jit
@@ -78,7 +78,8 @@ def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
     """Return ḡ_logit, which is 0 for a child with activation 0, even if c u is infinite."""
     at = (tile.parents.sample * z.softmaxes + softmax_of(tile, z)) * z.types + tile.child_type
     gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
-    return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, a / _unit_of(a) * (c_grad - tl.exp(log_c) * gamma))
+    scaled = a / _gradient_scale(a) * (c_grad - tl.exp(log_c) * gamma)
+    return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, scaled)
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
         record = passes[t]
         log_c, d = log_couplings(votes, record, layer, tile, z)
         share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, tile)
-        vote_grad += (a / _unit_of(a) * share)[:, :, None] * moments_grad
+        vote_grad += (a / _gradient_scale(a) * share)[:, :, None] * moments_grad
         if layer.activation is not None:
             activation_grad += tl.sum(c_grad, axis=1)
         if record.coupling_grads is not None:
@@ -171,8 +172,8 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
     in_pose = is_sample[:, None, None] & (row < z.rows) & (inner < z.inner)
     tl.store(pose_grads + (child[:, None, None] * z.rows + row) * z.inner + inner, pose_grad, in_pose)
     if activation_grads is not None:
-        unit = tl.reshape(_unit_of(a), [z.block_samples])
-        tl.store(activation_grads + child, activation_grad / unit, is_sample)
+        scale = tl.reshape(_gradient_scale(a), [z.block_samples])
+        tl.store(activation_grads + child, activation_grad / scale, is_sample)
 
 
 @triton.jit

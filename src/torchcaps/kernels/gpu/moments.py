@@ -99,18 +99,18 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
 
 def moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    even, types, none_of_the_above, by_sample, with_variance, constant_couplings,
+    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
-    agreement = Record() if even else _with_log_sums(problem, constant, linear, quadratic, centre)
+    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre)
     tops, masses = problem.parent_sums(), problem.parent_sums()
     means = problem.parent_sums(z.rows, z.columns)
     variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
     problem.per_parent(_m_step, agreement, tops, masses, means, variances)
     mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
-    log_sums = problem.empty(0) if even else agreement.log_sums
+    log_sums = problem.empty(0) if uniform else agreement.log_sums
     return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums
 
 

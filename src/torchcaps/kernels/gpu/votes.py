@@ -229,7 +229,7 @@ def logits_of(votes, agreement, tile, z: tl.constexpr):
 def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
     """Return log c ``[samples, parent types]``, and d = V - centre.
 
-    `agreement` is a `Record`. If it has no log_sums, the couplings are even and d is V.
+    `agreement` is a `Record`. If it has no log_sums, the couplings are uniform and d is V.
     """
     if agreement.log_sums is None:
         competitors = z.parent_types + z.none_of_the_above
