@@ -172,15 +172,16 @@ def _scores_and_speed(run: Run, images: Images) -> tuple[Float[Tensor, "N K"], f
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the warnings that torch.export and torch.onnx give about themselves."""
-    log = logging.getLogger("torch.onnx")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    levels = {log: log.level for log in map(logging.getLogger, ("torch.onnx", "onnx_ir"))}
+    for log in levels:
+        log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(level)
+        for log, level in levels.items():
+            log.setLevel(level)
 
 
 def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]:
