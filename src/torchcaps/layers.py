@@ -74,12 +74,18 @@ class PrimaryCaps(nn.Module):
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
-        pose = wide(_normalised(self.pose_norm, self.convolution(features))).flatten(2)
-        pose = squash(pose.mT.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
+        pose = _at_sites(wide(_normalised(self.pose_norm, self.convolution(features))))
+        pose = squash(pose.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
         if self.activation is None:
             return Capsules(pose, lengths(pose))
         logits = wide(_normalised(self.activation_norm, self.activation(features)))
-        return Capsules(pose, logits.flatten(2).mT.sigmoid())
+        return Capsules(pose, _at_sites(logits).sigmoid())
+
+
+def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
+    """Number the positions row by row."""
+    # Not maps.flatten(2).mT: with its strides, BatchNorm of torch 2.13 on CPUs computes wrong gradients of one image.
+    return maps.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
