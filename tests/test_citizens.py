@@ -44,7 +44,6 @@ SMALL = {
     "residual-capsnet": {"widths": (4, 8), "types": 2},
     "timm-capsnet": {"backbone": "test_resnet", "types": 2},
 }
-WITH_CAPSULES = ("capsnet", "pooled-capsnet", "matrix-capsnet")
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 
 
@@ -228,7 +227,7 @@ def test_the_gradient_of_an_image_is_the_same_in_any_batch(name):
 
 
 @pytest.mark.parametrize("loss", ["margin", "spread"])
-@pytest.mark.parametrize("name", WITH_CAPSULES)
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
 def test_gradients_of_each_sample(name, loss):
