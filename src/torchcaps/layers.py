@@ -31,7 +31,7 @@ class PrimaryCaps(nn.Module):
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` with scale and offset.
+        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine`` with scale and offset.
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values.
@@ -67,10 +67,12 @@ class PrimaryCaps(nn.Module):
         self.activation = None
         if activation == "sigmoid":
             self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
-        self.pose_norm, self.activation_norm = (
-            nn.Identity() if normalise == "none" else nn.BatchNorm2d(channels, affine=normalise == "affine")
-            for channels in (below[1], types)
-        )
+        self.pose_norm: nn.Module = nn.Identity()
+        self.activation_norm: nn.Module = nn.Identity()
+        if normalise != "none":
+            self.pose_norm = nn.BatchNorm2d(below[1], affine=normalise == "affine")
+            if activation == "sigmoid":
+                self.activation_norm = nn.BatchNorm2d(types, affine=normalise == "affine")
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""

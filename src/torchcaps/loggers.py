@@ -65,9 +65,8 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
         _ = logger.experiment
     except Exception as error:  # each service raises its own errors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise BadInput(
-            f"the logger {name} cannot start ({reason}): change its settings, or use --logger none"
-        ) from error
+        cure = f"free disk space in {folder}" if isinstance(error, OSError) else "change its settings"
+        raise BadInput(f"the logger {name} cannot start ({reason}): {cure}, or use --logger none") from error
     if name == "mlflow":
         logger.log_hyperparams(recipe.plain())
     return logger

@@ -18,6 +18,7 @@ from torchcaps.cli.common import (
     run_folder,
     setting,
     writable,
+    writable_file,
 )
 from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, export, inspect, report
@@ -121,7 +122,7 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        on_start = partial(print_estimate, splits=splits, devices=devices)
+        on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
         if dry_run:
             trained = len(read_rows(folder / "metrics.csv")) if resume else 0
             module = new_module(chosen, splits)
@@ -176,6 +177,8 @@ def evaluate(
     keep_heap_warm()
     if csv is not None:
         writable(csv.parent, "--csv")
+        if csv.is_dir():
+            raise BadInput(f"--csv is {csv}, which is a folder: give the name of a file")
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
     expected = _what_scores_depend_on(classifier)
@@ -294,6 +297,11 @@ def bench(
     for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
         if name not in known:
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
+    if plot and what != "memory":
+        raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave it out")
+    for path, option in ((out, "--out"), (plot, "--plot")):
+        if path is not None:
+            writable_file(path, option)
     heap = "plain" if what == "memory" else heap
     if heap == "warm":
         keep_heap_warm()
@@ -303,7 +311,7 @@ def bench(
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
     if out:
         write_csv(out, rows, f"torchcaps bench {what} --repeats {repeats} --heap {heap}")
-    if plot and what == "memory":
+    if plot:
         draw_growth(rows, plot)
 
 

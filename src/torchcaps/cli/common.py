@@ -67,6 +67,15 @@ def keep_heap_warm() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def writable_file(path: Path, option: str = "--out") -> None:
+    """Check, before a long computation starts, that the file given by `option` can be written."""
+    if path.is_dir():
+        raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        raise BadInput(f"{option} is {path}: the folder {path.parent} does not exist")
+    writable(path.parent, option)
+
+
 def writable(folder: Path, option: str = "--out") -> None:
     """Check, before a long computation starts, that the folder given by `option` can be written to."""
     existed = folder.exists()

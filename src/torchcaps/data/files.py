@@ -108,7 +108,12 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file either completely or not at all."""
     with atomically(path) as stream:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())
+        stream.write(as_json(content))
+
+
+def as_json(content: Any) -> bytes:
+    """Return the bytes of the JSON file that `write_json` writes."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _uncompressed(path: Path) -> BufferedIOBase:
