@@ -80,8 +80,8 @@ class Estimate:
         each = f" in each of {self.devices} processes" if self.devices > 1 else ""
         more = f"; {self.workers} worker processes need more memory" if self.workers else ""
         return (
-            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, of which weights, gradients"
-            f" and optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}{more}\n"
+            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, of which weights, "
+            f"gradients and optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}{more}\n"
             f"about {duration(self.epoch_seconds)} per epoch, {epochs} to go; done at about {clock}"
         )
 
@@ -162,9 +162,7 @@ def print_estimate(
         _warn_of_large_images(module.recipe, splits, parameters, "")
     here, machines = processes(devices)
     workers = here * machines * (default_workers(splits.train, here) if workers is None else workers)
-    found = estimate(
-        module, splits, epochs, devices=here * machines, workers=workers, say=partial(print, flush=True)
-    )
+    found = estimate(module, splits, epochs, devices=here * machines, workers=workers, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
         _warn_of_large_images(module.recipe, splits, parameters, f" and takes {duration(found.seconds)}")

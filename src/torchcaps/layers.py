@@ -31,7 +31,8 @@ class PrimaryCaps(nn.Module):
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine`` with scale and offset.
+        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine``
+            with scale and offset.
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values.

@@ -183,8 +183,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         load_best(folder, module)
     if len(rows) < trained:
         raise BadInput(
-            f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore a copy, or train again "
-            "in another folder"
+            f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore a copy, or train "
+            "again in another folder"
         )
     return Begun(run, digests, last, trained)
 

@@ -176,9 +176,7 @@ def evaluate(
 
     keep_heap_warm()
     if csv is not None:
-        writable(csv.parent, "--csv")
-        if csv.is_dir():
-            raise BadInput(f"--csv is {csv}, which is a folder: give the name of a file")
+        writable_file(csv, "--csv", new_folder=True)
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
     expected = _what_scores_depend_on(classifier)

@@ -20,8 +20,8 @@ def predict(
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.
 
-    Folders are searched for images, including their subfolders. A warning names each image that cannot be read. A network for stereo pairs gets the same image in both
-    channels.
+    Folders are searched for images, including their subfolders. A warning names each image that cannot be read. A
+    network for stereo pairs gets the same image in both channels.
     """
     import torch
     from rich.console import Console
