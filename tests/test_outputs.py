@@ -120,12 +120,10 @@ def test_worker_processes_that_cannot_start_are_one_line():
     ("said", "cure"), [("No space left on device", "free disk space in .*TMPDIR"), ("sorry", "use the format pt2")]
 )
 def test_what_the_compiler_of_aotinductor_says_is_one_line(said, cure):
-    text = (
-        f"C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\na.cpp:1: fatal error: {said}\ncompilation terminated.\n"
-    )
-    with pytest.raises(ValueError, match=rf"cannot compile this network \(a.cpp:1: fatal error: {said}\): {cure}"):
-        with _compiled():
-            raise RuntimeError(text)
+    text = f"C++ compile error\n\nOutput:\na.cpp:1: fatal error: {said}\ncompilation terminated.\n"
+    expected = rf"cannot compile this network \(a.cpp:1: fatal error: {said}\): {cure}"
+    with pytest.raises(ValueError, match=expected), _compiled():
+        raise RuntimeError(text)
 
 
 def test_messages_hold_no_control_characters_and_no_endless_names(refused, call, tmp_path):
@@ -147,6 +145,24 @@ def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, fin
         except KeyboardInterrupt as error:
             raise torch.onnx.OnnxExporterError("no") from error
 
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
+    assert (code, error) == (130, "interrupted\n")
+
+
+def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeypatch):
+    """As of a data loader, whose finaliser waits for its worker processes."""
+
+    class Slow:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    def exporter(*_, **__):
+        del Slow.one
+        time.sleep(10)
+
+    Slow.one = Slow()
     monkeypatch.setattr(torch.onnx, "export", exporter)
     code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
     assert (code, error) == (130, "interrupted\n")

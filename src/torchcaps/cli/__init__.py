@@ -100,15 +100,24 @@ def _one_line(message: str) -> str:
 
 
 class _OneInterrupt:
-    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish."""
+    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish.
+
+    Python ignores exceptions within ``__del__``, such as that of a data loader, so the handler waits until it ends.
+    """
 
     def __init__(self) -> None:
         self.seen = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.seen:
-            self.seen = True
-            raise KeyboardInterrupt
+        if self.seen:
+            return
+        while frame is not None:
+            if frame.f_code.co_name == "__del__":
+                threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+                return
+            frame = frame.f_back
+        self.seen = True
+        raise KeyboardInterrupt
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
