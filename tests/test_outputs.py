@@ -18,7 +18,7 @@ from image_trees import refused as refuses
 from test_image_table import png
 from torchcaps import Classifier, PooledCNN, Preparation
 from torchcaps.batches import Batches, ImageBatches
-from torchcaps.cli import LONGEST
+from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
 from torchcaps.export import _compiled
@@ -137,6 +137,14 @@ def test_messages_hold_no_control_characters_and_no_endless_names(refused, call,
     assert "cannot be read (File name too long)" in refused("data", "show", table, "--out", tmp_path / "a.png")[-80:]
 
 
+@pytest.fixture
+def interruptible():
+    """The command line ignores Ctrl-C after an interruption, when its process is about to end."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, finished, tmp_path, monkeypatch):
     def exporter(*_, **__):
         try:
@@ -150,6 +158,7 @@ def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, fin
     assert (code, error) == (130, "interrupted\n")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeypatch):
     """As of a data loader, whose finaliser waits for its worker processes."""
 
@@ -166,3 +175,15 @@ def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeyp
     monkeypatch.setattr(torch.onnx, "export", exporter)
     code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
     assert (code, error) == (130, "interrupted\n")
+
+
+def test_a_second_ctrl_c_counts_if_the_first_was_lost(monkeypatch):
+    handler, now = _OneInterrupt(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pytest.raises(KeyboardInterrupt):
+        handler(signal.SIGINT, None)
+    now[0] = QUIET_SECONDS - 1
+    handler(signal.SIGINT, None)
+    now[0] = QUIET_SECONDS
+    with pytest.raises(KeyboardInterrupt):
+        handler(signal.SIGINT, None)

@@ -5,12 +5,15 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from types import FrameType
 from typing import Any
 
 from torchcaps.errors import BadInput, DataWarning, printable
 
+QUIET_SECONDS = 10.0
+"""Seconds after a Ctrl-C in which further ones are ignored."""
 LONGEST = 2_000
 """Largest number of characters of an error or a warning."""
 
@@ -102,21 +105,23 @@ def _one_line(message: str) -> str:
 class _OneInterrupt:
     """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish.
 
-    Python ignores exceptions within ``__del__``, such as that of a data loader, so the handler waits until it ends.
+    After `QUIET_SECONDS`, a further Ctrl-C counts again, because a library may have lost the first. Python ignores
+    exceptions within ``__del__``, such as that of a data loader, so the handler waits until it ends.
     """
 
     def __init__(self) -> None:
         self.seen = False
+        self.last = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.seen:
+        if self.seen and time.monotonic() - self.last < QUIET_SECONDS:
             return
         while frame is not None:
             if frame.f_code.co_name == "__del__":
                 threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
                 return
             frame = frame.f_back
-        self.seen = True
+        self.seen, self.last = True, time.monotonic()
         raise KeyboardInterrupt
 
 
