@@ -68,12 +68,10 @@ class PrimaryCaps(nn.Module):
         self.activation = None
         if activation == "sigmoid":
             self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
-        self.pose_norm: nn.Module = nn.Identity()
-        self.activation_norm: nn.Module = nn.Identity()
-        if normalise != "none":
-            self.pose_norm = nn.BatchNorm2d(below[1], affine=normalise == "affine")
-            if activation == "sigmoid":
-                self.activation_norm = nn.BatchNorm2d(types, affine=normalise == "affine")
+        self.pose_norm, self.activation_norm = (
+            nn.BatchNorm2d(channels, affine=normalise == "affine") if used and normalise != "none" else nn.Identity()
+            for channels, used in ((below[1], True), (types, activation == "sigmoid"))
+        )
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
