@@ -34,10 +34,11 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     if recipe.choose == "last" or (folder / "best.ckpt").exists() or not (folder / "metrics.json").exists():
         return
     kept, ranks = best_epoch(folder, recipe), _ranks(read_rows(folder / "metrics.csv")[:trained], recipe)
+    later = ranks[int(read_metrics(folder).get("epochs", trained)) :]
     # Numbers in metrics.csv are rounded, so a smaller difference does not tell which epoch was better.
-    if kept <= len(ranks) and max(ranks) > ranks[kept - 1] + 1e-5:
+    if later and max(later) > ranks[kept - 1] + 1e-5:
         raise BadInput(
-            f"{folder / 'best.ckpt'} is missing: epoch {1 + ranks.index(max(ranks))} was better than epoch {kept}, "
+            f"{folder / 'best.ckpt'} is missing: epoch {1 + ranks.index(max(later))} was better than epoch {kept}, "
             "which model.safetensors holds: restore best.ckpt from a copy, or train again in another folder"
         )
 
