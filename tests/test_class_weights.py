@@ -11,10 +11,11 @@ from sklearn.utils import compute_class_weight
 from torch import nn
 
 from torchcaps import BadInput, Prediction
+from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
 from torchcaps.losses import LOSSES, balanced_weights
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import read_run
+from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, mean_recall_percent
 
@@ -85,6 +86,18 @@ def test_balanced_weights_change_what_is_learnt_on_twenty_to_one(tmp_path):
         assert json.loads((tmp_path / weights / "recipe.json").read_text())["recipe"]["class_weights"] == weights
     assert recalls["none"] == [100.0, 0.0]
     assert sum(recalls["balanced"]) / 2 > 75
+    run, rows = tmp_path / "balanced", read_rows(tmp_path / "balanced" / "metrics.csv")
+    kept, recipe = read_metrics(run)["best_epoch"], read_run(run).recipe
+    assert float(rows[kept - 1]["validation_recall_percent"]) == max(
+        float(row["validation_recall_percent"]) for row in rows
+    )
+    assert float(rows[kept - 1]["validation_accuracy_percent"]) < 100 * 20 / 21
+    (run / "metrics.json").unlink()
+    assert best_epoch(run, recipe) == kept
+    text = (run / "metrics.csv").read_text().replace("validation_recall_percent", "other")
+    (run / "metrics.csv").write_text(text)  # as before the column existed
+    accuracies = [float(row["validation_accuracy_percent"]) for row in rows]
+    assert accuracies[best_epoch(run, recipe) - 1] == max(accuracies)
     path = tmp_path / "none" / "recipe.json"
     content = json.loads(path.read_text())
     del content["recipe"]["class_weights"]  # as before the option existed

@@ -3,6 +3,7 @@
 import csv
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -88,13 +89,33 @@ def test_a_table_is_written_whole_or_not_at_all(refused, finished, images, tmp_p
     table, folder = tmp_path / "table.csv", tmp_path / "new"
     folder.mkdir()
     assert "contains no images" in refused("predict", finished[0], folder)
-    shutil.copy(images / "left" / "000.png", folder / "a.png")
     (folder / "b.png").write_text("damaged")
     table.write_text("before")
-    assert "b.png" in refused("predict", finished[0], folder, "--csv", table)
+    assert "b.png: cannot be read as an image" in refused("predict", finished[0], folder, "--csv", table)
+    gone = refused("predict", finished[0], folder, tmp_path / "gone.png", "--csv", table)
+    assert re.search("none of the 2 images can be read; the first: .*b.png", gone)
     assert table.read_text() == "before"
     assert "does not exist" in refused("predict", finished[0], folder, "--csv", tmp_path / "none" / "table.csv")
-    assert "is a folder" in refused("predict", finished[0], folder, "--csv", folder)
+
+
+def test_damaged_images_are_named_and_the_others_predicted(call, finished, images, tmp_path):
+    folder, table = tmp_path / "new", tmp_path / "table.csv"
+    folder.mkdir()
+    for name in ("a.png", "d.png"):
+        shutil.copy(images / "left" / "000.png", folder / name)
+    (folder / "b.png").write_text("damaged")
+    (folder / "c.png").write_bytes((folder / "a.png").read_bytes()[:200])
+    for words in ((), ("--csv", table)):
+        code, out, error = call("predict", finished[0], folder, *words)
+        assert code == 0
+        assert re.fullmatch(
+            "warning: no prediction for .*b.png: cannot be .*; replace or remove it\n"
+            "warning: no prediction for .*c.png: cannot be .*; replace or remove it\n",
+            error,
+        )
+        assert "b.png" not in out
+    assert out == f"predictions for 2 images: {table}\n"
+    assert [Path(row[0]).name for row in csv.reader(table.read_text().splitlines())] == ["file", "a.png", "d.png"]
 
 
 def test_results_of_an_experiment_lie_beside_its_runs(call, refused, tmp_path, monkeypatch):

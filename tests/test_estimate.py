@@ -84,6 +84,19 @@ def test_the_text_names_the_day_if_it_is_not_today():
     assert [duration(x) for x in (99.4, 100.0, 5990.0, 6001.0)] == ["99 s", "2 min", "100 min", "1.7 hours"]
 
 
+def test_the_text_names_the_processes_and_the_worker_processes(call, images):
+    found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0, devices=2, workers=4)
+    line = found.text(1, datetime(2026, 1, 1)).partition("\n")[0]
+    assert "memory about 2.0 GB in each of 2 processes, of which" in line
+    assert line.endswith("; 4 worker processes need more memory")
+    words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--devices", 2, "--dry-run")
+    for more, said in ((("--workers", 3), 6), (("--cache", "none"), 2)):
+        code, out, error = call(*words, *more)
+        assert code == 0, error
+        assert "in each of 2 processes, of which weights, gradients and" in out
+        assert re.search(rf"MB; {said} worker processes need more memory\n", out)
+
+
 def test_a_slow_step_is_said_once_and_the_estimate_ends(monkeypatch):
     monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
     said = []

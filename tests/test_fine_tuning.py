@@ -68,3 +68,11 @@ def test_weights_that_do_not_fit_are_refused(refused, finished, images, tmp_path
     assert "convolution_channels, primary_types, primary_pose_size, decoder" in line
     assert "no such folder" in refused("train", "capsnet-mnist", *words[:-1], tmp_path / "none", *SMALL_CAPSNET)
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_were_trained_on_other_pixel_values_are_named(call, finished, images, tmp_path):
+    words = (images, tmp_path / "run", "--from", finished[0], "--dry-run", "--set", "reconstruction_weight=0")
+    for value, said in (("none", 0), ("last", 1)):
+        code, _, error = train(call, *words, "--set", f"standardise={value}")
+        assert code == 0
+        assert error.count(f"was trained with standardise=none, but capsnet-mnist has standardise={value}") == said

@@ -32,6 +32,7 @@ FLOORS = {
     "data": 3,
     "batches": 4,
     "checkpoints": 4,
+    "chosen_epoch": 4,
     "classifier": 4,
     "confusion": 4,
     "environment": 4,

@@ -97,6 +97,9 @@ def test_columns_are_chosen_by_name(tmp_path):
         (("path,label", "cat/0.png,cat", "cat/0.png,dog"), ("lines 2 and 3", "cat/0.png")),
         (("path,label", "cat/0.png,cat", "cat/1.png,cat"), ("only the class cat",)),
         (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
+        (("path,label,label", "cat/0.png,cat,dog"), ("choose the label column",)),
+        ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
+        (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
         (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),
         (("path,label,split", "cat/0.png,cat,test"), ("no training images",)),
         (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
@@ -153,7 +156,8 @@ def test_parquet_files_are_read_with_and_without_the_librarys_own_types(tmp_path
         ({"label": [0, 1, None, 1, 0, 1]}, ("row 2 of train", "no label")),
         ({"label": [0.5, 1.0, 0.5, 1.0, 0.5, 1.0]}, ("row 0 of train", "0.5", "one whole number")),
         ({"label": [[0], [1], [0], [1], [0], [1]]}, ("row 0 of train", "[0]", "one text or one whole number")),
-        ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("a: no such file",)),
+        ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("row 0 of train: a: no such file",)),
+        ({"label": ["", "b"] * 3}, ("row 0 of train", "no label")),
         ({"image": [1] * 6}, ("column image does not contain images", "--set data.image_column=NAME")),
         ({"image": [png(1)] * 5 + [None]}, ("row 5 of train", "has no image")),
         ({"image": [png(1)] * 5 + [b"text"]}, ("row 5 of train", "cannot be read as an image")),
@@ -210,3 +214,18 @@ def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
     )
     assert done.returncode == 2
     assert "does not accept the option image_column" in done.stderr
+
+
+def test_validation_images_of_a_table_are_read_only_with_the_splits(tmp_path):
+    """`load_image_table` returns none, so a damaged one does not matter."""
+    tree(tmp_path, count=6)
+    lines = [f"{line},{name}" for line, name in zip(listed(tmp_path), [*SPLITS, *SPLITS] * 2, strict=True)]
+    table = write(tmp_path / "photos.csv", "path,label,split", *lines)
+    assert [len(part) for part in load_image_table(table)] == [4, 4]
+    for line in lines:
+        if line.endswith(",validation"):
+            (tmp_path / line.partition(",")[0]).write_text("damaged")
+    train, test = load_image_table(table)
+    assert [len(train), len(test)] == [4, 4]
+    assert train.files.digests.all()
+    refused(lambda: load_splits(str(table), tmp_path), "cannot be read as an image")

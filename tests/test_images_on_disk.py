@@ -156,6 +156,16 @@ def test_images_that_cannot_be_compared_with_the_training_are_said(command, phot
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
 
 
+def test_images_on_disk_are_compared_with_the_training_without_decoding_them(command, photos, tmp_path):
+    assert train(command, photos, tmp_path / "run").returncode == 0
+    shutil.copytree(photos, tmp_path / "again" / "train")
+    shutil.copytree(photos, tmp_path / "again" / "test")
+    images = loaded(tmp_path / "again", "none")[0].test
+    for name in images.files.names:
+        Path(name).unlink()
+    assert seen_in_training(tmp_path / "run", images) == {"train": 18, "validation": 2}
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, workers, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")

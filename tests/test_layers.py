@@ -306,3 +306,16 @@ def test_a_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_s
     torch.testing.assert_close(parents.pose.var(dim=(0, 1), correction=0), torch.ones(3, 2, 4), atol=1e-3, rtol=0)
     assert parents.activation is children.activation
     assert len(list(norm.parameters())) == 2 * affine
+
+
+@pytest.mark.parametrize("normalise", ["none", "plain", "affine"])
+@pytest.mark.parametrize("activation", ["length", "sigmoid"])
+def test_primary_capsules_use_every_weight_that_they_have(activation, normalise):
+    """DistributedDataParallel refuses a network with weights that get no gradient."""
+    layer = PrimaryCaps(1, 2, 3, 3, activation=activation, normalise=normalise)
+    capsules = layer(torch.randn(4, 1, 5, 5))
+    (capsules.pose.square().sum() + capsules.activation.square().sum()).backward()
+    assert not [name for name, weight in layer.named_parameters() if weight.grad is None]
+    assert ("activation_norm" in {name.split(".")[0] for name in layer.state_dict()}) == (
+        activation == "sigmoid" and normalise != "none"
+    )

@@ -63,7 +63,14 @@ class Batches(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:
             release_free_memory()  # otherwise, each worker process keeps a copy of it
-        for batch in super().__iter__():
+        try:
+            batches = super().__iter__()
+        except OSError as error:
+            raise BadInput(
+                f"{self.num_workers} worker processes cannot start ({error.strerror}): use fewer --workers, or enlarge"
+                " /dev/shm"
+            ) from error
+        for batch in batches:
             if isinstance(batch, BadInput):
                 raise batch
             yield batch

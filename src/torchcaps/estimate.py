@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchcaps.batches import ImageBatches, SplitBatches
+from torchcaps.batches import ImageBatches, SplitBatches, default_workers
 from torchcaps.data import DATASETS, Splits
+from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
@@ -43,11 +44,13 @@ class Estimate:
 
     Arguments:
         parameters: number of parameters.
-        memory_bytes: largest memory of the process, or on a GPU of the device.
+        memory_bytes: largest memory of each process, or on a GPU of each device.
         state_bytes: part of the memory for the weights, their gradients and the state of the optimiser.
         step_bytes: part of the memory for everything else that a training step needs, mainly activations.
         epoch_seconds: time of an epoch, with validation.
         seconds: time of the epochs that are left, and of the test at the end.
+        devices: number of processes that train together.
+        workers: number of worker processes that load images, over all devices; they are not measured.
 
     Example:
         >>> found = Estimate(8_200_000, 10**9, 131_200_000, 300_000_000, 90.0, 900.0)
@@ -62,6 +65,8 @@ class Estimate:
     step_bytes: int
     epoch_seconds: float
     seconds: float
+    devices: int = 1
+    workers: int = 0
 
     def text(self, epochs: int, now: datetime) -> str:
         """Describe the estimate in two lines.
@@ -72,15 +77,23 @@ class Estimate:
         """
         end = now + timedelta(seconds=self.seconds)
         clock = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
+        each = f" in each of {self.devices} processes" if self.devices > 1 else ""
+        more = f"; {self.workers} worker processes need more memory" if self.workers else ""
         return (
-            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}, of which weights, gradients and "
-            f"optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}\n"
+            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, of which weights, "
+            f"gradients and optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}{more}\n"
             f"about {duration(self.epoch_seconds)} per epoch, {epochs} to go; done at about {clock}"
         )
 
 
 def estimate(
-    module: TrainingModule, splits: Splits, epochs: int, *, devices: int = 1, say: Callable[[str], None] = print
+    module: TrainingModule,
+    splits: Splits,
+    epochs: int,
+    *,
+    devices: int = 1,
+    workers: int = 0,
+    say: Callable[[str], None] = print,
 ) -> Estimate:
     """Estimate the memory and the time of a training from a few training steps of a copy of the module.
 
@@ -97,6 +110,7 @@ def estimate(
         splits: training, validation and test images.
         epochs: number of epochs that are left.
         devices: number of processes that train together. Only one process measures.
+        workers: number of worker processes that load images, over all devices. They are not measured.
         say: function that is called with a message if the steps take longer than ten seconds.
     """
     recipe = module.recipe
@@ -126,17 +140,22 @@ def estimate(
         step_bytes=max(0, steps.peak - held - weights - gradients),
         epoch_seconds=epoch,
         seconds=epochs * epoch + images * per_image / devices,
+        devices=devices,
+        workers=workers,
     )
 
 
-def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1) -> None:
+def print_estimate(
+    module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1, workers: int | None = None
+) -> None:
     """Print an estimate of the memory and the time of a training.
 
     Arguments:
         module: model, loss and recipe, before the training.
         epochs: number of epochs that are left.
         splits: training, validation and test images.
-        devices: number of processes that train together.
+        devices: number of processes that train together on this machine.
+        workers: number of processes per training process that load images; None for the default of `fit`.
 
     Warns:
         DataWarning: CapsNet is too large for the images.
@@ -144,7 +163,9 @@ def print_estimate(module: TrainingModule, epochs: int, *, splits: Splits, devic
     parameters = sum(one.numel() for one in module.model.parameters())
     if parameters > MOST_PARAMETERS:
         _warn_of_large_images(module.recipe, splits, parameters, "")
-    found = estimate(module, splits, epochs, devices=devices, say=partial(print, flush=True))
+    here, machines = processes(devices)
+    workers = here * machines * (default_workers(splits.train, here) if workers is None else workers)
+    found = estimate(module, splits, epochs, devices=here * machines, workers=workers, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
         _warn_of_large_images(module.recipe, splits, parameters, f" and takes {duration(found.seconds)}")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
@@ -237,10 +237,23 @@ def _aoti(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
     except InvalidCxxCompiler as error:
         raise BadInput("export to AOTInductor needs a C++ compiler: install g++, or set CXX") from error
     program = _traced(_unfused(network), images)
-    with TemporaryDirectory() as folder:
+    with _compiled(), TemporaryDirectory() as folder:
         settings = {"aot_inductor.metadata": facts}
         package = aoti_compile_and_package(program, package_path=f"{folder}/model.pt2", inductor_configs=settings)
         return Path(package).read_bytes()
+
+
+@contextmanager
+def _compiled() -> Iterator[None]:
+    """Convert the errors of AOTInductor and of the C++ compiler, which have many lines, to `BadInput`."""
+    try:
+        yield
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if " error: " in line), lines[0] if lines else type(error).__name__)
+        full = "No space left" in str(error)
+        cure = f"free disk space in {gettempdir()}, or set TMPDIR to another folder" if full else "use the format pt2"
+        raise BadInput(f"AOTInductor cannot compile this network ({reason}): {cure}") from error
 
 
 def _onnx_runner(content: bytes) -> tuple[str, Run]:
@@ -263,7 +276,7 @@ def _onnx_runner(content: bytes) -> tuple[str, Run]:
 def _aoti_runner(content: bytes) -> tuple[str, Run]:
     from torch._inductor import aoti_load_package
 
-    with TemporaryDirectory() as folder:
+    with _compiled(), TemporaryDirectory() as folder:
         file = Path(folder, "model.pt2")
         file.write_bytes(content)
         return "AOTInductor", aoti_load_package(str(file))

@@ -1,13 +1,14 @@
 """Start a training from saved weights."""
 
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, DataWarning
 from torchcaps.models import Pretrained, TimmCapsNet, create_model, routing_of
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, local_folder, read_config, read_weights
 from torchcaps.recipe import Recipe
@@ -32,6 +33,9 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
 
     Raises:
         BadInput: the folder cannot be read, contains another kind of network, or has no tensor that fits.
+
+    Warns:
+        DataWarning: the saved network was trained with another ``standardise``.
     """
     source = recipe.pretrained
     if isinstance(model, TimmCapsNet) and (source == "timm" or source.endswith(".safetensors")):
@@ -55,6 +59,15 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         raise BadInput(
             f"{source} has no weights that fit {recipe.name}: use other weights, or give these options their values "
             f"in {folder / CONFIG}: {', '.join(other) or 'none'}"
+        )
+    prepared = (saved.images or {}).get("preparation")
+    before = prepared.get("standardise") if isinstance(prepared, Mapping) else None
+    if before not in (None, recipe.standardise):
+        warnings.warn(
+            f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}: "
+            f"the weights suit other pixel values; --set standardise={before} keeps those of the weights",
+            DataWarning,
+            stacklevel=2,
         )
     model.load_state_dict({**own, **{name: weights[name] for name in fits}})
     rest = [name for name in own if name not in fits]

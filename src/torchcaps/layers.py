@@ -31,7 +31,8 @@ class PrimaryCaps(nn.Module):
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` with scale and offset.
+        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine``
+            with scale and offset.
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values.
@@ -68,8 +69,8 @@ class PrimaryCaps(nn.Module):
         if activation == "sigmoid":
             self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
         self.pose_norm, self.activation_norm = (
-            nn.Identity() if normalise == "none" else nn.BatchNorm2d(channels, affine=normalise == "affine")
-            for channels in (below[1], types)
+            nn.BatchNorm2d(channels, affine=normalise == "affine") if used and normalise != "none" else nn.Identity()
+            for channels, used in ((below[1], True), (types, activation == "sigmoid"))
         )
 
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from torchcaps.data.files import FULL
 from torchcaps.errors import BadInput, nearest
 from torchcaps.recipe import Recipe
 
@@ -65,9 +66,9 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
         _ = logger.experiment
     except Exception as error:  # each service raises its own errors
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise BadInput(
-            f"the logger {name} cannot start ({reason}): change its settings, or use --logger none"
-        ) from error
+        full = isinstance(error, OSError) and error.errno in FULL
+        cure = f"free disk space in {folder}" if full else "change its settings"
+        raise BadInput(f"the logger {name} cannot start ({reason}): {cure}, or use --logger none") from error
     if name == "mlflow":
         logger.log_hyperparams(recipe.plain())
     return logger

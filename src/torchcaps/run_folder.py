@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.checkpoints import load_best, load_checkpoint
-from torchcaps.data import Images, Splits, difference, fingerprint, image_digests
+from torchcaps.data import Images, ImagesOnDisk, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput, DataWarning
@@ -151,32 +151,40 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
 
     Raises:
         BadInput: the folder contains a run and `resume` is False; the folder contains files that do not belong to a
-            run; the run was started with other settings or data; a checkpoint or metrics.csv is missing or damaged.
+            run; the run was started with other settings, or with other data that it has used; a checkpoint or
+            metrics.csv is missing or damaged.
+
+    Warns:
+        DataWarning: the data have changed, but the training has not used what has changed.
     """
     before = existing_run(folder, resume)
+    last, rows = folder / "last.ckpt", read_rows(folder / "metrics.csv")
+    # The process may have been killed after it wrote the row of epoch 1 and before it wrote the checkpoint of epoch 1.
+    first = len(rows) < 2 and not last.exists()
     data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
     if before is not None:
         _check_settings(folder, before.recipe, recipe)
         changed = difference(before.data, data)
-        if changed:
+        only_test = difference({**before.data, "test": data["test"]}, data) is None
+        if changed and (first or (only_test and not (folder / "metrics.json").exists())):
+            message = f"{folder}: {changed}; the training has not used these images yet, so it goes on"
+            warnings.warn(message, DataWarning, stacklevel=3)
+        elif changed:
             raise BadInput(
                 f"{folder} was started with other data: {changed}; resume with the same data, or use another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
-    last, rows = folder / "last.ckpt", len(read_rows(folder / "metrics.csv"))
-    # The process may have been killed after it wrote the row of epoch 1 and before it wrote the checkpoint of epoch 1.
-    first = rows < 2 and not last.exists()
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
     if recipe.choose == "best":
         load_best(folder, module)
-    if rows < trained:
+    if len(rows) < trained:
         raise BadInput(
-            f"{folder / 'metrics.csv'} has {rows} epochs, but last.ckpt has {trained}: restore a copy, or train again "
-            "in another folder"
+            f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore a copy, or train "
+            "again in another folder"
         )
     return Begun(run, digests, last, trained)
 
@@ -237,21 +245,10 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def best_epoch(folder: Path) -> int:
-    """Return the number of the epoch whose weights a finished training kept, counted from 1.
-
-    Raises:
-        BadInput: metrics.json or metrics.csv is damaged.
-    """
-    if (folder / "metrics.json").exists() and (known := read_metrics(folder).get("best_epoch")):
-        return int(known)
-    rows = read_rows(folder / "metrics.csv")
-    best = max(rows, key=lambda row: (float(row["validation_accuracy_percent"]), -float(row["validation_loss"])))
-    return int(best["epoch"])
-
-
 def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
     """Count the images that are among a run's training or validation images.
+
+    Images on disk are compared as files if possible, because a comparison of pixels would decode all of them.
 
     Returns:
         The number of images per split, with the keys ``train`` and ``validation``; empty if the images cannot be
@@ -266,7 +263,8 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
     path = folder / DIGESTS
     try:
         known = safetensors.numpy.load(path.read_bytes())
-        if "train" in known:
+        decoded = not isinstance(images, ImagesOnDisk) or "train files" not in known
+        if "train" in known and decoded:
             digests, kind = image_digests(images), ""
         elif images.files is not None:
             digests, kind = images.files.digests, " files"
@@ -354,6 +352,7 @@ class EpochLog(Callback):
             "train_loss": f"{float(seen['train_loss']):.6f}",
             "validation_loss": f"{float(seen['validation_loss']):.6f}",
             "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
+            "validation_recall_percent": f"{float(seen['validation_recall_percent']):.4f}",
             "learning_rate": f"{trainer.optimizers[0].param_groups[0]['lr']:.8f}",
             "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
@@ -363,7 +362,7 @@ class EpochLog(Callback):
             row |= {name: f"{value:.4f}" for name, value in self.measure(model).items()}
             model.train()
         self.rows.append(row)
-        lines = [",".join(row), *(",".join(str(value) for value in kept.values()) for kept in self.rows)]
+        lines = [",".join(row), *(",".join(str(kept.get(name, "")) for name in row) for kept in self.rows)]
         with atomically(self.path) as stream:
             stream.write(("\n".join(lines) + "\n").encode())
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)

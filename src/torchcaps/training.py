@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
 from torchcaps.capsules import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
+from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
@@ -27,7 +28,7 @@ from torchcaps.loggers import check_logger, create_logger
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, best_epoch, check_run, finished, locked, read_metrics, read_rows
+from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.scores import calibration_error_percent
 from torchcaps.training_module import TrainingModule, class_weights_of
 
@@ -103,6 +104,7 @@ def fit(
         if done := finished(folder, recipe):
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
+        check_best(folder, recipe, begun.trained)
         begin_run(folder, begun)
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
@@ -178,7 +180,7 @@ def _train(
         raise
     best = recipe.choose == "best"
     chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
-    kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder)
+    kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
     validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
     test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]

@@ -5,11 +5,17 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from types import FrameType
 from typing import Any
 
-from torchcaps.errors import BadInput, DataWarning
+from torchcaps.errors import BadInput, DataWarning, printable
+
+QUIET_SECONDS = 10.0
+"""Seconds after a Ctrl-C in which further ones are ignored."""
+LONGEST = 2_000
+"""Largest number of characters of an error or a warning."""
 
 
 class Interrupted(Exception):
@@ -45,7 +51,7 @@ def main() -> None:
     show_warning, show_thread = warnings.showwarning, threading.excepthook
     warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
     try:
-        code = _run()
+        code = _run(interrupt)
         message = "interrupted" if code == 130 else ""  # typer returns 130 on Ctrl-C
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
@@ -56,11 +62,11 @@ def main() -> None:
         if handles_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN if interrupt.seen else signal.default_int_handler)
     if message:
-        print(message, file=sys.stderr)
+        print(_one_line(message), file=sys.stderr)
     raise SystemExit(code)
 
 
-def _run() -> int:
+def _run(interrupt: "_OneInterrupt") -> int:
     try:
         from torchcaps.cli.commands import app
 
@@ -71,9 +77,11 @@ def _run() -> int:
         return _refuse(f"the command line needs {error.name}: pip install 'torchcaps[train]'")
     except Interrupted:
         raise
-    except (BadInput, OSError) as error:
-        return _refuse(str(error))
     except Exception as error:
+        if interrupt.seen:  # torch.onnx converts a KeyboardInterrupt to an error of its own
+            raise KeyboardInterrupt from error
+        if isinstance(error, BadInput | OSError):
+            return _refuse(str(error))
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -84,25 +92,42 @@ def _run() -> int:
 
 def _refuse(message: str) -> int:
     sys.stdout.flush()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {_one_line(message)}", file=sys.stderr)
     return 2
 
 
+def _one_line(message: str) -> str:
+    """Escape control characters, which a terminal would obey, and leave out the middle of a very long message."""
+    text = printable(" ".join(message.split()))
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+
+
 class _OneInterrupt:
-    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish."""
+    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish.
+
+    After `QUIET_SECONDS`, a further Ctrl-C counts again, because a library may have lost the first. Python ignores
+    exceptions within ``__del__``, such as that of a data loader, so the handler waits until it ends.
+    """
 
     def __init__(self) -> None:
         self.seen = False
+        self.last = 0.0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.seen:
-            self.seen = True
-            raise KeyboardInterrupt
+        if self.seen and time.monotonic() - self.last < QUIET_SECONDS:
+            return
+        while frame is not None:
+            if frame.f_code.co_name == "__del__":
+                threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+                return
+            frame = frame.f_back
+        self.seen, self.last = True, time.monotonic()
+        raise KeyboardInterrupt
 
 
 def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
     sys.stdout.flush()
-    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"warning: {_one_line(str(message))}", file=sys.stderr)
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

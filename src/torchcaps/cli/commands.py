@@ -19,6 +19,7 @@ from torchcaps.cli.common import (
     setting,
     splits_for,
     writable,
+    writable_file,
 )
 from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, export, inspect, report
@@ -130,7 +131,7 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        on_start = partial(print_estimate, splits=splits, devices=devices)
+        on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
         if dry_run:
             trained = len(read_rows(folder / "metrics.csv")) if resume else 0
             module = new_module(chosen, splits)
@@ -184,7 +185,7 @@ def evaluate(
 
     keep_heap_warm()
     if csv is not None:
-        writable(csv.parent, "--csv")
+        writable_file(csv, "--csv", new_folder=True)
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
     expected = _what_scores_depend_on(classifier)
@@ -285,6 +286,11 @@ def bench(
     for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
         if name not in known:
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
+    if plot and what != "memory":
+        raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave it out")
+    for path, option in ((out, "--out"), (plot, "--plot")):
+        if path is not None:
+            writable_file(path, option)
     heap = "plain" if what == "memory" else heap
     if heap == "warm":
         keep_heap_warm()
@@ -294,7 +300,7 @@ def bench(
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
     if out:
         write_csv(out, rows, f"torchcaps bench {what} --repeats {repeats} --heap {heap}")
-    if plot and what == "memory":
+    if plot:
         draw_growth(rows, plot)
 
 

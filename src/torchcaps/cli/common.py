@@ -72,6 +72,20 @@ def keep_heap_warm() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -> None:
+    """Check, before a long computation starts, that the file given by `option` can be written.
+
+    With `new_folder`, its folder need not exist.
+    """
+    if path.is_dir():
+        raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise BadInput(f"{option} is {path}, a link or a device, which would be replaced: give the name of a file")
+    if not new_folder and not path.parent.is_dir():
+        raise BadInput(f"{option} is {path}: the folder {path.parent} does not exist")
+    writable(path.parent, option)
+
+
 def writable(folder: Path, option: str = "--out") -> None:
     """Check, before a long computation starts, that the folder given by `option` can be written to."""
     existed = folder.exists()

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchcaps.cli.common import DataDir, print_table, setting
+from torchcaps.cli.common import DataDir, print_table, setting, writable_file
 from torchcaps.errors import BadInput, nearest
 
 app = typer.Typer(no_args_is_help=True, help="List, download, render, show and verify datasets.")
@@ -66,6 +66,7 @@ def data_show(
     path = out or Path(f"{Path(name).name}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; choose another file with --out, or overwrite it with --out {path}")
+    writable_file(path)
     images = load_splits(name, data_dir, **options).train
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 

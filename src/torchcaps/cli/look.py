@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchcaps.cli.common import DataDir, keep_heap_warm, splits_for
+from torchcaps.cli.common import DataDir, keep_heap_warm, splits_for, writable_file
 from torchcaps.errors import BadInput, nearest
 
 
@@ -22,8 +22,7 @@ def inspect(
 
     if out.suffix.lower() != ".png":
         raise BadInput(f"--out must be a file name that ends in .png; got {out}")
-    if not out.parent.is_dir():
-        raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
+    writable_file(out)
     found = look(Classifier.from_pretrained(run), image)
     with atomically(out) as stream:
         found.figure().savefig(stream, format="png", dpi=120)
@@ -37,9 +36,11 @@ def report(
     """Write one HTML page with the metrics, pictures, recipe and environment of a run."""
     from torchcaps.run_report import write_run_report
 
+    if out is not None:
+        if out.suffix.lower() not in (".html", ".htm"):
+            raise BadInput(f"--out must be a file name that ends in .html; got {out}")
+        writable_file(out)
     out = run / "report.html" if out is None else out
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise BadInput(f"--out must be a file name that ends in .html; got {out}")
     write_run_report(run, out)
     print(f"the report: {out}")
 
@@ -65,8 +66,7 @@ def export(
     ending = ".onnx" if format == "onnx" else ".pt2"
     if out.suffix.lower() != ending:
         raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")
-    if not out.parent.is_dir():
-        raise BadInput(f"--out is {out}: the folder {out.parent} does not exist")
+    writable_file(out)
     keep_heap_warm()
     classifier = Classifier.from_pretrained(run)
     images = None

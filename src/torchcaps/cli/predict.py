@@ -1,12 +1,13 @@
 """The command `torchcaps predict`."""
 
+import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from torchcaps.cli.common import print_table
-from torchcaps.errors import BadInput
+from torchcaps.cli.common import print_table, writable_file
+from torchcaps.errors import BadInput, DataWarning
 
 
 def predict(
@@ -19,8 +20,8 @@ def predict(
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.
 
-    Folders are searched for images, including their subfolders. A network for stereo pairs gets the same image in both
-    channels.
+    Folders are searched for images, including their subfolders. A warning names each image that cannot be read. A
+    network for stereo pairs gets the same image in both channels.
     """
     import torch
     from rich.console import Console
@@ -29,22 +30,30 @@ def predict(
     from torchcaps.classifier import Classifier
     from torchcaps.scores import write_predictions
 
-    if table is not None and not table.parent.is_dir():
-        raise BadInput(f"--csv is {table}: the folder {table.parent} does not exist")
-    if table is not None and table.is_dir():
-        raise BadInput(f"--csv is {table}, which is a folder: give the name of a file")
+    if table is not None:
+        writable_file(table, "--csv")
     paths = [path for given in images for path in images_in(given)]
     classifier = Classifier.from_pretrained(run)
     errors = Console(stderr=True)
     shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)
-    answers = [classifier.predict(path) for path in shown]
+    answers, damaged = [], []
+    for path in shown:
+        try:
+            answers.append((path, classifier.predict(path)))
+        except BadInput as error:
+            damaged.append(error)
+    if not answers:
+        several = f"none of the {len(paths):,} images can be read; the first: " if len(paths) > 1 else ""
+        raise BadInput(f"{several}{damaged[0]}")
+    for error in damaged:
+        warnings.warn(f"no prediction for {error}", DataWarning, stacklevel=1)
     if table is not None:
-        scores = torch.cat([answer.scores for answer in answers])
-        write_predictions(table, ["file"], [[path] for path in paths], classifier.class_names, scores)
-        print(f"predictions for {len(paths):,} images: {table}")
+        scores = torch.cat([answer.scores for _, answer in answers])
+        write_predictions(table, ["file"], [[path] for path, _ in answers], classifier.class_names, scores)
+        print(f"predictions for {len(answers):,} images: {table}")
         return
     lines = []
-    for path, answer in zip(paths, answers, strict=True):
+    for path, answer in answers:
         best = answer.scores[0].topk(2)
         first, second = (classifier.class_names[index] for index in best.indices.tolist())
         lines.append((path, first, f"{best.values[0]:.3f}", second, f"{best.values[1]:.3f}"))

@@ -1,5 +1,6 @@
 """Read files that may be gzipped, and write files either completely or not at all."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO
 from torchcaps.errors import BadInput
 
 CHUNK = 1 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of the errors of a full disk, and of limits on the size of a file or of all files of a user."""
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
@@ -85,9 +88,11 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     The data is written to a temporary file in the same folder, flushed to disk, and renamed to `path`.
 
     Raises:
-        BadInput: the file cannot be written, for example because the disk is full.
+        BadInput: the path is a folder or a device, or the file cannot be written, for example because the disk is full.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path} is a folder or a device: give the name of a file")
     try:
         with part.open("wb") as stream:
             yield stream
@@ -108,7 +113,12 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
 def write_json(path: Path, content: Any) -> None:
     """Write a JSON file either completely or not at all."""
     with atomically(path) as stream:
-        stream.write((json.dumps(content, indent=2) + "\n").encode())
+        stream.write(as_json(content))
+
+
+def as_json(content: Any) -> bytes:
+    """Return the bytes of the JSON file that `write_json` writes."""
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _uncompressed(path: Path) -> BufferedIOBase:

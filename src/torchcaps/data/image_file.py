@@ -87,14 +87,16 @@ def file_bytes(path: Path) -> bytes:
     Raises:
         BadInput: the path is a folder, or the file does not exist or cannot be read.
     """
-    if path.is_dir():
-        raise BadInput(f"{path} is a folder; give the path of an image")
-    if not path.is_file():
-        raise BadInput(f"{path}: no such file; give the path of an image")
     try:
+        if path.is_dir():
+            raise BadInput(f"{path} is a folder; give the path of an image")
+        if not path.is_file():
+            raise BadInput(f"{path}: no such file; give the path of an image")
         return path.read_bytes()
-    except (OSError, MemoryError) as error:
-        raise BadInput(f"{path}: cannot be read ({error}); replace or remove it") from error
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror}); replace or remove it") from error
+    except MemoryError as error:
+        raise BadInput(f"{path}: does not fit into the free memory; replace or remove it") from error
 
 
 def decode(

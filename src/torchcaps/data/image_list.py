@@ -122,11 +122,12 @@ def read_list(
                 " memory, use --cache memory or a smaller data.image_size"
             )
     digests = np.zeros(len(images.source), np.uint64)
-    contents = _contents(images.source, digests, progress)
+    used = torch.cat([*splits]).sort().values.tolist()
+    contents = _contents(images.source, used, digests, progress)
     if cache == "memory":
         pixels, facts = _decode_all(images.source, contents, splits, channels, size)
     else:
-        facts = [header(content, images.source.name(index)) for index, content in enumerate(contents)]
+        facts = {index: header(content, images.source.name(index)) for index, content in contents}
         shape = _common_shape(images.source, facts, channels, size)
         facts = _with_largest(images.source, facts)
     parts: list[Images] = []
@@ -162,9 +163,10 @@ def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] |
     return len(source) * (channels or 3) * height * width
 
 
-def _contents(source: Source, digests: np.ndarray, progress: bool) -> Iterator[bytes]:
-    """Yield the encoded images, and store the checksum of each."""
-    indices: Iterable[int] = range(len(source))
+def _contents(
+    source: Source, indices: Iterable[int], digests: np.ndarray, progress: bool
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the index and the content of the encoded images at `indices`, and store the checksum of each."""
     if progress and len(source) > MANY and find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import track
@@ -173,50 +175,50 @@ def _contents(source: Source, digests: np.ndarray, progress: bool) -> Iterator[b
     for index in indices:
         content = source.read(index)
         digests[index] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-        yield content
+        yield index, content
 
 
 def _decode_all(
     source: Source,
-    contents: Iterable[bytes],
+    contents: Iterable[tuple[int, bytes]],
     splits: Sequence[Tensor],
     channels: int | None,
     size: tuple[int, int] | None,
-) -> tuple[list[Tensor], list[Facts]]:
-    """Decode each image directly into the tensor of its split; returns the pixels per split and all `Facts`."""
+) -> tuple[list[Tensor], dict[int, Facts]]:
+    """Decode each image directly into the tensor of its split; returns the pixels per split and the `Facts`."""
     places = {index: (split, row) for split, chosen in enumerate(splits) for row, index in enumerate(chosen.tolist())}
     pixels: list[Tensor] = []
-    facts: list[Facts] = []
-    for index, content in enumerate(contents):
+    facts: dict[int, Facts] = {}
+    for index, content in contents:
         image, found = decode(content, source.name(index), channels, size)
-        facts.append(found)
+        facts[index] = found
         count, height, width = image.shape
         if not pixels:
             pixels = [_room(len(chosen), count, height, width, len(source)) for chosen in splits]
-        _check_size(source, index, (height, width), tuple(pixels[0].shape[2:]))
+        _check_size(source, next(iter(facts)), index, (height, width), tuple(pixels[0].shape[2:]))
         if count > pixels[0].shape[1]:
             pixels = [part.expand(-1, count, -1, -1).contiguous() for part in pixels]
-        if index in places:
-            split, row = places[index]
-            pixels[split][row] = image
+        split, row = places[index]
+        pixels[split][row] = image
     return pixels, facts
 
 
 def _common_shape(
-    source: Source, facts: Sequence[Facts], channels: int | None, size: tuple[int, int] | None
+    source: Source, facts: Mapping[int, Facts], channels: int | None, size: tuple[int, int] | None
 ) -> tuple[int, int, int]:
     """Return the shape `(C, H, W)` that all images have when they are decoded."""
-    first = facts[0].height, facts[0].width
+    place = next(iter(facts))
+    first = facts[place].height, facts[place].width
     if size is None:
-        for index, found in enumerate(facts):
-            _check_size(source, index, (found.height, found.width), first)
-    return (channels or (1 if all(found.grey for found in facts) else 3), *(size or first))
+        for index, found in facts.items():
+            _check_size(source, place, index, (found.height, found.width), first)
+    return (channels or (1 if all(found.grey for found in facts.values()) else 3), *(size or first))
 
 
-def _check_size(source: Source, index: int, size: tuple[int, ...], first: tuple[int, ...]) -> None:
+def _check_size(source: Source, place: int, index: int, size: tuple[int, ...], first: tuple[int, ...]) -> None:
     if size != first:
         raise BadInput(
-            f"{source.name(0)} is {first[1]} x {first[0]} pixels but {source.name(index)} is {size[1]} x {size[0]};"
+            f"{source.name(place)} is {first[1]} x {first[0]} pixels but {source.name(index)} is {size[1]} x {size[0]};"
             " resize all images with --set data.image_size=N (in Python, image_size=N)"
         )
 
@@ -232,22 +234,22 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
         ) from error
 
 
-def _with_largest(source: Source, facts: list[Facts]) -> list[Facts]:
+def _with_largest(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
     """Add the largest value to some of the 16-bit images."""
-    deep = [index for index, found in enumerate(facts) if found.deep]
+    deep = [index for index, found in facts.items() if found.deep]
     for index in deep[:: math.ceil(len(deep) / CHECKED) or 1]:
         facts[index] = decode(source.read(index), source.name(index), None, None)[1]
     return facts
 
 
-def _remarks_on_files(images: ImageList, facts: Sequence[Facts], size: tuple[int, int] | None) -> Iterator[str]:
+def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple[int, int] | None) -> Iterator[str]:
     """Yield warning texts about files with several frames, nearly black images, and changed aspect ratios."""
-    several = [index for index, found in enumerate(facts) if found.several]
+    several = [index for index, found in facts.items() if found.several]
     if several:
         have = "1 file has" if len(several) == 1 else f"{len(several):,} files have"
         first = printable(images.source.name(several[0]))
         yield f"{images.name}: {have} several frames, such as {first}; only the first frame is read"
-    largest = max((found.largest for found in facts if found.largest is not None), default=None)
+    largest = max((found.largest for found in facts.values() if found.largest is not None), default=None)
     if largest is not None and largest < 4096:
         yield (
             f"{images.name}: the largest value of the 16-bit images is {largest:,} of 65,535, as in"
@@ -255,7 +257,7 @@ def _remarks_on_files(images: ImageList, facts: Sequence[Facts], size: tuple[int
             f" (multiply by {65_535 // max(largest, 1):,})"
         )
     if size is not None:
-        ratios = [found.width / found.height for found in facts]
+        ratios = [found.width / found.height for found in facts.values()]
         target = math.log(size[1] / size[0])
         distorted = sum(abs(math.log(ratio) - target) > math.log(DISTORTION) for ratio in ratios)
         seen = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))

@@ -3,12 +3,14 @@
 import csv
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from torchcaps.data.files import FULL
 from torchcaps.data.image_file import file_bytes
 from torchcaps.data.image_files import Paths
 from torchcaps.data.image_list import ImageList, train_and_test
@@ -26,6 +28,8 @@ IMAGE_COLUMNS = ("image", "img", "path", "file", "filename", "file_name")
 """Names of columns that are taken for the images if `image_column` is not given."""
 LABEL_COLUMNS = ("label", "labels", "class", "category")
 """Names of columns that are taken for the labels if `label_column` is not given."""
+MOST_COLUMNS = 20
+"""Largest number of columns that an error names."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 """Accepted names of splits."""
 
@@ -162,7 +166,12 @@ class Rows:
             raise BadInput(f"{self.name(index)}: cannot be read ({error}); replace the file") from error
         if image is None or (image["bytes"] is None and not image["path"]):
             raise BadInput(f"{self.name(index)}: has no image; remove the row")
-        return image["bytes"] if image["bytes"] is not None else file_bytes(Path(image["path"]))
+        if image["bytes"] is not None:
+            return image["bytes"]
+        try:
+            return file_bytes(Path(image["path"]))
+        except BadInput as error:
+            raise BadInput(f"{self.name(index)}: {error}") from error
 
 
 def _list_dataset(name: str, path: Path, image_column: str | None, label_column: str | None) -> ImageList:
@@ -200,7 +209,7 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
     if "train" not in splits:
         raise BadInput(f"{name}: has no split train, but {', '.join(found)}; rename one of its splits")
     for row, one in enumerate(labels):
-        if one is None or (class_names is not None and not 0 <= one < len(class_names)):
+        if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
             raise BadInput(f"{names[row]}: has no label; remove the row")
         if not isinstance(one, str | int):
             raise BadInput(f"{names[row]}: the label is {one!r}; give one text or one whole number per image")
@@ -234,7 +243,10 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
             for dataset in [found] if isinstance(found, datasets.Dataset) else found.values():
                 dataset.data.table.validate(full=True)  # reading a damaged Arrow file can crash the process
     except Exception as error:  # the library and the Hub raise many kinds of errors
-        raise BadInput(f"{name}: cannot be opened as a dataset ({error}); check the name or the files") from error
+        reason = error.__cause__ or error  # the library's own error may say only that there was one
+        full = isinstance(reason, OSError) and reason.errno in FULL
+        cure = "free disk space, or set HF_HOME to another folder" if full else "check the name or the files"
+        raise BadInput(f"{name}: cannot be opened as a dataset ({reason}); {cure}") from error
     finally:
         datasets.logging.set_verbosity(logged)
         if not bars:
@@ -250,10 +262,13 @@ def _column(
     name: str | Path, option: str, given: str | None, usual: Sequence[str], columns: Sequence[str] | Any
 ) -> str:
     """Return the name of the column `given`, or of the only column with a usual name."""
-    known = ", ".join(printable(column) for column in columns) or "none"
+    known = ", ".join(printable(column) for column in islice(columns, MOST_COLUMNS)) or "none"
+    known += f" and {len(columns) - MOST_COLUMNS:,} more" if len(columns) > MOST_COLUMNS else ""
     if given is not None:
         if given not in columns:
             raise BadInput(f"{name}: has no column {given}; choose {option} from its columns: {known}")
+        if [*columns].count(given) > 1:
+            raise BadInput(f"{name}: has several columns {printable(given)}; rename all but one")
         return given
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:

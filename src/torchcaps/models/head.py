@@ -90,8 +90,6 @@ class CapsuleHead(nn.Module):
             else "length",  # DistributedDataParallel waits for each gradient
             normalise="affine" if isinstance(rule, SUMMING) else "plain",  # only with an offset do p and -p differ
         )
-        if self.primary_capsules.activation is None:
-            self.primary_capsules.activation_norm = nn.Identity()
 
     def forward(
         self,

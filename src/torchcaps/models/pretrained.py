@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from torchcaps.data.files import atomically, write_json
+from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
@@ -99,10 +99,13 @@ class Pretrained:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"{folder} cannot be created ({error.strerror}): use another folder") from error
-        with atomically(folder / WEIGHTS) as stream:
-            stream.write(content)
         config = SavedConfig(FORMAT, model_name(type(self)), options, routing, checksum, images)
-        write_json(folder / CONFIG, config._asdict())
+        # Both files are written before one replaces an earlier file: on a full disk, the earlier pair stays whole.
+        with atomically(folder / CONFIG) as described:
+            described.write(as_json(config._asdict()))
+            described.flush()
+            with atomically(folder / WEIGHTS) as stream:
+                stream.write(content)
 
     @classmethod
     def from_pretrained(

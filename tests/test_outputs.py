@@ -1,0 +1,189 @@
+"""Files that commands write: what cannot be written, full disks, and messages that a terminal could misread."""
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from image_trees import refused as refuses
+from test_image_table import png
+from torchcaps import Classifier, PooledCNN, Preparation
+from torchcaps.batches import Batches, ImageBatches
+from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
+from torchcaps.data import Images, load_image_table
+from torchcaps.data.files import atomically
+from torchcaps.export import _compiled
+
+
+@contextmanager
+def limited(kind, number):
+    """Lower a limit of this process, such as the size of the files that it writes."""
+    before, ignored = resource.getrlimit(kind), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(kind, (number, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def classifier(names=("cat", "dog")):
+    return Classifier(PooledCNN((1, 16, 16), len(names)), names, (1, 16, 16), Preparation())
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "ending"),
+    [
+        (("predict", "RUN", "IMAGE"), "--csv", "csv"),
+        (("evaluate", "RUN"), "--csv", "csv"),
+        (("inspect", "RUN", "IMAGE"), "--out", "png"),
+        (("report", "RUN"), "--out", "html"),
+        (("export", "RUN"), "--out", "onnx"),
+        (("data", "show", "IMAGES"), "--out", "png"),
+        (("bench", "rules"), "--out", "csv"),
+        (("bench", "memory"), "--plot", "png"),
+    ],
+)
+def test_links_devices_and_folders_are_not_replaced(words, option, ending, refused, finished, images, tmp_path):
+    """As root, a device such as /dev/null would become a file."""
+    known = {"RUN": finished[0], "IMAGE": images / "left" / "000.png", "IMAGES": images}
+    words = [known.get(word, word) for word in words]
+    link, pipe, folder = (tmp_path / f"{name}.{ending}" for name in ("link", "pipe", "folder"))
+    link.symlink_to(tmp_path / "target")
+    os.mkfifo(pipe)
+    folder.mkdir()
+    for path, says in ((link, "a link or a device"), (pipe, "a link or a device"), (folder, "a folder")):
+        assert re.search(f"{option} is {path}, .*{says}.*: give the name of a file", refused(*words, option, path))
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in (link, pipe, folder))
+
+
+def test_a_picture_that_a_benchmark_does_not_draw_is_refused(refused, tmp_path):
+    assert "only `bench memory` draws a picture" in refused("bench", "rules", "--plot", tmp_path / "a.png")
+
+
+def test_a_device_is_not_replaced_from_python(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is a folder or a device"), atomically(tmp_path / "pipe"):
+        pass
+
+
+def test_weights_and_options_stay_a_pair_if_the_disk_is_full(tmp_path):
+    """With a file of options that is larger than the weights and than the limit."""
+    earlier, later = classifier(), classifier(("cat" * 100_000, "dog"))
+    earlier.save_pretrained(tmp_path)
+    pixels = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
+    with limited(resource.RLIMIT_FSIZE, 200_000), pytest.raises(ValueError, match=r"config\.json could not be written"):
+        later.save_pretrained(tmp_path)
+    assert torch.equal(Classifier.from_pretrained(tmp_path).predict(pixels).scores, earlier.predict(pixels).scores)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_logger_on_a_full_disk_names_the_cure(tmp_path):
+    code = (
+        "import resource, signal, sys, pathlib; from torchcaps.loggers import create_logger; "
+        "from torchcaps.recipes import create_recipe; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
+        "create_logger('tensorboard', pathlib.Path(sys.argv[1]), create_recipe('capsnet-mnist'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert re.search(f"BadInput: the logger tensorboard cannot start .*: free disk space in {tmp_path}", done.stderr)
+
+
+def test_the_cache_of_a_dataset_on_a_full_disk_names_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    content = {"image": [png(one) for one in range(6)], "label": [0, 1] * 3}
+    datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
+    with limited(resource.RLIMIT_FSIZE, 500):
+        refuses(lambda: load_image_table(tmp_path / "photos.parquet"), "File too large", "free disk space", "HF_HOME")
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_worker_processes_that_cannot_start_are_one_line():
+    images = Images(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("cat",))
+    loader = Batches(ImageBatches(images, Preparation()), np.arange(8), 1, 4)
+    limit = len(os.listdir("/proc/self/fd")) + 3
+    with limited(resource.RLIMIT_NOFILE, limit):
+        refuses(lambda: next(iter(loader)), "4 worker processes cannot start (Too many open files): use fewer")
+
+
+@pytest.mark.parametrize(
+    ("said", "cure"), [("No space left on device", "free disk space in .*TMPDIR"), ("sorry", "use the format pt2")]
+)
+def test_what_the_compiler_of_aotinductor_says_is_one_line(said, cure):
+    text = f"C++ compile error\n\nOutput:\na.cpp:1: fatal error: {said}\ncompilation terminated.\n"
+    expected = rf"cannot compile this network \(a.cpp:1: fatal error: {said}\): {cure}"
+    with pytest.raises(ValueError, match=expected), _compiled():
+        raise RuntimeError(text)
+
+
+def test_messages_hold_no_control_characters_and_no_endless_names(refused, call, tmp_path):
+    table = tmp_path / "photos.csv"
+    table.write_text("path,label\n\x1b[2J\0.png,cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
+    assert "\\x1b[2J\\x00.png: no such file" in refused("data", "show", table, "--out", tmp_path / "a.png")
+    table.write_text("path,label\n" + "x" * 100_000 + ",cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
+    said = refused("data", "show", table, "--out", tmp_path / "a.png")
+    assert len(said) < LONGEST + 20
+    assert said.endswith("replace or remove it")
+    assert "cannot be read (File name too long)" in refused("data", "show", table, "--out", tmp_path / "a.png")[-80:]
+
+
+@pytest.fixture
+def interruptible():
+    """The command line ignores Ctrl-C after an interruption, when its process is about to end."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, finished, tmp_path, monkeypatch):
+    def exporter(*_, **__):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except KeyboardInterrupt as error:
+            raise torch.onnx.OnnxExporterError("no") from error
+
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
+    assert (code, error) == (130, "interrupted\n")
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeypatch):
+    """As of a data loader, whose finaliser waits for its worker processes."""
+
+    class Slow:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    def exporter(*_, **__):
+        del Slow.one
+        time.sleep(10)
+
+    Slow.one = Slow()
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
+    assert (code, error) == (130, "interrupted\n")
+
+
+def test_a_second_ctrl_c_counts_if_the_first_was_lost(monkeypatch):
+    handler, now = _OneInterrupt(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pytest.raises(KeyboardInterrupt):
+        handler(signal.SIGINT, None)
+    now[0] = QUIET_SECONDS - 1
+    handler(signal.SIGINT, None)
+    now[0] = QUIET_SECONDS
+    with pytest.raises(KeyboardInterrupt):
+        handler(signal.SIGINT, None)

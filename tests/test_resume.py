@@ -1,0 +1,68 @@
+"""What a resumed training accepts: data that it has not used, and only the best epoch that it has trained."""
+
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from conftest import make_images, train
+from test_run_folder import SPLITS, tiny
+from torchcaps import BadInput
+from torchcaps.run_folder import read_rows
+from torchcaps.training import fit
+
+
+@pytest.fixture
+def photos(tmp_path):
+    return make_images(tmp_path / "photos", per_class=10)
+
+
+DISK = ("--cache", "none", "--workers", 0, "--batch-size", 8, "--epochs", 1)
+
+
+def test_a_damaged_image_that_the_first_epoch_finds_can_be_replaced(call, refused, photos, tmp_path):
+    bad, run = photos / "left" / "003.png", tmp_path / "run"
+    bad.write_bytes(bad.read_bytes()[:-40])
+    assert f"{bad}: cannot be read as an image" in train(refused, photos, run, *DISK)
+    shutil.copy(photos / "left" / "002.png", bad)
+    code, _, error = train(call, photos, run, *DISK, "--resume")
+    assert code == 0, error
+    assert re.match(r"warning: .*run: its \w+ images, .* have changed; .* has not used these images yet", error)
+    shutil.copy(photos / "left" / "004.png", bad)
+    assert "was started with other data" in train(refused, photos, run, *DISK[:-1], 2, "--resume")
+
+
+def test_a_damaged_test_image_that_the_end_finds_can_be_replaced(call, refused, photos, tmp_path):
+    run = tmp_path / "run"
+    for name in ("train", "test"):
+        shutil.copytree(photos, tmp_path / "split" / name)
+    bad = tmp_path / "split" / "test" / "right" / "003.png"
+    bad.write_bytes(bad.read_bytes()[:-40])
+    assert f"{bad}: cannot be read as an image" in train(refused, tmp_path / "split", run, *DISK)
+    trained = (run / "last.ckpt").read_bytes()
+    shutil.copy(photos / "left" / "002.png", bad)
+    code, out, error = train(call, tmp_path / "split", run, *DISK, "--resume")
+    assert code == 0, error
+    assert "its test images, their labels or their order have changed" in error
+    assert "epoch 1/1" not in out
+    assert (run / "last.ckpt").read_bytes() == trained
+    shutil.copy(photos / "left" / "004.png", bad)
+    assert "was started with other data" in train(refused, tmp_path / "split", run, *DISK[:-1], 2, "--resume")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_best_epoch_that_is_lost_is_not_replaced_by_an_earlier_one(tmp_path):
+    """As after a training that went on, was killed, and lost best.ckpt."""
+    run = tmp_path / "run"
+    fit(tiny(1), SPLITS, run)
+    names = ("model.safetensors", "config.json", "metrics.json")
+    earlier = {name: (run / name).read_bytes() for name in names}
+    fit(tiny(3), SPLITS, run, resume=True)
+    losses = [float(row["validation_loss"]) for row in read_rows(run / "metrics.csv")]
+    assert losses[2] < losses[1] < losses[0]
+    for name, content in earlier.items():
+        (run / name).write_bytes(content)
+    with pytest.raises(BadInput, match=r"best\.ckpt is missing: epoch 3 was better than epoch 1, which model"):
+        fit(tiny(4), SPLITS, run, resume=True)
+    assert fit(replace(tiny(1), name="other", choose="last"), SPLITS, tmp_path / "last")["best_epoch"] == 1
