@@ -1,4 +1,4 @@
-"""Benchmark of strong scaling: the time of a training step that one process or two processes compute together."""
+"""Benchmark of strong scaling: the time of the same training step in one process and in two processes."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def bench_devices(repeats: int = 10, processes: Sequence[int] = (1, 2), batch: i
 
 
 class _Group:
-    """Processes that wait for a step; calling the group runs one step in all of them."""
+    """Processes that wait until they are told to run a step. Calling the group runs one step in all processes."""
 
     def __init__(self, count: int, batch: int, meeting: Path) -> None:
         start = multiprocessing.get_context("spawn")
