@@ -140,7 +140,7 @@ def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(ca
 def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
     code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     assert code == 0, error
-    assert "was started with 3 epochs; training continues to 4" in out
+    assert "was started with 3 epochs; training continues to epoch 4" in out
     assert "epoch 3/" not in out
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["epochs"], metrics["test_evaluations"]) == (4, 2)

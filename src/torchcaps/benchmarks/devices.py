@@ -64,7 +64,9 @@ class _Group:
             for pipe in self.pipes:
                 pipe.recv()
         except (EOFError, OSError) as error:
-            raise BadInput("a process of the benchmark ended early: see its message above, and free memory") from error
+            raise BadInput(
+                "a process of the benchmark ended early: read the error above; if memory ran out, close other programs"
+            ) from error
 
     def __enter__(self) -> "_Group":
         return self

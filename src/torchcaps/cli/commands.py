@@ -99,7 +99,7 @@ def train(
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:
-        raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
+        raise BadInput(f"{recipe} trains on your own images; give the folder of the images with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
     check_logger(logger)
@@ -108,7 +108,7 @@ def train(
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
             print(
-                f"{folder} was started with {before.recipe.epochs} epochs; training continues to {chosen.epochs}",
+                f"{folder} was started with {before.recipe.epochs} epochs; training continues to epoch {chosen.epochs}",
                 flush=True,
             )
     try:
@@ -172,8 +172,8 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble: their scores are averaged. By default, the dataset of the first run is
-        used.
+    Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
+    evaluated on the dataset of the first run.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction

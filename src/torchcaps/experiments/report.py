@@ -75,7 +75,7 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not valid TOML ({error})") from error
+        raise BadInput(f"{path} is not valid TOML ({error}): correct the file") from error
     if unknown := entries.keys() - TABLES:
         raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
     return entries

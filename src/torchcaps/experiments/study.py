@@ -127,7 +127,9 @@ class Study:
         if run is not None and run.recipe.plain() != recipe.plain():
             raise BadInput(f"{folder} holds a run with other settings: remove it, or choose another folder with --out")
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
-            raise BadInput(f"{folder} holds a run on other data ({changed}): remove it, or choose another --out")
+            raise BadInput(
+                f"{folder} holds a run on other data ({changed}): remove it, or choose another folder with --out"
+            )
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)

@@ -115,7 +115,9 @@ class Explorer:
             strip = read_image(Path(path), 1)
             width = max(width, round(strip.shape[2] * height / strip.shape[1]))
             if width > LONGEST_STRIP * height:
-                raise BadInput(f"the strip is too long: use at most {LONGEST_STRIP} digits")
+                raise BadInput(
+                    f"{path} is too wide for a strip of at most {LONGEST_STRIP} digits: cut it into shorter strips"
+                )
         return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
