@@ -67,9 +67,9 @@ def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
     assert first.dtype == expected["first"].dtype
     assert (first == expected["first"]).all()
     assert (last[0] == expected["last"]).all()
-    with pytest.raises(BadInput, match="it has no middle"):
+    with pytest.raises(BadInput, match="it has no field middle"):
         read_struct(tmp_path / "one.mat", "it", ["middle"])
-    with pytest.raises(BadInput, match="contains no other"):
+    with pytest.raises(BadInput, match="contains no struct other"):
         read_struct(tmp_path / "one.mat", "other", ["first"])
 
 

@@ -106,7 +106,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, ima
     (folder / "recipe.json").write_text('{"flour": 500}')
     assert "recipe.json is damaged" in train(refused, images, folder, "--resume")
     monkeypatch.chdir(folder)
-    assert "name is empty" in train(refused, images, "")
+    assert "name of the run folder is empty" in train(refused, images, "")
     assert (folder / "README.md").read_text() == "mine"
     assert (folder / "config.json").read_text() == "{}"
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
@@ -140,7 +140,7 @@ def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(ca
 def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
     code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     assert code == 0, error
-    assert "was started with 3 epochs; training continues to 4" in out
+    assert "was started with 3 epochs; training continues to epoch 4" in out
     assert "epoch 3/" not in out
     metrics = json.loads((run / "metrics.json").read_text())
     assert (metrics["epochs"], metrics["test_evaluations"]) == (4, 2)

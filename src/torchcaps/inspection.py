@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORDING = RLock()
-"""Lock of the process's only observer of votes. A thread holds this lock while it records the passes of a model."""
+"""Lock that a thread holds while it records the passes of a model, because only one thread at a time can record."""
 SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
 """Modules whose outputs have a known position in the image."""
 
@@ -61,15 +61,15 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which share of each parent's mass comes from each child along each edge, in one pass.
+        """Compute which fraction of each parent's mass comes from each child along each edge, in pass ``number``.
 
-        The shares of a parent sum to 1. ``number`` is the index of the pass.
+        For each parent, the fractions of all children sum to 1.
         """
         return self._divided(self._weights(number))
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which share of each parent's mean vote comes from each child along each edge, in pass ``number``.
+        """Compute which fraction of each parent's mean vote comes from each child along each edge, in pass ``number``.
 
         ::
 
@@ -81,7 +81,7 @@ class Layer:
         if getattr(self.rule, "activation_from_mass", False):
             return self.shares(number)
         assert self.parents is not None
-        found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns of its own
+        found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns to the votes
         votes = found.votes.materialised()[0, ..., :columns].flatten(3)
         mean = functional.normalize(found.moments.mean[0, ..., :columns].flatten(2), dim=2)
         mean = self.routing_map.at_edges(mean.to(votes.dtype).transpose(0, 1)[None])[0]
@@ -94,12 +94,12 @@ class Layer:
         return found.votes.weights(found.agreement)[0]
 
     def _divided(self, values: Float[Tensor, "J E C"]) -> Float[Tensor, "J E C"]:
-        """Divide values along the edges by their sum per parent; share a parent whose sum is 0 equally."""
+        """Divide each value by the sum of its parent's values. If the sum is 0, return equal fractions."""
         values = torch.where(self._sums(values) > 0, values, 1.0)
         return values / self._sums(values)
 
     def _sums(self, values: Float[Tensor, "J E C"]) -> Float[Tensor, "J E 1"]:
-        """Sum values over all children of each parent, and copy the sums to the parent's edges."""
+        """Sum the values over all children of each parent, and copy the sum of a parent to each of its edges."""
         sums = self.routing_map.sum_at_parents(values.sum(dim=2)[None])
         return self.routing_map.at_edges(sums)[0][:, :, None]
 
@@ -169,9 +169,9 @@ class Inspection:
         image: the network's input ``[C, H, W]``.
         class_names: name of each class.
         scores: ``[classes]``, score of each class.
-        support: ``[passes, classes, H, W]``, the share of the support for each class that comes from each pixel, in
-            each routing pass. The values of one pass and class sum to 1. If the first capsules have only one site, as
-            in `EfficientCapsNet`, all pixels have the same value.
+        support: ``[passes, classes, H, W]``, the fraction of the support for each class that comes from each pixel,
+            in each routing pass. The values of one pass and class sum to 1. If the first capsules have only one site,
+            as in `EfficientCapsNet`, all pixels have the same value.
         poses: ``[classes, R, N]``, poses of the class capsules.
         reconstruction: ``[C, H, W]``, reconstructed from the class with the highest score; None for a network without a
             decoder.
@@ -230,9 +230,9 @@ class Inspection:
 def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> Inspection:
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
-    In each pass of the last layer, the couplings give the support of each child for a class (`Layer.support`). Every
-    layer below distributes the support of its parents among its children, in proportion to the mass that comes from
-    each child. The support on the grid of the first capsules is then interpolated to the size of the image.
+    In each pass of the last layer, `Layer.support` gives the support of each child for a class. In every layer below,
+    the support of each parent is distributed among its children, in proportion to the mass that comes from each child.
+    The support on the grid of the first capsules is then interpolated to the size of the image.
 
     Arguments:
         classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
@@ -277,8 +277,8 @@ class FeatureMap(NamedTuple):
     """Position of a feature map in the image.
 
     Arguments:
-        grid: its height and width.
-        first: centre of the receptive field of its first site, in pixels (row, column).
+        grid: height and width of the feature map.
+        first: centre of the receptive field of the first site, in pixels (row, column).
         step: distance between the centres of neighbouring sites, in pixels (down, across).
     """
 
@@ -291,7 +291,7 @@ class FeatureMap(NamedTuple):
 def _feature_maps(model: nn.Module, layers: list[Layer]) -> Iterator[list[FeatureMap]]:
     """Record the position in the image of every feature map of a model, until its first routing rule runs."""
     maps: list[FeatureMap] = []
-    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # holds the tensors, so that no id is used twice
+    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # keeps the tensors, so that Python reuses no id
 
     def look(module: nn.Module, given: Any, result: Any) -> None:
         if layers or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
@@ -323,7 +323,7 @@ def _pair(value: Any) -> Any:
 def _in_the_image(
     below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
 ) -> Float[Tensor, "passes J H W"]:
-    """Interpolate values at the sites of the first capsules to the pixels of the image; each map sums to 1."""
+    """Interpolate values at the sites of the first capsules to the pixels; for each pass and class, they sum to 1."""
     sites = below.shape[2]
     place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
     if sites == 1:
@@ -360,12 +360,14 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
 
 
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"]) -> Float[Tensor, "K S C"]:
-    """Distribute the relevance of a layer's parents among its children, in proportion to the mass from each child."""
+    """Distribute the support of a layer's parents among its children, in proportion to the mass from each child."""
     assert layer.children is not None
     assert layer.parents is not None
     edges = layer.routing_map.edges_on(torch.device("cpu"))
     shares = layer.shares(len(layer.passes) - 1).cpu()
-    relevance = relevance.reshape(len(relevance), *layer.parents.activation.shape[1:])  # some layers flatten sites
+    relevance = relevance.reshape(
+        len(relevance), *layer.parents.activation.shape[1:]
+    )  # undo the flattening of sites between layers
     given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)
     shape = len(relevance), *layer.children.activation.shape[1:]
     return given.new_zeros(shape).index_add(1, edges[:, 0], given)

@@ -57,7 +57,7 @@ def publish(run: Path, folder: Path) -> Path:
 
     Arguments:
         run: the folder of a finished training.
-        folder: folder for the weights; created if absent. It must not be a run folder. Existing files
+        folder: folder for the weights, created if it does not exist. It must not be a run folder. Existing files
             model.safetensors, config.json and README.md are replaced.
 
     Returns:

@@ -41,14 +41,14 @@ class Recipe:
     Arguments:
         name: name of the recipe.
         model: name of the network, a key of `MODELS`.
-        data: name of a dataset, a key of `DATASETS`, or the path of a folder of images.
+        data: name of a dataset, a key of `DATASETS`, or the path of a folder or table of images.
         model_options: arguments of the model. Image shape and number of classes come from the data and are not given
             here. The entry ``routing`` is the name of a routing rule; without this entry, the model uses its default
             rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
-        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. Tensors
-            with the same name and shape are loaded.
+        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. All
+            tensors whose name and shape match the model are loaded.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
@@ -87,9 +87,9 @@ class Recipe:
         mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the
             batch, and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn
             from Beta(α, α) once per batch.
-        gradient_clip: largest norm of the gradient; 0 is off.
+        gradient_clip: largest norm of the gradient, to which larger gradients are scaled down; 0 is off.
         batch_size: images per step, over all devices together.
-        epochs: number of passes over the training split.
+        epochs: number of epochs, in each of which the training uses every training image once.
         patience: number of epochs without a better validation accuracy after which training stops; 0 is off.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
         validation_attribute: attribute by which validation images are held out, such as ``instance`` of the toys and
@@ -197,7 +197,7 @@ class Recipe:
             )
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as plain data: the result of writing them as JSON and reading them back."""
+        """Return the settings as a dict of JSON values, as they are after writing to JSON and reading."""
         return json.loads(json.dumps(asdict(self)))
 
     def preparation(self) -> Preparation:

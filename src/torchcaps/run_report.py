@@ -29,19 +29,20 @@ STYLE = (
 def write_run_report(folder: Path, out: Path) -> None:
     """Write a page with the metrics, pictures, recipe and environment of a run.
 
-    The page of a run that is not finished, or that continues with more epochs, shows its epochs and no test metrics.
+    If the run is not finished, or continues with more epochs, the page shows the metrics of the epochs so far and no
+    test metrics.
 
     Arguments:
         folder: run folder of `torchcaps train`.
         out: HTML file to write.
 
     Raises:
-        BadInput: the folder holds no run, or a file of it is damaged.
+        BadInput: the folder holds no run with a finished epoch, or a file in the folder is damaged.
     """
     run = existing_run(folder, resume=True) if (folder / "recipe.json").is_file() else None
     rows = read_rows(folder / "metrics.csv") if run is not None else []
     if run is None or not rows:
-        raise BadInput(f"{folder} holds no run with a finished epoch: name a run folder of `torchcaps train`")
+        raise BadInput(f"{folder} holds no run with a finished epoch: give a run folder of `torchcaps train`")
     metrics = finished(folder, run.recipe) or {}
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"

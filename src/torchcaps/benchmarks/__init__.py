@@ -25,20 +25,20 @@ Way = Callable[[], object]
 def compare(
     case: str, ways: Mapping[str, Way], *, images: int, repeats: int, warm_ups: int = 2
 ) -> list[dict[str, Any]]:
-    """Time several ways of computing the same result, alternating between the ways.
+    """Time several implementations of the same computation, which take turns.
 
-    Because of the alternation, a slowdown of the machine affects all ways equally.
+    Because they take turns, a slowdown of the machine affects all implementations equally.
 
     Arguments:
         case: name of the computation.
-        ways: name → function to time; ratios are relative to the first function.
+        ways: name → implementation, a function to time; ratios are relative to the first implementation.
         images: number of images that one call processes.
-        repeats: number of timed calls per way.
-        warm_ups: number of calls per way before timing starts.
+        repeats: number of timed calls per implementation.
+        warm_ups: number of calls per implementation before the timing starts.
 
     Returns:
-        One row per way: the median, the 10th percentile and the 90th percentile of its times in milliseconds; the
-        images per second; and the ratio of its median time to the median time of the first way.
+        One row per implementation: the median, the 10th percentile and the 90th percentile of its times in
+        milliseconds; the images per second; and its median time divided by the median time of the first implementation.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
@@ -76,18 +76,18 @@ def peak_bytes(work: Way) -> int:
     """Return by how many bytes the memory of this process rises, at its peak, during a call of `work`. Linux only.
 
     Raises:
-        BadInput: ``/proc`` is not available.
+        BadInput: ``/proc`` or glibc's ``malloc_trim`` is not available.
     """
     gc.collect()
     try:
         if not release_free_memory():
-            raise OSError("no malloc_trim")
+            raise OSError("the C library has no malloc_trim")
         before = start_peak()
         work()
         return peak_memory() - before
     except OSError as error:
         raise BadInput(
-            f"peak memory is read from /proc, which is not available here ({error}): run this on Linux"
+            f"peak memory cannot be measured here ({error}): run this benchmark on Linux with glibc"
         ) from error
 
 

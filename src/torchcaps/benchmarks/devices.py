@@ -1,4 +1,4 @@
-"""Benchmark of strong scaling: the time of a training step that one process or two processes compute together."""
+"""Benchmark of strong scaling: the time of the same training step in one process and in two processes."""
 
 import multiprocessing
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def bench_devices(repeats: int = 10, processes: Sequence[int] = (1, 2), batch: i
 
 
 class _Group:
-    """Processes that wait for a step; calling the group runs one step in all of them."""
+    """Processes that wait until they are told to run a step. Calling the group runs one step in all processes."""
 
     def __init__(self, count: int, batch: int, meeting: Path) -> None:
         start = multiprocessing.get_context("spawn")
@@ -64,7 +64,9 @@ class _Group:
             for pipe in self.pipes:
                 pipe.recv()
         except (EOFError, OSError) as error:
-            raise BadInput("a process of the benchmark ended early: see its message above, and free memory") from error
+            raise BadInput(
+                "a process of the benchmark ended early: read the error above; if memory ran out, close other programs"
+            ) from error
 
     def __enter__(self) -> "_Group":
         return self

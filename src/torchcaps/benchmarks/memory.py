@@ -24,8 +24,9 @@ def bench_memory() -> list[dict[str, Any]]:
     """Measure the peak memory of routing in the small network's two ConvCaps layers, and of one training step.
 
     The forward and the backward pass of routing are measured. The batch size is 16, except where it is varied.
-    ``peak / minimum`` is the peak memory divided by the memory that every implementation needs: leaves, outputs and
-    their gradients. For this ratio, the peak includes the leaf tensors, which are allocated before the measurement.
+    ``peak / minimum`` is the peak memory divided by the memory that every implementation needs: leaf tensors
+    (inputs and parameters), outputs and their gradients. For this ratio, the peak includes the leaf tensors, which are
+    allocated before the measurement.
     """
     rows = []
     for what, points in GROWTH.items():

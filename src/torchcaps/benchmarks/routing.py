@@ -22,11 +22,11 @@ ITERATIONS = 3
 
 
 class Problem(NamedTuple):
-    """A routing problem and several ways to compute it.
+    """A routing problem and several implementations that compute it.
 
     Arguments:
         leaves: tensors that require gradients.
-        ways: name → function that routes the leaves.
+        ways: name → implementation, a function that computes the parent capsules from the leaves.
         agreeing: pairs of functions whose outputs and gradients must agree.
         flops: floating-point operations per image; a multiply-add counts as two operations.
     """
@@ -187,12 +187,12 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 def bench_routing(
     repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
 ) -> list[dict[str, Any]]:
-    """Time every way of every problem: first the forward pass alone, then the forward and the backward pass.
+    """Time all implementations of all problems: the forward pass alone, then the forward and the backward pass.
 
-    The peak speed of the processor is measured between the timings, and the highest measured speed is reported.
+    The peak speed of the processor is measured between the timings; the rows contain the highest measured speed.
 
     Raises:
-        BadInput: two ways that must agree return different values or gradients.
+        BadInput: two implementations that must agree compute different values or gradients.
     """
     peak, rows = peak_gflops(), []
     for name, (create, batch) in problems.items():

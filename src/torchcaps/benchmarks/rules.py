@@ -2,8 +2,8 @@
 
 Fused kernels are compared with the reference implementation and with materialised votes. Materialised votes are
 computed with unfold and one einsum. The softmax of the couplings runs over the parent types at one site, as in most
-implementations. The fused kernels and the reference implementation use the same softmax here, so all ways compute the
-same result.
+implementations. The fused kernels and the reference implementation use the same softmax here, so all implementations
+compute the same result.
 """
 
 import math
@@ -101,7 +101,7 @@ MATERIALISED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16)) -> Problem:
-    """Create the problem 14×14×8 → 6×6×16 → 4×4×16 matrix capsules for the routing rule `name` of `MATERIALISED`."""
+    """Create the problem of two ConvCaps layers, 14×14×8 → 6×6×16 → 4×4×16 capsules, for a rule of `MATERIALISED`."""
     torch.manual_seed(0)
     layers: list[Any] = []
     size = (grid, grid)

@@ -58,7 +58,7 @@ def train(
     out: Annotated[
         Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default: runs/RECIPE-seedN.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Number of passes over the training images.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs (passes over the training images).")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Batch size, summed over all devices.")] = None,
     lr: Annotated[float | None, typer.Option(help="Initial learning rate.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
@@ -75,7 +75,7 @@ def train(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Weights to start from: run folder or weights/NAME; see timm-capsnet-images.",
+            help="Weights to start from: run folder or weights/NAME. See also the recipe timm-capsnet-images.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
@@ -100,7 +100,7 @@ def train(
     keep_heap_warm()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:
-        raise BadInput(f"{recipe} trains on your own images; give their folder with --data FOLDER")
+        raise BadInput(f"{recipe} trains on your own images; give the folder of the images with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     check_devices(devices, chosen)
     check_logger(logger)
@@ -109,7 +109,7 @@ def train(
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
             print(
-                f"{folder} was started with {before.recipe.epochs} epochs; training continues to {chosen.epochs}",
+                f"{folder} was started with {before.recipe.epochs} epochs; training continues to epoch {chosen.epochs}",
                 flush=True,
             )
     try:
@@ -171,10 +171,10 @@ def evaluate(
     cache: Cache = "auto",
     csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
-    """Print the accuracy of a run on the test split of its dataset, or of another dataset with the same classes.
+    """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
 
-    Several runs are evaluated as an ensemble: their scores are averaged. By default, the dataset of the first run is
-        used.
+    Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
+    evaluated on the dataset of the first run.
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
@@ -214,7 +214,7 @@ def evaluate(
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
-                f"of these {len(test):,} images, {folder} has seen {counts} images in its training: "
+                f"of these {len(test):,} images, the network in {folder} has seen {counts} images in training: "
                 "the accuracy on new images can be lower",
                 DataWarning,
                 stacklevel=1,
@@ -222,7 +222,7 @@ def evaluate(
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
-    """Return the properties, by name, that must be the same for all runs whose scores are averaged."""
+    """Return the properties that must be the same for all runs whose scores are averaged, keyed by name."""
     return {
         "model": type(classifier.model).__name__,
         "class_names": classifier.class_names,
@@ -267,7 +267,7 @@ def bench(
 ) -> None:
     """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps.
 
-    `devices` measures strong scaling: a training step of one process beside the same step of two processes.
+    `devices` measures strong scaling: a training step in one process, and the same step divided between two processes.
     """
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.devices import bench_devices
@@ -318,7 +318,7 @@ def info() -> None:
 
 
 def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
-    """Print the images, precision and recall per class; of many classes, only those with the lowest recall."""
+    """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
     lowest = sorted(classes, key=lambda name: classes[name]["recall_percent"] or 0)[:MOST_CLASSES]
     shown = [name for name in classes if name in lowest]
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"

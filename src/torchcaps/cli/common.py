@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
 Cache = Annotated[
     str,
-    typer.Option(help="For own images: memory keeps them in memory; none decodes them in each epoch; auto chooses."),
+    typer.Option(
+        help="For own images: memory keeps decoded images in memory, none decodes in each epoch, auto chooses."
+    ),
 ]
 
 
@@ -49,7 +51,7 @@ def print_version(asked: bool | None) -> bool:
 def run_folder(text: str) -> Path:
     """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():
-        raise typer.BadParameter("the name is empty; give the name of the run folder.")
+        raise typer.BadParameter("the name of the run folder is empty; give a name.")
     return Path(text)
 
 
@@ -107,7 +109,7 @@ def splits_for(
 ) -> "Splits":
     """Load a dataset, or a folder or a table of images, in the image shape of a classifier, and check its classes.
 
-    With a recipe, the splits are those of its training if `name` is the data of the recipe.
+    If `name` is the data of `recipe`, the splits are the same as in the training with this recipe.
     """
     from torchcaps.data import DATASETS, load_splits
 

@@ -43,7 +43,7 @@ def data_render(
 
     if name != "toys":
         raise BadInput(f"{name} cannot be rendered{nearest(name, ['toys'])}")
-    print(f"the toys are in {render_toys(data_dir, size=size, seed=seed)}")
+    print(f"the rendered toys are in {render_toys(data_dir, size=size, seed=seed)}")
 
 
 @app.command("show")
@@ -52,7 +52,9 @@ def data_show(
     data_dir: DataDir = Path("data"),
     out: Annotated[Path | None, typer.Option(help="Picture to write; default: NAME.png.")] = None,
     columns: Annotated[int, typer.Option(help="Images per class.", min=1)] = 10,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="Data option, written as data.key=value.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a data option, written as data.key=value.")
+    ] = None,
 ) -> None:
     """Draw some training images of each class in one picture."""
     from torchcaps.data import load_splits, save_contact_sheet

@@ -16,7 +16,7 @@ def experiment(
         str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
     ] = "quick",
     data: Annotated[str | None, typer.Option(help="Dataset to use instead of the experiment's default.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings per network, with seeds 0, 1, …")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Training runs per network, with seeds 0, 1, …")] = 1,
     data_dir: DataDir = Path("data"),
     out: Annotated[
         Path | None,
@@ -32,7 +32,7 @@ def experiment(
         typer.Option(help="Existing page in which `experiment report` updates the tables; can be repeated."),
     ] = None,
 ) -> None:
-    """Repeat a table or figure of a paper. Parts that are finished are not computed again."""
+    """Repeat a table or figure of a paper. An interrupted experiment continues with the unfinished parts."""
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 

@@ -52,11 +52,14 @@ def export(
         str, typer.Option(help="onnx, pt2 (torch.export, with fused operators) or aoti (compiled library).")
     ] = "onnx",
     data: Annotated[
-        str | None, typer.Option(help="Also compare the file on the validation images of a dataset, folder or table.")
+        str | None,
+        typer.Option(
+            help="Also compare the file with the classifier on the validation images of a dataset, folder or table."
+        ),
     ] = None,
     data_dir: DataDir = Path("data"),
 ) -> None:
-    """Write a classifier to one file for other programs: from pixels to scores, with the preparation inside."""
+    """Write a classifier to one file for other programs. The file contains the network and the image preparation."""
     from torchcaps.classifier import Classifier
     from torchcaps.export import BATCH, FORMATS, export_classifier
     from torchcaps.run_folder import read_run

@@ -8,12 +8,14 @@ from torchcaps.cli.common import print_table
 from torchcaps.errors import BadInput, nearest
 
 OWN = "own"
-"""Value of `--data` that stands for a folder of the user's own images."""
+"""Value of `torchcaps recipes --data` that stands for a folder of the user's own images."""
 
 
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Recipe whose settings are printed; default: all recipes.")] = None,
-    data: Annotated[str | None, typer.Option(help="List only recipes for this dataset; own: for own images.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="List only the recipes for this dataset; own lists the recipes for own images.")
+    ] = None,
 ) -> None:
     """List the recipes for `torchcaps train`, or print every setting of one recipe with its value and its meaning."""
     from torchcaps.models import routing_of

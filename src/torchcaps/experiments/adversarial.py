@@ -144,7 +144,7 @@ def run(
 
 
 def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
-    """Draw three panels over ε, each with one line per network and attack.
+    """Draw three panels with ε on the horizontal axis, each with one line per network and attack.
 
     The panels show the accuracy under untargeted attacks, the success of targeted attacks, and the accuracy under
     black-box attacks.

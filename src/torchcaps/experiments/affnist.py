@@ -31,7 +31,7 @@ def moved(images: Images, seed: int | None) -> Images:
 
 
 def affine(images: Images, seed: int) -> Images:
-    """Transform digits into 40×40 images by random affine maps from the published ranges of affNIST.
+    """Transform digits into 40×40 images by random affine maps, within the ranges that affNIST publishes.
 
     Digits are rotated by up to ±20°, sheared by up to ±0.2, scaled along each axis by 0.8 to 1.2, and then shifted by
     up to ±6 pixels along each axis. The shift is limited so that the digit stays inside the frame. Interpolation is

@@ -71,8 +71,9 @@ def bim(
 ) -> Float[Tensor, "B C H W"]:
     """Attack images with the basic iterative method.
 
-    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. Applies `fgsm` with a step size of ε / steps,
-    `steps` times. After each step, every pixel is clipped to [0, 1] and to at most ε from its original value.
+    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` `steps` times, with
+    a step size of ε / steps. After each step, every pixel is clipped to [0, 1] and to at most ε from its original
+    value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
@@ -96,7 +97,7 @@ def bim(
 
 
 class GradientHealth(NamedTuple):
-    """Statistics of the gradients of the loss with respect to the images. Attacks use only these gradients.
+    """Statistics of the gradients of the loss with respect to the images, on which `fgsm` and `bim` depend.
 
     Arguments:
         zero: percentage of pixels with a gradient of exactly 0.
@@ -113,7 +114,9 @@ def gradient_health(
     labels: Int64[Tensor, "B"],
     loss: Loss = functional.cross_entropy,
 ) -> GradientHealth:
-    """Measure whether a classifier only seems robust because its input gradients vanish.
+    """Measure the gradients of the loss with respect to the images.
+
+    A classifier whose input gradients vanish only seems robust: gradient attacks fail, but other attacks can succeed.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.

@@ -15,7 +15,7 @@ STEPS = torch.linspace(-0.25, 0.25, 11)
 
 
 def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B dimension step C H W"]:
-    """Reconstruct images from their longest class capsule while one dimension at a time is changed.
+    """Reconstruct images from their longest class capsule, with one dimension of the capsule changed at a time.
 
     The added value ranges from -0.25 to 0.25 in steps of 0.05.
     """

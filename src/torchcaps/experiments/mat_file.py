@@ -1,4 +1,4 @@
-"""Reader for a struct of arrays in a MATLAB file. Damaged files are rejected; some of them would crash SciPy."""
+"""Reader for a struct of arrays in a MATLAB file. It rejects damaged files; SciPy's reader crashes on some of them."""
 
 import math
 import struct
@@ -20,6 +20,10 @@ CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13:
 """NumPy dtype of the values, by matrix class. MATLAB stores a double whose value is an integer in fewer bytes."""
 
 
+class DamagedFile(ValueError):
+    """Reason why a MATLAB file cannot be read. `read_struct` adds the path of the file and the cure."""
+
+
 def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray]:
     """Read numeric fields of a 1×1 struct from a file in MATLAB's format 5 (`save -v6` or `-v7`).
 
@@ -37,7 +41,7 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
     try:
         content = memoryview(path.read_bytes())
         if content[HEADER_BYTES - 4 : HEADER_BYTES] != b"\x00\x01IM":
-            raise ValueError("the format is not MATLAB 5, little-endian")
+            raise DamagedFile("the header is not the header of a little-endian MATLAB 5 file")
         for kind, body in _elements(content[HEADER_BYTES:]):
             matrix = _inflated(body) if kind == COMPRESSED else body
             parts = _elements(matrix)
@@ -45,15 +49,15 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
             if bytes(own_name) != name.encode():
                 continue
             if flags[0] != STRUCT:
-                raise ValueError(f"{name} is not a struct")
+                raise DamagedFile(f"{name} is not a struct")
             length = int.from_bytes(next(parts)[1], "little")
             names = bytes(next(parts)[1])
             known = [names[at : at + length].split(b"\0")[0].decode() for at in range(0, len(names), length)]
             bodies = {key: part for key, (_, part) in zip(known, parts, strict=False)}
             if absent := set(fields) - bodies.keys():
-                raise ValueError(f"{name} has no {', '.join(sorted(absent))}")
+                raise DamagedFile(f"{name} has no field {', '.join(sorted(absent))}")
             return [_numbers(bodies[field]) for field in fields]
-        raise ValueError(f"it contains no {name}")
+        raise DamagedFile(f"the file contains no struct {name}")
     except StopIteration as error:
         raise BadInput(f"{path}: cannot be read (an element is missing): download it again") from error
     except (OSError, ValueError, LookupError, MemoryError, zlib.error) as error:
@@ -61,7 +65,7 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
 
 
 def _elements(data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield the type and content of each element."""
+    """Yield the type and content of each element of a MATLAB file or matrix."""
     at = 0
     while at + 8 <= len(data):
         kind, length = struct.unpack_from("<II", data, at)
@@ -70,7 +74,7 @@ def _elements(data: memoryview) -> Iterator[tuple[int, memoryview]]:
             kind, length, start = kind & 0xFFFF, kind >> 16, at + 4
         end = start + length
         if end > len(data) or (start == at + 4 and length > 4):
-            raise ValueError("the file ends within an element")
+            raise DamagedFile("the file ends within an element")
         yield kind, data[start:end]
         at = end if kind == COMPRESSED else at + -(-(end - at) // 8) * 8
 
@@ -81,10 +85,10 @@ def _inflated(body: memoryview) -> memoryview:
     head = inflater.decompress(body, 8)
     kind, length = struct.unpack("<II", head.ljust(8, b"\0"))
     if kind != MATRIX or len(head) < 8:
-        raise ValueError("a compressed element contains no matrix")
+        raise DamagedFile("a compressed element contains no matrix")
     content = inflater.decompress(inflater.unconsumed_tail, length) if length else b""
     if len(content) < length:
-        raise ValueError("the file ends within a compressed element")
+        raise DamagedFile("the file ends within a compressed element")
     return memoryview(content)
 
 
@@ -93,9 +97,9 @@ def _numbers(body: memoryview) -> np.ndarray:
     flags, shape, _ = (part for _, part in islice(parts, 3))
     kind, content = next(parts)
     if flags[0] not in CLASSES or kind not in STORED:
-        raise ValueError("a field is not numeric")
+        raise DamagedFile("a field is not numeric")
     values = np.frombuffer(content, STORED[kind])
     sides = np.frombuffer(shape, "<i4").tolist()
     if min(sides, default=-1) < 0 or math.prod(sides) != len(values):
-        raise ValueError(f"a field has {len(values):,} numbers, but its shape is {sides}")
+        raise DamagedFile(f"a field has {len(values):,} numbers, but its shape is {sides}")
     return values.astype(CLASSES[flags[0]], copy=False).reshape(sides, order="F")

@@ -25,7 +25,7 @@ PAPER = {"CNN": "91.9", "capsules": "94.8", "uniform couplings": "92.5"}
 
 
 def overlaid(images: Images, count: int, seed: int, pixels: int = SHIFTS["paper"]) -> Images:
-    """Overlay pairs of digits of different classes: shift each digit at random, add the two, and clip the sum.
+    """Overlay pairs of digits of different classes: shift each digit at random, add the two, and clip the sum at 255.
 
     Arguments:
         images: 28×28 digits.

@@ -14,7 +14,7 @@ FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
     "elevation": ("elevation", (0, 1, 2)),
 }
-"""For each split by viewpoint: the attribute that is split, and its values in training, in smallNORB's units."""
+"""Kind of viewpoint → attribute of the images, and the values of this attribute in training, in smallNORB's units."""
 PAPER = {
     ("azimuth", "CNN"): ("96.3", "80.0"),
     ("azimuth", "capsules"): ("96.3", "86.5"),
@@ -89,7 +89,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outco
     notes = [
         "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsules is the "
         "one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as in the "
-        "paper. No epoch is chosen on novel viewpoints."
+        "paper. The novel viewpoints are never used to choose an epoch."
     ]
     return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
 

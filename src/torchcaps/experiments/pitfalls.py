@@ -12,8 +12,10 @@ from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
 UNNORMALISED: dict[str, Any] = {"normalise_data": False, "inverse_temperature": 0.01, "initial_beta_a": -1500.0}
-"""Options that switch off the normalisation by the number of data. The inverse temperature is the paper's, λ = 0.01.
-The initial β_a is chosen so that λ β_a is -15, as it is for β_a = -15 and λ = 1."""
+"""Options that switch off the normalisation by the number of data, with the paper's inverse temperature λ = 0.01.
+
+The initial β_a is -1500, so that λ β_a is -15, as with normalised data (β_a = -15, λ = 1).
+"""
 OFF: dict[str, dict[str, Any]] = {
     "all corrections": {},
     "no variance floor": {"variance_floor": 0.0},
@@ -52,8 +54,8 @@ def run(study: Study) -> Outcome:
     notes = [
         f"Trained on {images:,} images for {epochs} epochs. The reported epoch is chosen on the validation split. The "
         "figure shows the test accuracy of every epoch, which is not used to choose the reported epoch.",
-        "The variance floor is 0.01; Gritzman's is 0.0001. Where the data are not normalised, the inverse temperature "
-        "is the paper's, λ = 0.01.",
+        "The variance floor is 0.01; Gritzman's is 0.0001. In the rows without normalisation of the data, the inverse "
+        "temperature is the paper's, λ = 0.01.",
     ]
     return Outcome(rows, draw(curves), [*notes, *broken, *study.notes_on_toys()])
 

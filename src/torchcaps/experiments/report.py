@@ -19,10 +19,10 @@ NETWORKS = ("capsules", "uniform", "cnn")
 PREFACE = (
     "`torchcaps experiment report` writes this page from the files in results/.",
     "",
-    "Percentages are test accuracies unless the row says otherwise. The column *paper* gives the number of the cited "
-    "paper, if it reports one. *Capsules* means the network with routing. *Uniform couplings* means the same network "
-    "with one routing iteration, in which every child couples equally to all its parents. T is the number of routing "
-    "iterations.",
+    "Percentages are test accuracies unless the row says otherwise. The column *paper* gives the value that the "
+    "cited paper reports, if any. *Capsules* means the network with routing. *Uniform couplings* means the same "
+    "network with one routing iteration, in which every child couples equally to all its parents. T is the number of "
+    "routing iterations.",
 )
 MARKED = re.compile(r"(<!-- table: ([^\n]+?) -->\n)(?:(?!<!-- table: ).)*?(<!-- end of table -->)", re.DOTALL)
 
@@ -56,7 +56,7 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
         if not count:
             raise BadInput(f"{page} contains no table: add <!-- table: NAME --> and <!-- end of table --> to it")
         if count != begun:
-            raise BadInput(f"{page}: {begun - count} tables have no <!-- end of table -->")
+            raise BadInput(f"{page}: {begun - count} tables have no <!-- end of table -->: add it after each of them")
         written[page] = text
     for page, text in written.items():
         with atomically(page) as stream:
@@ -75,7 +75,7 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} is not valid TOML ({error})") from error
+        raise BadInput(f"{path} is not valid TOML ({error}): correct the file") from error
     if unknown := entries.keys() - TABLES:
         raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
     return entries
@@ -98,7 +98,7 @@ def _accuracy(entry: Entry, results: Path) -> str:
 
 
 def _row(entry: Entry, what: str, results: Path) -> Row:
-    """Return the row `what` of the experiment result that an entry refers to."""
+    """Return the row `what` of the .json file with the experiment result of an entry."""
     found = {row["what"]: Row(**row) for row in _json(results / f"{entry['result']}.json")["rows"]}
     if what not in found:
         raise BadInput(f"{entry['result']}.json contains no row {what!r}{nearest(what, found)}")

@@ -1,4 +1,4 @@
-"""The options and the saved parts of an experiment, from which an interrupted experiment can be resumed."""
+"""The options of an experiment, and its finished parts, which are saved so that the experiment can be resumed."""
 
 import json
 import math
@@ -86,7 +86,7 @@ class Study:
     folder: Path
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
-        """Return the setting for this study's budget."""
+        """Return the argument that belongs to this study's budget."""
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
@@ -127,7 +127,9 @@ class Study:
         if run is not None and run.recipe.plain() != recipe.plain():
             raise BadInput(f"{folder} holds a run with other settings: remove it, or choose another folder with --out")
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
-            raise BadInput(f"{folder} holds a run on other data ({changed}): remove it, or choose another --out")
+            raise BadInput(
+                f"{folder} holds a run on other data ({changed}): remove it, or choose another folder with --out"
+            )
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
@@ -277,7 +279,7 @@ class Study:
         ]
 
     def watched(self, part: str, *names: str) -> list[tuple[float, ...]]:
-        """Return the columns `names` of a run's metrics.csv as one tuple per epoch."""
+        """Return the columns `names` of the metrics.csv of the run `part`, as one tuple per epoch."""
         rows = read_rows(self.folder / part / "metrics.csv")
         return [tuple(float(row[name]) for name in names) for row in rows]
 
@@ -301,7 +303,7 @@ class Routed(NamedTuple):
 
 
 def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
-    """Run a model on images, and return the inputs and outputs of each routing rule by the name of its layer."""
+    """Run a model on images. Return the inputs and outputs of its routing rules, keyed by the name of the layer."""
     found: dict[str, Routed] = {}
 
     def record(name: str) -> Callable[..., None]:
@@ -364,5 +366,5 @@ def _loaded(
 
 
 def percent(right: Tensor | Sequence[bool]) -> float:
-    """Return the percentage of true values."""
+    """Return how many of the values are true, in per cent."""
     return round(100 * torch.as_tensor(right).double().mean().item(), 4)

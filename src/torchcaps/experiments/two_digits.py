@@ -61,7 +61,7 @@ def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n len
 class StripClassifier(TrainingModule):
     """Training module for single digits that is also evaluated on strips of digits.
 
-    A prediction for a strip is correct if it contains all digits of the strip.
+    A prediction for a strip of n digits is correct if the n classes with the highest scores are the digits.
     """
 
     def loss_and_scores(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
@@ -84,9 +84,10 @@ class Traced(NamedTuple):
 
     Arguments:
         lengths: lengths of the class capsules.
-        couplings: c_ij for each class capsule j and each position i.
-        contributions: ``c_ij û_ij · s_j / |s_j|`` for each class capsule j and each position i. Here ``s_j = Σ_i c_ij
-            û_ij`` is the class capsule before squashing. The sum of the contributions over all positions is ``|s_j|``.
+        couplings: c_ij for each class capsule j and each position i of the feature map.
+        contributions: ``c_ij û_ij · s_j / |s_j|`` for each class capsule j and each position i. Here ``û_ij`` is the
+            vote of position i for class capsule j, and ``s_j = Σ_i c_ij û_ij`` is the class capsule before squashing.
+            The sum of the contributions over all positions is ``|s_j|``.
     """
 
     lengths: Float[Tensor, "B J"]
@@ -130,7 +131,7 @@ def read_order(
 def paper_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
     """Return the recipe of a network with the author's settings.
 
-    `decay_steps` depends on the budget, so that the learning rate decays faster in shorter trainings.
+    `decay_steps` depends on the budget, so that the learning rate decays faster in shorter training runs.
     """
     recipe = replace(RECIPES[NETWORKS[network]](), seed=seed, data=data)
     if network == "uniform couplings":
@@ -198,16 +199,16 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
     notes = [
         f"Trained for {recipe.epochs} epochs on single digits{varied}. The evaluated epoch is the one that recognises "
         "the most validation strips of two digits. In the rows (a), a strip is correct if the two highest scores "
-        "belong to its digits. In the rows (b), both scores must also be above 0.5. The order of the digits is the "
-        "order of the horizontal centres of their class capsules' couplings or contributions. The contribution of a "
-        "position is how much it adds to the length of the class capsule. Uniform couplings are all equal, so the "
-        "order by couplings is no better than chance."
+        "belong to its digits. In the rows (b), both scores must also be above 0.5. The digits are read from left "
+        "to right, by the horizontal centre of the couplings, or of the contributions, of their class capsules. The "
+        "contribution of a position is how much it adds to the length of the class capsule. Uniform couplings are "
+        "all equal, so the order by couplings is no better than chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 
 
 def draw(model: PooledCapsNet, images: Images) -> Figure:
-    """Draw strips of two and three digits, the lengths of their class capsules, and the couplings of the longest."""
+    """Draw strips of two and three digits, the class capsules' lengths, and the couplings of the longest ones."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
     for row, length in enumerate((2, 2, 3, 3)):

