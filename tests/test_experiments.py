@@ -40,6 +40,16 @@ def plain_images(count: int = 40, classes: int = 10) -> Images:
     return Images(pixels.contiguous(), labels, tuple(str(label) for label in range(classes)))
 
 
+def test_the_list_names_the_experiments_with_a_standard_result():
+    results = Path(__file__).parents[1] / "results"
+    stored = {
+        name
+        for name in EXPERIMENTS
+        if [*results.glob(f"{name}-standard.json"), *results.glob(f"{name}-standard-*-seeds.json")]
+    }
+    assert stored == {name for name, experiment in EXPERIMENTS.items() if experiment.standard}
+
+
 def test_a_strip_is_different_digits_side_by_side():
     strip = strips(plain_images(), 3, 50)
     pixels, labels = strip.pixels, strip.labels

@@ -57,6 +57,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(two_digits.run, recipe_of=two_digits.recent_recipe),
         "Trained on single digits that are shifted, rotated and squeezed, tested on two or more side by side",
         "Su 2018",
+        standard=True,
     ),
     "capsnet-table1": Experiment(
         capsnet_table1.run,
@@ -79,6 +80,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
         "Two overlapping digits, recognised by CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 6",
+        standard=True,
     ),
     "affnist": Experiment(
         affnist.run,
@@ -90,6 +92,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(affnist.run, recipe_of=Study.recent_of_digits),
         "Trained on translated digits, tested on affine-transformed digits: CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 5.1",
+        standard=True,
     ),
     "dimensions": Experiment(
         dimensions.run, "What the dimensions of a class capsule mean", "Sabour, Frosst & Hinton 2017, figure 4"
@@ -118,6 +121,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(novel_viewpoints.run, recipe_of=Study.recent_of_toys),
         "Trained on some viewpoints, tested on others, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, table 2",
+        standard=True,
     ),
     "adversarial": Experiment(
         adversarial.run,
@@ -129,6 +133,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(adversarial.run, recipe_of=Study.recent_of_toys, sizes=adversarial.RECENT_SIZES),
         "White-box and black-box attacks, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, figure 3",
+        standard=True,
     ),
     "vote-agreement": Experiment(
         vote_agreement.run,
@@ -140,7 +145,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         em_mnist.cifar10, "Matrix capsules on CIFAR-10", "Hinton, Sabour & Frosst 2018, section 5"
     ),
     "time-to-accuracy": Experiment(
-        time_to_accuracy.run, "Training time to a validation accuracy of 99.5 % on MNIST", "Our own experiment"
+        time_to_accuracy.run,
+        "Training time to a validation accuracy of 99.5 % on MNIST",
+        "Our own experiment",
+        standard=True,
     ),
     "health": Experiment(
         health.run,
