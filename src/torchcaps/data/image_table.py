@@ -23,9 +23,9 @@ HUB = "hf:"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Separator of the columns for each extension of a text file."""
 IMAGE_COLUMNS = ("image", "img", "path", "file", "filename", "file_name")
-"""A column with one of these names is the image column if `image_column` is not given."""
+"""Names of columns that are taken for the images if `image_column` is not given."""
 LABEL_COLUMNS = ("label", "labels", "class", "category")
-"""A column with one of these names is the label column if `label_column` is not given."""
+"""Names of columns that are taken for the labels if `label_column` is not given."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 """Accepted names of splits."""
 

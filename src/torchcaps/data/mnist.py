@@ -169,9 +169,7 @@ def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
 def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
     (images_path, pixels), (labels_path, classes) = images, labels
     if pixels.ndim != 3 or classes.ndim != 1:
-        raise BadInput(
-            f"{images_path} contains no images [N, H, W], or {labels_path} no labels [N]; check their order"
-        )
+        raise BadInput(f"{images_path} contains no images [N, H, W], or {labels_path} no labels [N]; check their order")
     if len(pixels) != len(classes):
         raise BadInput(
             f"{images_path} has {len(pixels)} images but {labels_path} has {len(classes)} labels; download both again"
