@@ -88,9 +88,7 @@ def test_a_slow_step_is_said_once_and_the_estimate_ends(monkeypatch):
     monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
     said = []
     estimate(module(), SPLITS, 1, say=said.append)
-    assert said == [
-        "a few training steps are measured to estimate the time; even one of them takes more than ten seconds"
-    ]
+    assert said == ["measuring a few training steps to estimate the time takes more than ten seconds; please wait"]
 
 
 def test_the_command_prints_the_estimate_before_the_first_epoch(finished):

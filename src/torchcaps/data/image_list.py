@@ -118,8 +118,8 @@ def read_list(
             cache = "none"
             remarks.append(
                 f"{images.name}: {len(images.source):,} decoded images would take {needed / 1e9:,.1f} GB, more than"
-                f" half of the {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold them"
-                " in memory, use --cache memory or a smaller data.image_size"
+                f" half of the {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold"
+                " them in memory, use --cache memory or a smaller data.image_size"
             )
     digests = np.zeros(len(images.source), np.uint64)
     contents = _contents(images.source, digests, progress)
