@@ -125,7 +125,9 @@ def check_devices(devices: int, recipe: Recipe) -> None:
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
-    """Build the module that `fit` trains. Precision ``auto`` becomes ``bf16`` or ``float32``.
+    """Build the module that `fit` trains, with initial weights drawn from the recipe's seed.
+
+    Precision ``auto`` becomes ``bf16`` or ``float32``.
 
     Raises:
         BadInput: an option of the model or of its routing rule is invalid.
