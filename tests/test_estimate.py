@@ -134,7 +134,7 @@ def test_capsnet_on_large_images_names_a_command_that_fits(call, images, monkeyp
             assert said in error
             assert "to go; done at" in out
             fits = re.search(
-                r"`torchcaps (train matrix-capsnet-images .*)`, a network whose positions .*, or --set model.stem=true, or",
+                r"`torchcaps (train matrix-capsnet-images .*)`, .* whose positions .*, or --set model.stem=true, or",
                 error,
             )[1]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
