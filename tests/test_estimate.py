@@ -101,9 +101,7 @@ def test_a_slow_step_is_said_once_and_the_estimate_ends(monkeypatch):
     monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
     said = []
     estimate(module(), SPLITS, 1, say=said.append)
-    assert said == [
-        "a few training steps are measured to estimate the time; even one of them takes more than ten seconds"
-    ]
+    assert said == ["measuring a few training steps to estimate the time takes more than ten seconds; please wait"]
 
 
 def test_the_command_prints_the_estimate_before_the_first_epoch(finished):
@@ -149,7 +147,8 @@ def test_capsnet_on_large_images_names_a_command_that_fits(call, images, monkeyp
             assert said in error
             assert "to go; done at" in out
             fits = re.search(
-                r"`torchcaps (train matrix-capsnet-images .*)`, whose positions .*, or --set model.stem=true, or", error
+                r"`torchcaps (train matrix-capsnet-images .*)`, .* whose positions .*, or --set model.stem=true, or",
+                error,
             )[1]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
             assert call("train", "cnn-baseline-mnist", *words[2:4], "--dry-run")[2] == ""

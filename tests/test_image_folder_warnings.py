@@ -85,7 +85,7 @@ def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
     tree(tmp_path / name, count=2, size=(8, 6))
     save(tmp_path / name / "dog" / "1.png", colour=77)
     refused(lambda: load_splits(str(tmp_path), tmp_path), "test/ does not", "add a folder per class to test/")
-    refused(lambda: load_splits(str(tmp_path), tmp_path), f"rename {name}/ to test/: validation images are then cut")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), f"rename {name}/ to test/: validation images")
     tree(tmp_path / "test", count=1)
     splits = load_splits(str(tmp_path), tmp_path, seed=3)
     assert [part.labels.tolist() for part in (splits.train, splits.validation, splits.test)] == [
@@ -98,7 +98,7 @@ def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
     save(tmp_path / name / "eel" / "0.png")
     refused(lambda: load_splits(str(tmp_path), tmp_path), tmp_path / name / "eel", f"not in {tmp_path / 'train'}")
     tree(tmp_path / ("valid" if name == "val" else "val"), count=1)
-    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both contain images; keep one")
+    refused(lambda: load_splits(str(tmp_path), tmp_path), "val", "both contain images; keep one of them")
 
 
 def test_other_folders_beside_train_and_test_are_named(tmp_path):

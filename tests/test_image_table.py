@@ -76,7 +76,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     tree(tmp_path, count=4)
     lines = [f"{line},{index % 2}" for index, line in enumerate(listed(tmp_path))]
     table = write(tmp_path / "photos.csv", "path,label,class", *lines)
-    known = "its columns: path, label, class"
+    known = "columns: path, label, class"
     refused(lambda: load_image_table(table), "choose the label column with --set data.label_column=NAME", known)
     assert load_image_table(table, label_column="class")[0].class_names == ("0", "1")
     refused(lambda: load_image_table(table, label_column="kind"), "has no column kind", known)

@@ -22,7 +22,7 @@ class ImageBatches(Dataset):
 
     Arguments:
         images: the split.
-        preparation: how stored images become the model's input.
+        preparation: converts the images to the model's input.
         variation: random numbers for the augmentation in one epoch; None for validation and test.
     """
 
@@ -53,7 +53,7 @@ class Batches(DataLoader):
         batches: dataset of batches.
         order: indices of the images in the order in which they are loaded.
         batch_size: images per batch.
-        workers: processes that load images; with 0, the training process does.
+        workers: number of processes that load images. With 0, the training process loads them itself.
     """
 
     def __init__(self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int = 0) -> None:
@@ -84,7 +84,7 @@ def default_workers(images: Images, devices: int = 1) -> int:
 class SplitBatches(lightning.LightningDataModule):
     """Data module with the batches of the training, validation and test splits.
 
-    Each device gets a share of every split.
+    If several devices train together, each device loads its own part of every split.
 
     The order of the training images depends only on the seed and the epoch. The augmentation of a training image
     depends only on the seed, the epoch and the index of the image.
@@ -92,7 +92,7 @@ class SplitBatches(lightning.LightningDataModule):
     Arguments:
         splits: training, validation and test images.
         recipe: recipe that sets the batch size, the seed and the image preparation.
-        workers: processes that load images.
+        workers: number of processes that load images.
     """
 
     def __init__(self, splits: Splits, recipe: Recipe, workers: int = 0) -> None:

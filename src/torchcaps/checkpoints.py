@@ -1,4 +1,4 @@
-"""Checkpoints that are written atomically, contain a checksum, and are read without pickle."""
+"""Checkpoints that are written atomically, contain a checksum, and are read with ``weights_only=True``."""
 
 import hashlib
 import io
@@ -112,7 +112,7 @@ def _check_shapes(path: Path, checkpoint: Any, module: nn.Module) -> None:
 
 
 def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
-    """Read the weights of the best epoch, from best.ckpt during a training and from model.safetensors after it.
+    """Read the weights of the best epoch, from best.ckpt during training and from model.safetensors after it.
 
     Returns:
         A checkpoint with the entry ``state_dict``, and with the entry ``epoch`` if it was read from best.ckpt.

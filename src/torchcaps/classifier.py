@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
     Arguments:
         class_names: for each image, the name of the class with the highest score.
-        scores: ``[N, K]``: activations of the class capsules, in [0, 1], or logits if the network has no capsules.
+        scores: ``[N, K]`` for K classes: activations of the class capsules, in [0, 1], or logits without capsules.
     """
 
     class_names: list[str]
@@ -39,8 +39,8 @@ class Classifier:
     Arguments:
         model: a network of `MODELS`.
         class_names: class names, in the order of the model's scores.
-        image_shape: (channels, height, width) of the stored images, before the preparation crops them.
-        preparation: how stored images become the model's input.
+        image_shape: (channels, height, width) of the images before the preparation, which may crop them.
+        preparation: converts the images to the model's input.
 
     Example:
         >>> import tempfile
@@ -101,7 +101,9 @@ class Classifier:
             raise BadInput(f"{path} has the unknown model {config.model!r}: use one of {', '.join(MODELS)}")
         saved = config.images
         if saved is None:
-            raise BadInput(f"{folder} has a network without class names and preparation: save it as a Classifier")
+            raise BadInput(
+                f"{folder} has a network without class names and preparation: save it with Classifier.save_pretrained"
+            )
         try:
             if set(saved) != {"shape", "class_names", "preparation"}:
                 raise BadInput("images must have the entries shape, class_names and preparation")
@@ -129,9 +131,9 @@ class Classifier:
         The images are processed one at a time, so the scores of an image do not depend on the other images.
 
         Arguments:
-            images: the path of an image file, or a list of paths; these images are resized to the classifier's
-                ``image_shape``. Or a uint8 tensor or array ``[N, C, H, W]`` of images that have this shape, with pixels
-                from 0 to 255.
+            images: the path of an image file; a list of paths; or a uint8 tensor or array ``[N, C, H, W]`` with pixels
+                from 0 to 255. Image files are resized to the classifier's ``image_shape``. Images in a tensor or array
+                must have this shape.
 
         Raises:
             BadInput: a file cannot be read as an image; `images` is empty; or the pixels have the wrong dtype or shape.

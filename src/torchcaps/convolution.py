@@ -13,7 +13,8 @@ class Im2colConv2d(nn.Conv2d):
 
     Chellapilla, Puri & Simard 2006, section 3. On some CPUs it is faster than `torch.nn.Conv2d`, and it has the same
     results and the same weights under the same names. It uses more memory, because it saves the patches for the
-    backward pass: B · height · width · in_channels · kernel_size² numbers, where height and width are the output's.
+    backward pass. For a batch of B images, the patches are B · height · width · in_channels · kernel_size² numbers,
+    where height and width are the size of the output.
 
     Arguments:
         in_channels: number of channels in the input.

@@ -12,7 +12,7 @@ import torch
 
 
 def first_process() -> bool:
-    """Return whether this process is the first of a training: the one that writes files and prints."""
+    """Return whether this process is the first of a training run: the one that writes files and prints."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
 
 
@@ -20,8 +20,8 @@ def processes(devices: int) -> tuple[int, int]:
     """Return the number of processes per machine and the number of machines.
 
     Arguments:
-        devices: number of processes to start on this machine. `torchrun` has started them already, so under `torchrun`
-            this number is not used.
+        devices: number of processes to start on this machine. Under `torchrun`, which has started the processes
+            already, `devices` is not used.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return devices, 1

@@ -1,4 +1,4 @@
-"""Estimate the memory and the time of a training from a few real steps."""
+"""Estimate the memory and the time of a training run from a few real steps."""
 
 import json
 import shlex
@@ -29,18 +29,18 @@ from torchcaps.training_module import TrainingModule
 MOST_STEPS = 6
 """Largest number of steps whose time is measured, after a step to warm up."""
 BUDGET_SECONDS = 2.0
-"""No further step begins after this time."""
+"""No further step is measured after this many seconds."""
 PATIENCE_SECONDS = 10.0
-"""A message is printed if the steps take longer than this."""
+"""A message is printed if the measurement takes more seconds than this."""
 
 
 MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 4 * 3600
-"""`print_estimate` warns if CapsNet has more parameters, or if its training on a folder of images takes longer."""
+"""`print_estimate` warns if CapsNet has more parameters, or trains more seconds on your own images."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected memory and time of a training.
+    """Expected memory and time of a training run.
 
     Arguments:
         parameters: number of parameters.
@@ -98,8 +98,8 @@ def estimate(
     """Estimate the memory and the time of a training from a few training steps of a copy of the module.
 
     The steps use real batches. The module and the random state of PyTorch are not changed, so a training gives the same
-    bits with and without an estimate. After a step to warm up, steps are measured for two seconds, or at most six
-    steps. If the first step takes longer than two seconds, its time is used instead.
+    bits with and without an estimate. After a warm-up step, at most six steps are measured, for about two seconds. If
+    the warm-up step takes longer than two seconds, its time is used instead.
 
     On a CPU, the memory is the resident memory of the process: Python and its libraries, the images of all splits,
     weights, gradients, the state of the optimiser, and what a step allocates. On a GPU, it is what PyTorch allocates on
@@ -182,8 +182,8 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
     warnings.warn(
         f"CapsNet has {parameters:,} parameters on images of "
-        f"{height}×{width}{time_taken}, because every position has its own transforms: use "
-        f"`{shlex.join(words)}`, whose positions share transforms, or {stem}a smaller data.image_size",
+        f"{height}×{width}{time_taken}, because every position has its own weights: use "
+        f"`{shlex.join(words)}`, a network whose positions share weights, or {stem}a smaller data.image_size",
         DataWarning,
         stacklevel=2,
     )
@@ -210,11 +210,11 @@ class _Steps:
         with self._precision():
             loss, _ = self.module.loss_and_scores(images, labels, train=True)
         loss.backward()
-        self.peak = self.peak or _peak_memory(self.kind)  # later steps have the state of the optimiser too
+        self.peak = self.peak or _peak_memory(self.kind)  # later peaks include the state of the optimiser
         if clip := self.module.recipe.gradient_clip:
             nn.utils.clip_grad_norm_(self.module.parameters(), clip)
         self.optimizer.step()
-        loss.item()  # waits for a GPU
+        loss.item()  # waits until a GPU has finished the step
         return time.perf_counter() - start
 
     def validate(self) -> float:
@@ -281,7 +281,7 @@ def _peak_memory(kind: str) -> int:
 
 @contextmanager
 def _message_if_slow(say: Callable[[str], None]) -> Iterator[None]:
-    text = "a few training steps are measured to estimate the time; even one of them takes more than ten seconds"
+    text = "measuring a few training steps to estimate the time takes more than ten seconds; please wait"
     timer = threading.Timer(PATIENCE_SECONDS, say, [text])
     timer.daemon = True
     timer.start()

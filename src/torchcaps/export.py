@@ -1,4 +1,4 @@
-"""Export of a classifier to ONNX, torch.export or AOTInductor: one file that maps stored pixels to scores."""
+"""Export of a classifier to ONNX, torch.export or AOTInductor: one file that maps uint8 pixels to scores."""
 
 import copy
 import io
@@ -44,11 +44,11 @@ class Export(NamedTuple):
     Arguments:
         runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference``, ``torch.export`` or
             ``AOTInductor``.
-        images: number of compared images: of the given ones, or else of random ones.
+        images: number of images on which the scores were compared: the given images, or else random ones.
         largest_difference: largest absolute difference of two scores.
-        same_classes: number of images whose class with the highest score is the same.
+        same_classes: number of images for which the exported network and the classifier predict the same class.
         images_per_second: speed of the exported network on the given images, in batches of 100: median over the
-            batches. None without images, or with fewer than 300.
+            batches. None if no images or fewer than 300 were given.
         classifier_images_per_second: speed of the classifier on the same batches.
     """
 
@@ -79,10 +79,12 @@ def export_classifier(
 ) -> Export:
     """Write a classifier to one file, and compare the file with the classifier on random or given images.
 
-    The exported network maps ``images``, uint8 pixels ``[N, C, H, W]`` from 0 to 255 with the classifier's
-    ``image_shape`` and any N ≥ 1, to ``scores`` ``[N, K]``. It scales, standardises and crops the pixels as the
-    classifier does. The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and
-    ``model`` is the name of the network. An ONNX file and an AOTInductor package hold them in the metadata, a program
+    The input of the exported network is ``images``: uint8 pixels ``[N, C, H, W]`` from 0 to 255, where N ≥ 1 and
+    ``(C, H, W)`` is the classifier's ``image_shape``. The output is ``scores``: ``[N, K]`` for K classes. The exported
+    network scales, standardises and crops the pixels as the classifier does.
+
+    The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name of
+    the network. An ONNX file and an AOTInductor package hold them in the metadata, a program
     of `torch.export` in the extra file ``torchcaps.json``. The file is written only if the scores agree.
 
     Arguments:
@@ -90,10 +92,10 @@ def export_classifier(
         file: file to write.
         format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
             a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it. ``aoti``
-            is a package of `AOTInductor`, compiled for this processor with the reference implementation, which C++
-            programs load with libtorch alone; compiling takes a minute and needs a C++ compiler.
-        images: images with the classifier's ``image_shape``, such as a validation split, on which scores and speed are
-            compared as well.
+            is a package of `AOTInductor`, compiled for this processor from the reference implementation. C++ programs
+            load the package with libtorch alone. Compiling takes a minute and needs a C++ compiler.
+        images: images with the classifier's ``image_shape``, such as a validation split. If given, scores and speed are
+            compared on these images too.
 
     Raises:
         BadInput: the extra for ONNX or a C++ compiler is not installed, the file cannot be written, or a score of the
@@ -190,7 +192,7 @@ def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]
 
 
 def _unfused(network: nn.Module) -> nn.Module:
-    """Make every rule use the reference implementation."""
+    """Make every routing rule use the reference implementation."""
     for module in network.modules():
         if hasattr(module, "backend"):
             module.backend = "reference"  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Start a training from saved weights."""
+"""Start training from saved weights."""
 
 import json
 import warnings
@@ -15,11 +15,11 @@ from torchcaps.recipe import Recipe
 
 OF_DATA = ("image_shape", "num_classes")
 MOST_NAMES = 4
-"""Largest number of tensors that `load_matching` names in its text."""
+"""Largest number of tensors that the text returned by `load_matching` names."""
 
 
 def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) -> str:
-    """Copy the weights in ``recipe.pretrained`` that fit into a new model, and describe in one line what was copied.
+    """Copy weights from ``recipe.pretrained`` to a new model where they fit; returns one line on what was copied.
 
     A tensor is copied if the saved tensor of the same name has the same shape. If the saved network has other classes,
     tensors whose shape depends on the number of classes, such as the transforms of the class capsules, are never
@@ -57,8 +57,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         options = {key: value for key, value in cast(Pretrained, model).options.items() if key not in OF_DATA}
         other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
         raise BadInput(
-            f"{source} has no weights that fit {recipe.name}: use other weights, or give these options their values "
-            f"in {folder / CONFIG}: {', '.join(other) or 'none'}"
+            f"{source} has no weights that fit {recipe.name}: use other weights, or set these options as in "
+            f"{folder / CONFIG}: {', '.join(other) or 'none'}"
         )
     prepared = (saved.images or {}).get("preparation")
     before = prepared.get("standardise") if isinstance(prepared, Mapping) else None

@@ -1,4 +1,4 @@
-"""Loggers of a training by name: TensorBoard, CSV, Weights & Biases and MLflow, all from Lightning."""
+"""Loggers of a training run, chosen by name: TensorBoard, CSV, Weights & Biases and MLflow, all from Lightning."""
 
 import os
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def check_logger(name: str) -> None:
 
 
 def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[False]:
-    """Create the logger of a training.
+    """Create the logger of a training run.
 
     ``tensorboard`` writes to tensorboard/ in the run folder, ``csv`` to csv/version_N/, with a new N after every
     resume. Environment variables set the server or the offline mode of ``wandb`` and ``mlflow``, such as ``WANDB_MODE``
@@ -43,7 +43,8 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
     Arguments:
         name: one of `LoggerName`; ``none`` returns False.
         folder: run folder. Its name is the name of the run.
-        recipe: its name is the name of the experiment (MLflow), and its settings are logged.
+        recipe: recipe of the run. MLflow uses the recipe's name as the name of the experiment. Weights & Biases and
+            MLflow log the recipe's settings.
 
     Raises:
         BadInput: the name is unknown, the package is missing, or the logger cannot start.
@@ -75,7 +76,7 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
 
 
 class OneLineErrors:
-    """Mixin for loggers that raises `BadInput` with the cause and the cure if a figure cannot be logged."""
+    """Mixin for loggers: if a value cannot be logged, raise `BadInput` with the cause and the cure."""
 
     cure = "free disk space"
 

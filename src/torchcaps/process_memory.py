@@ -21,10 +21,10 @@ def free_memory() -> int | None:
 
 
 def release_free_memory() -> bool:
-    """Return memory that is free within the process to the operating system.
+    """Give the memory that the process has freed back to the operating system.
 
     Returns:
-        Whether the C library can do this; glibc can.
+        True if the C library can do this, as glibc can.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if trim is not None:
@@ -33,7 +33,7 @@ def release_free_memory() -> bool:
 
 
 def start_peak() -> int:
-    """Forget the peak memory of the process so far, and return the memory in bytes that it uses now.
+    """Reset the peak memory of the process, and return the memory in bytes that the process uses now.
 
     Raises:
         OSError: ``/proc`` is not available.

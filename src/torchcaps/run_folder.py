@@ -45,7 +45,7 @@ class Run:
     Arguments:
         recipe: all settings of the training.
         class_names: class names, in the order of the labels.
-        image_shape: (channels, height, width) of the stored images, before cropping.
+        image_shape: (channels, height, width) of the images before the preparation, which may crop them.
         data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
         earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.
@@ -137,7 +137,7 @@ class Begun(NamedTuple):
         run: content of recipe.json.
         digests: for each split, the checksums of its images.
         last: checkpoint to resume from; None to start with the first epoch.
-        trained: number of epochs that `last` has trained.
+        trained: number of epochs that the checkpoint `last` has been trained for.
     """
 
     run: Run
@@ -270,8 +270,8 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
             digests, kind = images.files.digests, " files"
         else:
             warnings.warn(
-                f"{folder} was trained on image files that were not held in memory, so these images cannot be compared"
-                " with its training images",
+                f"{folder} has only checksums of image files, but the given images were not read from files: they"
+                " cannot be compared with the training images",
                 DataWarning,
                 stacklevel=2,
             )

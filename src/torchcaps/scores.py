@@ -18,9 +18,9 @@ BINS = 15
 def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
     """Convert the scores of a split to numbers that sum to 1 for each image.
 
-    If all scores are in [0, 1], they are activations of class capsules or of sigmoid units, and are divided by their
-    sum. A softmax would be wrong for activations: for ten classes, it never exceeds 0.24. Other scores are logits, and
-    their softmax is returned.
+    If all scores are in [0, 1], they are activations of class capsules or of sigmoid units: the scores of each image
+    are divided by their sum. A softmax would be wrong for activations: for ten classes, it never exceeds 0.24. Other
+    scores are logits, and their softmax is returned.
 
     Example:
         >>> import torch

@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("torchcaps.sklearn needs scikit-learn: pip install 'torchcaps[sklearn]'") from error
 
 SMALL = {"channels": (16, 32, 32, 64)}
-"""Options of the default network: a quarter of the parameters of Efficient-CapsNet, for small sets of small images."""
+"""Options of the default network. It has a quarter of the parameters of Efficient-CapsNet and suits small images."""
 SMALLEST = 11
 """Height and width to which smaller images are padded: the least that the default network accepts."""
 
@@ -45,9 +45,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         routing: rule of the capsule layers: a name in `ROUTINGS`, or a `Routing` (name and options). None for the
             default rule of the model.
         model: a key of `MODELS`.
-        model_options: arguments of the model, except image shape, number of classes and routing. None for small sizes
-            of the default model, and for the default sizes of other models.
-        loss: a key of `LOSSES`. With the default, every rule learns. For networks whose scores are logits, such as
+        model_options: arguments of the model, except image shape, number of classes and routing. None uses small layers
+            in the default model, and the default arguments of other models.
+        loss: a key of `LOSSES`. The default suits every routing rule. For networks whose scores are logits, such as
             ``baseline-cnn``, use ``cross_entropy``.
         epochs: number of passes over the training images, at least 1.
         batch_size: images per step, at least 2.
@@ -70,8 +70,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         n_features_in_: number of columns, if X is flat.
 
     Raises:
-        BadInput: a setting is invalid, or `fit` or a prediction gets images or classes that do not fit. `fit` raises
-            `Diverged` if the loss is not finite.
+        BadInput: in `fit` or a prediction, a setting is invalid, or X or y has a wrong shape or type.
+        Diverged: in `fit`, the loss is not finite.
 
     Example:
         >>> X = np.zeros((20, 12, 12))
@@ -178,7 +178,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         return tags
 
     def _recipe(self) -> Recipe:
-        """Check the settings of the training, with the errors of a recipe."""
+        """Check the settings by building a `Recipe`, which raises `BadInput` for an invalid setting."""
         names = ("model", "loss", "epochs", "batch_size", "learning_rate")
         settings = {name: getattr(self, name) for name in names}
         settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()}

@@ -48,7 +48,8 @@ def fit(
 ) -> dict[str, Any]:
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
-    The best epoch is the one with the highest validation accuracy and, among equals, the lowest validation loss. A
+    The best epoch is the one with the highest validation accuracy (with class weights: the highest mean recall) and,
+    among equals, the lowest validation loss. If the recipe has ``choose="last"``, it is the last epoch. A
     finished run is not trained again, unless the recipe has more epochs than the run was started with. In that case,
     training continues, and the model is evaluated on the test split again.
 
@@ -126,7 +127,9 @@ def check_devices(devices: int, recipe: Recipe) -> None:
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
-    """Build the module that `fit` trains: initial weights of the recipe's seed, and the precision resolved.
+    """Build the module that `fit` trains, with initial weights drawn from the recipe's seed.
+
+    Precision ``auto`` becomes ``bf16`` or ``float32``.
 
     Raises:
         BadInput: an option of the model or of its routing rule is invalid.
@@ -301,8 +304,8 @@ def evaluate(
     Arguments:
         model: a model of `MODELS`, or a `MeanScores` of several models.
         images: the split.
-        preparation: how stored images become the model's input. By default, the input is the whole image with pixels
-            in [0, 1].
+        preparation: converts the images to the model's input. By default, the input is the whole image with pixels in
+            [0, 1].
         batch_size: images per batch; the result does not depend on the batch size.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
             float32.

@@ -41,7 +41,7 @@ class TrainingModule(lightning.LightningModule):
     predicted: list[Tensor]
     """One tensor per batch of the last test, with the index of the predicted class of each image."""
     scored: Float[Tensor, "N K+1"] | None
-    """Scores and class of each image of the last test, of all processes; None if an image shows several classes."""
+    """Scores and true class of each image of the last test, from all processes; None for images of several classes."""
     class_weights: Tensor | None
     """``[K]``, factor of the loss of each class's images; None without class weights."""
 
@@ -66,7 +66,8 @@ class TrainingModule(lightning.LightningModule):
             raise Diverged(
                 f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
                 f"first value that is not finite: {self._first_not_finite(images, labels)}; "
-                "the last good checkpoint is kept; use a lower --lr, set gradient_clip, or use --precision float32"
+                "the checkpoint of the last complete epoch is kept; use a lower --lr, set gradient_clip, or use "
+                "--precision float32"
             )
         return loss, scores
 
@@ -171,13 +172,13 @@ class TrainingModule(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed dropout from the recipe's seed, the epoch and the rank of the process.
 
-        Lightning's earlier hooks cannot do this, because they run too early when a training is resumed.
+        Lightning's earlier hooks cannot do this, because they run too early in a resumed run.
         """
         if batch_index == 0:
             key = [self.recipe.seed, self.current_epoch, self.global_rank]
             torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             if self.current_epoch:
-                torch.empty((), dtype=torch.int64).random_()  # the data loader draws this in each later epoch
+                torch.empty((), dtype=torch.int64).random_()  # as the data loader does in every epoch but the first
 
     def margins_per_epoch(self) -> list[float]:
         """Return the margin of the spread loss at the end of each epoch, or an empty list without a margin schedule."""
@@ -231,6 +232,6 @@ def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
 
 
 def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
-    """Return the mean, over the classes that have images, of the percentage of their images that are predicted."""
+    """Return the mean recall in percent, over the classes that have images."""
     images = confusion.sum(dim=1)
     return 100 * (confusion.diagonal().float() / images.clamp_min(1)).sum() / (images > 0).sum()

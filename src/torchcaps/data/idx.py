@@ -19,8 +19,8 @@ LARGEST = 2**31
 def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]:
     """Decode an IDX file as a uint8 array: `[N]` for labels, `[N, H, W]` for images.
 
-    Layout: a magic number (0x00000801 or 0x00000803), one size per dimension, then one byte per element, row-major;
-    all numbers are 32 bits, big-endian.
+    Layout: a magic number (0x00000801 or 0x00000803), one size per dimension, then one byte per element, row-major.
+    The magic number and the sizes are 32-bit big-endian integers.
 
     Arguments:
         content: the whole uncompressed file.
@@ -78,5 +78,6 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
         raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
-        raise BadInput(f"{name}: an array of {' x '.join(map(str, sizes))} is empty or too large; download it again")
+        declared = " x ".join(map(str, sizes))
+        raise BadInput(f"{name}: the header declares {declared} bytes, which is 0 or above 2 GiB; download it again")
     return sizes

@@ -29,9 +29,9 @@ FORMATS = {
     ".tiff": "TIFF",
     ".webp": "WEBP",
 }
-"""Name of the image format in Pillow for each supported file extension, in lower case."""
+"""Pillow's name of the image format for each supported file extension; extensions are in lower case."""
 GREY = ("1", "L", "LA", "La")
-"""Modes of greyscale images with 8 bits or fewer in Pillow."""
+"""Pillow's modes of greyscale images with at most 8 bits per pixel."""
 LONGEST_SIDE = 10_000
 """Largest side, in pixels, that an image can be resized to."""
 
@@ -176,7 +176,8 @@ def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] 
     """Convert the option `image_size` to `(height, width)`; None stays None.
 
     Raises:
-        BadInput: `image_size` is neither None, nor a whole number from 1 to 10,000, nor a list or tuple of two of them.
+        BadInput: `image_size` is neither None, nor a whole number from 1 to 10,000, nor a list or tuple of two such
+            numbers.
     """
     if image_size is None:
         return None

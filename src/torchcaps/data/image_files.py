@@ -16,7 +16,7 @@ from torchcaps.errors import BadInput
 
 @runtime_checkable
 class Source(Protocol):
-    """Encoded images: files of a folder, or rows of a table."""
+    """Protocol for a sequence of encoded images, such as the files of a folder or the rows of a table."""
 
     def __len__(self) -> int: ...
 

@@ -102,11 +102,11 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
         other = {"train": "test", "test": "train"}[halves[0]]
         cure = f"add a folder per class to {other}/"
         if other == "test" and held_out:
-            cure += f", or rename {held_out[0].name}/ to test/: validation images are then cut from train/"
+            cure += f", or rename {held_out[0].name}/ to test/: validation images are then held out from train/"
         raise BadInput(f"{root}: {halves[0]}/ contains class folders but {other}/ does not; {cure}")
     if len(held_out) > 1:
         raise BadInput(
-            f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one"
+            f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one of them"
         )
     known = ("train", "test", *VALIDATION)
     ignored = [folder for folder in _folders(root) if folder.name not in known and _holds_images(folder)]

@@ -42,7 +42,7 @@ class ImageList:
         class_names: names of the classes, in the order of the labels.
         rows: indices of the images of each split. "train" is required; "validation" and "test" are held out from
             "train" if absent.
-        remarks: texts of warnings.
+        remarks: texts of the warnings about the folder or file.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ImageList:
                 if count == 1:
                     only = self.source.name(int(train[self.labels[train] == label]))
                     raise BadInput(
-                        f"{only}: the only image of class {self.class_names[label]}, but the training and test splits"
+                        f"{only} is the only image of class {self.class_names[label]}, but the training and test splits"
                         " need one each; add an image"
                     )
             rest, chosen = cut_indices(self.labels[train], test_fraction, seed)
@@ -102,7 +102,7 @@ def read_list(
         image_size, channels, progress: as for `load_image_folder`.
         cache: "memory" decodes all images now. "none" reads only their headers now, and decodes images each time they
             are used. "auto" is "memory" if the decoded images take at most half of the free memory, else "none".
-        processes: number of processes that load the same images.
+        processes: number of processes that each hold all images. Used only to estimate the memory for "auto".
     Raises:
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.
@@ -117,9 +117,9 @@ def read_list(
         if free is not None and needed > SHARE * free:
             cache = "none"
             remarks.append(
-                f"{images.name}: {len(images.source):,} decoded images would take {needed / 1e9:,.1f} GB of"
-                f" {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold them in"
-                " memory, use --cache memory or a smaller data.image_size"
+                f"{images.name}: {len(images.source):,} decoded images would take {needed / 1e9:,.1f} GB, more than"
+                f" half of the {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold"
+                " them in memory, use --cache memory or a smaller data.image_size"
             )
     digests = np.zeros(len(images.source), np.uint64)
     used = torch.cat([*splits]).sort().values.tolist()

@@ -35,7 +35,7 @@ SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "vali
 
 
 def is_table(name: str) -> bool:
-    """Return whether `name` is a table of images: a CSV or Parquet file, a folder of Parquet files, or ``hf:NAME``."""
+    """Return whether `name` stands for a table: a file, a folder of Parquet files, a saved dataset, or ``hf:NAME``."""
     path = Path(name).expanduser()
     if name.startswith(HUB) or path.is_file():
         return True
@@ -56,12 +56,13 @@ def load_image_table(
 ) -> tuple[Images, Images]:
     """Read a table of images and labels as `(train, test)`.
 
-    A CSV file (or a file of tab-separated values that ends in .tsv) has a row of column names, a column with the paths
-    of the image files, relative to its own folder, and a column of labels. If it has a column ``split``, its values are
-    train, validation and test.
+    A CSV file, or a file of tab-separated values that ends in .tsv, begins with a row of column names. One column
+    contains the paths of the image files, relative to the folder of the table. Another column contains the labels. An
+    optional column ``split`` contains train, validation or test.
 
     Parquet files, folders saved by ``datasets.save_to_disk``, and datasets on the Hugging Face Hub have a column with
-    the encoded images and a column of labels; their own splits are used. They need the extra ``torchcaps[datasets]``.
+    the encoded images and a column of labels. Splits are used as stored. Reading these sources needs the extra
+    ``torchcaps[datasets]``.
 
     If there is no test split, the fraction `test_fraction` of each class is held out. Images are rotated upright by
     their EXIF orientation, transparent pixels are blended with black, and only the first frame or page is read. This
@@ -144,7 +145,7 @@ class Rows:
 
     Arguments:
         dataset: dataset with one column of images that are not decoded.
-        column: name of the column.
+        column: name of the column of images.
         names: name of each image for messages.
     """
 
@@ -200,14 +201,14 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
             part = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         except Exception as error:  # a damaged file can raise almost any exception
             raise BadInput(
-                f"{name}: column {column} does not contain images, or the file is damaged ({error}); choose"
-                " --set data.image_column=NAME, or replace the file"
+                f"{name}: column {column} does not contain images, or the file is damaged ({error}); choose another"
+                " with --set data.image_column=NAME, or replace the file"
             ) from error
         parts.append(part if column == "image" else part.rename_column(column, "image"))
         splits[SPLITS[split]] = [*range(len(names), len(names) + len(dataset))]
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
     if "train" not in splits:
-        raise BadInput(f"{name}: has no split train, but {', '.join(found)}; rename one of its splits")
+        raise BadInput(f"{name}: has no split train, but {', '.join(found)}; rename one of them to train")
     for row, one in enumerate(labels):
         if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
             raise BadInput(f"{names[row]}: has no label; remove the row")
@@ -273,7 +274,7 @@ def _column(
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME; its columns: {known}"
+            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME from these columns: {known}"
         )
     return fitting[0]
 

@@ -21,7 +21,7 @@ class Images:
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`; or `[N, k]` if each image shows k classes.
         class_names: names of the classes, in the order of the labels.
         attributes: other properties of the images, such as the azimuth of the camera: name → int64 tensor `[N]`.
-        files: the N encoded images from which the pixels were read; None if they were not read from single files.
+        files: the N encoded images from which the pixels were read; None if the pixels do not come from single files.
     Raises:
         BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
             attribute values differ; or a label is not an index of `class_names`.
@@ -229,7 +229,7 @@ def cut_indices(
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()
         count = min(max(round(fraction * len(members)), 1), len(members) - 1)
-        # NumPy guarantees that the raw stream stays the same in future versions, but not Generator.permutation.
+        # NumPy guarantees that future versions give the same random_raw, but does not guarantee this for permutation.
         order = np.random.PCG64([seed, label]).random_raw(len(members)).argsort(kind="stable")
         held_out[members[torch.from_numpy(order[:count])]] = True
     return (~held_out).nonzero().flatten(), held_out.nonzero().flatten()
@@ -260,7 +260,7 @@ def shift(pixels: Shaped[Tensor, "N C H W"], offsets: Int64[Tensor, "N 2"]) -> S
 def shift_offsets(seed: int, epoch: int, count: int, pixels: int) -> Int64[Tensor, "count 2"]:
     """Draw random offsets `[count, 2]` for `shift`, uniform on the integers from `-pixels` to `pixels`.
 
-    Row i depends only on `seed`, `epoch` and i, so a larger `count` does not change the first rows.
+    Row i depends only on `seed`, `epoch`, `pixels` and i, so a larger `count` does not change the first rows.
 
     Arguments:
         seed, epoch: seeds of the draw, 0 or greater.

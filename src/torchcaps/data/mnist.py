@@ -24,7 +24,7 @@ class IdxFiles:
 
     Arguments:
         mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
-        md5: checksum of the uncompressed content of each file, by file name.
+        md5: checksum of the uncompressed content of each file, keyed by file name.
         class_names: names of the classes, in the order of the labels.
     """
 
@@ -63,7 +63,7 @@ FILES = {
         ),
     ),
 }  # fmt: skip
-"""Source of each dataset, by name."""
+"""Files of each dataset, keyed by the name of the dataset."""
 
 
 def load_mnist(data_dir: Path) -> tuple[Images, Images]:
@@ -169,9 +169,7 @@ def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
 def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
     (images_path, pixels), (labels_path, classes) = images, labels
     if pixels.ndim != 3 or classes.ndim != 1:
-        raise BadInput(
-            f"{images_path} must contain images and {labels_path} labels, but they do not; check their order"
-        )
+        raise BadInput(f"{images_path} contains no images [N, H, W], or {labels_path} no labels [N]; check their order")
     if len(pixels) != len(classes):
         raise BadInput(
             f"{images_path} has {len(pixels)} images but {labels_path} has {len(classes)} labels; download both again"

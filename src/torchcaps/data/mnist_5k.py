@@ -16,13 +16,13 @@ from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
 MD5 = "0cd4811c2299d4ab19eccdaa4a07fa59"
-"""MD5 of the table as bytes. Each of its 5,000 rows contains 784 pixels and a label."""
+"""MD5 of the bytes of the table. The table has 5,000 rows, each with 784 pixels and a label."""
 
 
 def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
     """Load 5,000 digits of MNIST as `(train, test)`: 4,000 and 1,000 digits, uint8 `[N, 1, 28, 28]`, ten classes.
 
-    Every fifth digit of a class is a test digit. None of these 1,000 digits is a test digit of MNIST.
+    Every fifth digit of each class is in the test split. All 5,000 digits are training digits of MNIST.
 
     Arguments:
         data_dir: not used; nothing is downloaded.

@@ -1,4 +1,4 @@
-"""Load smallNORB. Read and write its file format, which the toys of `toys.py` and jittered-cluttered NORB also use.
+"""Load smallNORB. Read and write the file format of smallNORB, which the rendered toys of `toys.py` also use.
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
 The page of smallNORB calls the format "binary matrix". A file consists of a magic number for the type of the elements,
@@ -30,8 +30,8 @@ LARGEST = 2**34
 """Largest array in bytes; a header that declares a larger one is treated as damaged."""
 MOST_DIMENSIONS = 8
 ATTRIBUTES = ("instance", "elevation", "azimuth", "lighting")
-"""First columns of an info file. An instance is a toy of a category. An elevation n means 30° + 5° · n, an azimuth n
-means 10° · n."""
+"""First columns of an info file. An instance is the number of a toy within its category. An elevation n means
+30° + 5° · n, an azimuth n means 10° · n."""
 CATEGORIES = ("animal", "human", "airplane", "truck", "car")
 PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2x{0}x{0}-testing"}
 """Middle of the file names of each split: categories, instances, elevations, azimuths, lightings, cameras, size."""
@@ -46,12 +46,12 @@ MD5 = {
     "smallnorb-5x01235x9x18x6x2x96x96-testing-cat.mat": "fd5120d3f770ad57ebe620eb61a0b633",
     "smallnorb-5x01235x9x18x6x2x96x96-testing-info.mat": "7c5b871cc69dcadec1bf6a18141f5edc",
 }
-"""MD5 of the uncompressed content of each file of smallNORB; the mirrors serve each file, with `.gz` appended."""
+"""MD5 of the uncompressed content of each file of smallNORB; mirrors append `.gz` to the name of each file."""
 
 
 @dataclass(frozen=True, eq=False)
 class NorbFiles:
-    """Content of the three files of a split.
+    """Content of the three files of a split: images, categories and attributes.
 
     Arguments:
         images: ``[N, cameras, H, W]``, uint8.
@@ -114,7 +114,7 @@ def norb_bytes(array: Shaped[np.ndarray, "..."]) -> bytes:
     """
     magic = next((magic for magic, kind in TYPES.items() if kind == array.dtype.newbyteorder("<")), None)
     if magic is None or not 1 <= array.ndim <= MOST_DIMENSIONS:
-        raise BadInput(f"array is {array.dtype} with {array.ndim} dimensions; give uint8 or int32 with 1 to 8")
+        raise BadInput(f"array is {array.dtype} with {array.ndim} dimensions; give uint8 or int32, 1 to 8 dimensions")
     sizes = [*array.shape, *[1] * (3 - array.ndim)]
     return struct.pack(f"<2I{len(sizes)}I", magic, array.ndim, *sizes) + array.astype(TYPES[magic]).tobytes()
 
@@ -130,7 +130,7 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
         path = folder / norb_file(prefix, split, size, kind)
         found = present(path)
         if found is None:
-            raise BadInput(f"{path}: missing, and {path.name}.gz too; give the folder that contains the file")
+            raise BadInput(f"neither {path} nor {path.name}.gz exists; give the folder that contains one of them")
         paths.append(found)
     images, categories, info = (read_norb(path) for path in paths)
     if images.ndim != 4 or images.dtype != np.uint8:
@@ -251,7 +251,8 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
         raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f"<{dimensions}I", content, 8)
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
-        raise BadInput(f"{name}: its header declares an array of {' x '.join(map(str, sizes))}; download it again")
+        declared = " x ".join(map(str, sizes))
+        raise BadInput(f"{name}: the header declares an array of {declared}, empty or above 16 GiB; download it again")
     return TYPES[magic], sizes, start
 
 

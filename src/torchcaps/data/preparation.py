@@ -1,4 +1,4 @@
-"""Prepare stored images as the input of a network: random augmentation, standardisation and crops."""
+"""Convert uint8 images to the input of a network: random augmentation, standardisation and crops."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -110,14 +110,14 @@ class Preparation:
         """Compute the shape `(C, H, W)` of the network's input.
 
         Arguments:
-            stored: shape `(C, H, W)` of the stored images.
+            stored: shape `(C, H, W)` of the images before the preparation.
         Raises:
-            BadInput: `crop` is larger than the smaller side of the stored images, or `erase` is larger than a third of
-                the smaller side of the input.
+            BadInput: `crop` is larger than the shorter side of the images before the preparation, or `erase` is larger
+                than a third of the shorter side of the input.
         """
         channels, height, width = stored
         if self.crop > min(height, width):
-            raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the images' smaller side")
+            raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the shorter side of the images")
         if 3 * self.erase > (self.crop or min(height, width)):
             most = (self.crop or min(height, width)) // 3
             raise BadInput(f"erase is {self.erase}: use at most {most}, a third of the image's shorter side")
@@ -187,7 +187,7 @@ class Preparation:
         return self._at(_scaled(pixels), 0.5, 0.5)
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
-        """Convert images in [0, 1] without augmentation, with the centre crop; differentiable."""
+        """Convert images with pixels in [0, 1] without augmentation, with the centre crop; differentiable."""
         return self._at(images, 0.5, 0.5)
 
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
@@ -232,7 +232,7 @@ def _scaled(pixels: Tensor) -> Tensor:
 
 
 def _places(count: int) -> list[float]:
-    """Return the numbers of torch.linspace(0, 1, count) for count > 1. torch.export cannot trace its tolist()."""
+    """Return the numbers of torch.linspace(0, 1, count), count > 1. torch.export cannot trace linspace(…).tolist()."""
     step = float(np.float32(1 / (count - 1)))
     places = [step * k if 2 * k < count - 1 else 1 - step * (count - 1 - k) for k in range(count)]
     return np.array(places, np.float32).tolist()

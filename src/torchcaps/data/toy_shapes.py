@@ -1,4 +1,4 @@
-"""Build the shapes of the fifty rendered toys in five categories. A toy consists of solids of random size and angle."""
+"""Build the shapes of the fifty rendered toys in five categories. Each toy is made of solids of random sizes."""
 
 import math
 from collections.abc import Callable, Iterable

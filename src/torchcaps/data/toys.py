@@ -1,7 +1,7 @@
 """Render toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
 
-The toys replace smallNORB if its files are not available. The viewpoint of each image is known exactly. A toy consists
-of solids (see `toy_shapes.py`) and is rendered by ray casting.
+The rendered toys are a substitute for smallNORB if its files are not available. The viewpoint of each image is known
+exactly. A toy consists of solids (see `toy_shapes.py`) and is rendered by ray casting.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
         size: height and width of the images in pixels, 48 or 96.
-        seed: seed of the shapes and the noise, 0 or greater. Every seed gives fifty different toys.
+        seed: seed of the shapes and the noise, 0 or greater. Each seed gives another fifty toys.
         progress: draw a progress bar on standard error.
     Returns:
         The folder of the files.
@@ -196,7 +196,7 @@ def cast(
 
     Arguments:
         solids: solids of one toy.
-        cameras: for each camera, its position and three unit vectors: to the right, up, and towards the camera.
+        cameras: for each camera, its position and three unit vectors: right, up, and from the toy towards the camera.
         width: rays per row and per column.
     Returns:
         For each ray, the unit normal of the surface that it hits, and whether it hits a surface.
