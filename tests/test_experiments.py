@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
