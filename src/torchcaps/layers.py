@@ -31,7 +31,7 @@ class PrimaryCaps(nn.Module):
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` with scale and offset.
+        normalise: BatchNorm on poses and activation logits: ``none``, ``plain``, or ``affine`` (learned scale, offset).
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values.
@@ -120,7 +120,7 @@ class CapsuleLayer(TransformModule):
         routing_map: which child site feeds which parent site through which transform.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
-        child_pose_shape: rows and columns (R, Q) of the child poses as the rule receives them; (1, Q) by default.
+        child_pose_shape: rows and columns (R, Q) of the child poses that the rule receives; (1, Q) by default.
 
     Raises:
         ValueError: ``routing`` is not a known rule, or it was created for a layer with other sizes.
@@ -148,7 +148,7 @@ class CapsuleLayer(TransformModule):
         self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
-        """Move the layer and copy its constants to the new device, so compiled calls find the copies there."""
+        """Move the layer, and copy its constants to the new device now: compiled calls cannot cache copies."""
         super()._apply(*arguments, **options)
         for constant in self._constants():
             constant.on(self.transform.device)
@@ -163,11 +163,11 @@ class CapsuleLayer(TransformModule):
 
 
 class DenseCaps(CapsuleLayer):
-    """Fully connected capsule layer with one transform for every pair of child and parent: the paper's DigitCaps.
+    """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
-    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), so
-    parents have the same length for any number of children and classes. On MNIST this is 0.1, as in the authors' code.
-    With many children and few classes, a fixed 0.1 would saturate the squash and stop learning.
+    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N). The
+    initial length of the parents then depends on neither the number of children nor the number of classes. On MNIST the
+    formula gives 0.1, as in the authors' code. With many children and few classes, 0.1 would saturate the squash.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -213,7 +213,7 @@ class ConvCaps(CapsuleLayer):
         child_grid: (height, width) of the grid of child sites.
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        kernel_size, stride, padding: size, step and border of the window, in child sites. Padding adds no children.
+        kernel_size, stride, padding: size, stride and border of the window, in child sites. Padding adds no children.
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
         around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
@@ -257,12 +257,12 @@ class ConvCaps(CapsuleLayer):
 
 
 class ClassCaps(CapsuleLayer):
-    """Class capsules: one parent per class. All positions of a child type share the same transforms.
+    """Class capsules: one parent per class. Children of the same type share transforms at all positions.
 
     Hinton, Sabour & Frosst 2018, section 4. Coordinate Addition adds the position of each child to its votes.
 
     Arguments:
-        coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
+        coordinates: ``[S, 2]``, row and column of the centre of each child's receptive field, in [0, 1].
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
@@ -324,7 +324,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """Return the columns of a pose size (rows, columns), after checking that both are integers of at least 1."""
+    """Return the number of columns in a pose size (rows, columns). Both must be integers of at least 1."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -381,7 +381,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites. A call with the same number as before returns the same map."""
+        """Return a map with this number of child sites, the same map as in the last call if the number is the same."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

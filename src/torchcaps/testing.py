@@ -1,4 +1,4 @@
-"""Tests for the routing rules of this library and for your own. Each tested property holds on every routing map.
+"""Tests for routing rules: those of this library and your own. A rule must pass each test on every routing map.
 
 A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds the three
 arguments of such a function.
@@ -20,12 +20,12 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """Arguments of a ``Routed`` function, which computes the activations of the children itself.
+    """Arguments of a ``Routed`` function. The function computes the activations of the children from their poses.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
-        transform: ``[K, C, J, Q, N]``.
-        routing_map: which child site feeds which parent site.
+        pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
     """
 
     pose: Tensor
@@ -47,7 +47,7 @@ def couplings_of_children(rule: Routed, case: Case) -> Tensor:
 
 
 def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """Check that the couplings of a child sum to 1 over all its parents, or to at most 1 with leaky routing."""
+    """Check that the couplings of a child sum to 1 over all its parents, or to less with leaky routing."""
     total = couplings_of_children(rule, case)
     reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
     reached[case.routing_map.edges[:, 0]] = True
@@ -101,7 +101,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
 
 
 def inactive_child_has_no_effect(rule: Routed, case: Case) -> None:
-    """Check that removing a child with activation 0 does not change the parents."""
+    """Check that removing children with zero poses, and so activation 0, does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
@@ -138,7 +138,7 @@ ALL = [
     inactive_child_has_no_effect,
     same_input_same_bits,
 ]
-"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more
+"""Tests whose arguments are only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have a third
 argument."""
 
 
