@@ -117,7 +117,7 @@ class CapsuleLayer(TransformModule):
     """Capsule layer made of a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps`, `ClassCaps`.
 
     Arguments:
-        routing_map: which child site feeds which parent site through which transform.
+        routing_map: the graph that connects child sites with parent sites, with a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
         child_pose_shape: rows and columns (R, Q) of the child poses that the rule receives; (1, Q) by default.
@@ -381,7 +381,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites, the same map as in the last call if the number is the same."""
+        """Return a map with this number of child sites: the map of the last call, if it has this number."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

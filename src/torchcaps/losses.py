@@ -78,7 +78,7 @@ def spread_loss(
     margin: float = 0.9,
     weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Compute the spread loss, which is 0 if the target class is more active than every other class by a margin.
+    """Compute the spread loss: the target class should be more active than every other class by a margin.
 
     Hinton, Sabour & Frosst 2018, equation 3::
 

@@ -1,4 +1,4 @@
-"""The routing map: which child site feeds which parent site through which transform."""
+"""The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -186,7 +186,7 @@ class RoutingMap:
         return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
-        """Return the copy of the edges on a device. Each device gets only one copy."""
+        """Return the edges on a device. The copy on each device is cached."""
         return self.constant.on(device)
 
     @classmethod
@@ -316,7 +316,7 @@ class RoutingMap:
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
-                "pose and transform must have the same child types (C) and pose columns (Q); pose has "
+                "pose and transform must have the same numbers of child types (C) and columns (Q); pose has "
                 f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, Q={transform.shape[3]}"
             )
 

@@ -19,7 +19,7 @@ the squash, and then the network does not learn."""
 
 
 class CapsuleHead(nn.Module):
-    """Matrix capsules on the feature maps of any network: primary capsules and class capsules.
+    """Primary capsules and class capsules on the feature maps of any network.
 
     The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear function of the features and BatchNorm
     give the poses of the primary capsules. If the routing rule uses activations, another linear function with BatchNorm
@@ -86,7 +86,7 @@ class CapsuleHead(nn.Module):
             *(channels, types, pose_size, 1),
             bias=False,
             squash_form="none",
-            # Weights without a gradient would make DistributedDataParallel wait.
+            # DistributedDataParallel would wait for the gradients of weights whose activations the rule does not use.
             activation="sigmoid" if getattr(rule, "weighs_activations", True) else "length",
             # With sums of votes, poses p and -p give the same scores unless a learned offset is added.
             normalise="affine" if isinstance(rule, SUMMING) else "plain",

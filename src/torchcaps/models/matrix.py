@@ -109,8 +109,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         if class_temperature_factor != 1:
             if not isinstance(routing, Routing) or routing.name != "em":
                 raise BadInput(
-                    f"class_temperature_factor is {class_temperature_factor}: leave it at 1, or select routing 'em' by "
-                    "name"
+                    f"class_temperature_factor is {class_temperature_factor}: use 1, or a routing with the name 'em', "
+                    "such as routing='em'"
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)

@@ -162,14 +162,14 @@ class Pretrained:
 
 
 def model_name(kind: type) -> str:
-    """Return the name of a network class in `MODELS`, or the class name if it is not in the table."""
+    """Return the name of a network class in `MODELS`, or the name of the class if `MODELS` does not contain it."""
     from torchcaps.models import MODELS
 
     return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """Return the path of a local folder. Download other sources from the Hugging Face Hub first.
+    """Return the path of a folder. If ``source`` is a repository on the Hugging Face Hub, download it first.
 
     Raises:
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
@@ -178,7 +178,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
     if folder.is_dir():
         return folder
     if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
-        raise BadInput(f"{source}: no such folder; use one written by `torchcaps train` or save_pretrained")
+        raise BadInput(f"{source}: no such folder; use a folder written by `torchcaps train` or save_pretrained")
     from huggingface_hub import snapshot_download
 
     try:
@@ -193,7 +193,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
 
 
 def read_config(folder: Path) -> SavedConfig:
-    """Read config.json from a folder, and check that it is complete and that its entries have the right types.
+    """Read config.json from a folder. Check that no entry is missing and that all entries have the right types.
 
     Raises:
         BadInput: config.json or model.safetensors is missing, or config.json is damaged.
@@ -340,7 +340,9 @@ def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(dict(options), default=_number))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{owner} has an option that cannot be saved ({error}): use numbers, strings, lists") from error
+        raise BadInput(
+            f"{owner} has an option that cannot be saved ({error}): use numbers, strings and lists"
+        ) from error
 
 
 def _number(value: Any) -> Any:

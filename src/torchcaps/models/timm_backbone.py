@@ -19,7 +19,7 @@ from torchcaps.routing import Routing
 
 
 class TimmCapsNet(nn.Module, Pretrained):
-    """Capsules on the feature maps of any network of timm (Wightman 2019), the backbone.
+    """Capsule network whose backbone is any network of timm (Wightman 2019).
 
     The input is images with pixels in [0, 1]; the network subtracts the mean and divides by the standard deviation with
     which timm trained the backbone. The class needs ``pip install 'torchcaps[timm]'``. The initial weights of the
@@ -65,7 +65,7 @@ class TimmCapsNet(nn.Module, Pretrained):
     ) -> None:
         super().__init__()
         channels, height, width = check_image_shape("TimmCapsNet", image_shape, smallest=1)
-        # Some networks of timm read values of tensors when they are created, so the device "meta" is not possible.
+        # While timm creates a network, it may read values of tensors. Tensors on the meta device have no values.
         with torch.device("cpu"):
             self._recreate = _features_of(backbone, stride, (channels, height, width))
             self.backbone = _created(backbone, self._recreate)
@@ -129,8 +129,8 @@ class TimmCapsNet(nn.Module, Pretrained):
         except (AssertionError, RuntimeError, ValueError) as error:
             *_, height, width = self.backbone.default_cfg["input_size"]
             raise BadInput(
-                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): use the "
-                f"size with which timm trained it, {height}×{width}, such as data.image_size={height}"
+                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): use "
+                f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
         self.backbone.train()
         return tuple(shape)

@@ -1,4 +1,4 @@
-"""Selection of a routing rule by name: the table of rules, and `Routing`, a name with options."""
+"""The table of all routing rules by name, and `Routing`: the name of a rule with options."""
 
 import inspect
 import math

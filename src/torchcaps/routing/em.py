@@ -94,7 +94,7 @@ def em_routing(
     return_passes: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, list[EMPass]]:
-    """Compute parents by EM routing: fit a Gaussian to the votes for each parent, and share every child among parents.
+    """Compute parents by EM routing: fit a Gaussian to the votes for each parent; couple children to likely parents.
 
     Hinton, Sabour & Frosst 2018, procedure 1, in log space::
 
@@ -136,8 +136,7 @@ def em_routing(
             ``normalise_data=False``. Gritzman's code uses 1, with ``normalise_data=True``.
         temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
             in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: a_j as in the M-step above; ``mixing``: a_j ∝ Σ_i r_ij, scaled so that the
-            activations of the layer sum to 1.
+        parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
             as independent, which makes the couplings overconfident; a smaller factor makes the couplings softer.
@@ -293,8 +292,7 @@ class EMRouting(nn.Module):
         normalise_data: divide the cost by mean_data = number of children / number of parents of the layer.
         inverse_temperature: inverse temperature λ of the activations, above 0.
         temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: a_j as in the M-step above; ``mixing``: a_j ∝ Σ_i r_ij, scaled so that the
-            activations of the layer sum to 1.
+        parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
         tempering: factor on the logits of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.

@@ -65,7 +65,7 @@ class Rule(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
-        """Create the rule for a layer that selects the rule by name, with parameters of the sizes in ``layer``."""
+        """Create the rule for a layer with these sizes. Layers call this method if they get the rule's name."""
         return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,7 +112,7 @@ class VariationalBayesRouting(Rule):
 
 
 def digamma(x: Tensor) -> Tensor:
-    """Compute the digamma function for numbers of at least 1. ONNX has no digamma operator, so exports write it out."""
+    """Compute the digamma function for numbers of at least 1. ONNX has no operator for it: see `written_digamma`."""
     return written_digamma(x) if in_onnx_export() else x.digamma()
 
 

@@ -103,7 +103,7 @@ class Votes:
 
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
-        """(B, P, J, R, N) of the parents' poses."""
+        """Shape (B, P, J, R, N) of the parents' poses."""
         batch, _, _, rows, _ = self._pose.shape
         _, _, types, _, columns = self._transform.shape
         return batch, self.routing_map.parent_sites, types, rows, columns
@@ -166,7 +166,7 @@ class Votes:
         return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Sum the activations of the children of each parent site: the maximum mass of a parent at that site."""
+        """Sum the activations of the children of each parent site. No parent at the site can have a larger mass."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:
@@ -234,7 +234,7 @@ class Votes:
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
-        """Take the tokens of the next pass if the votes need a gradient; see `torchcaps.kernels.moments`."""
+        """Return the tokens of the next pass, or [] if no gradient is needed; see `torchcaps.kernels.moments`."""
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []

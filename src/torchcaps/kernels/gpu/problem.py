@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        """How many numbers a vote has."""
+        """Number of elements of a vote."""
         return self.rows * self.columns
 
     @property
