@@ -217,7 +217,7 @@ class ConvCaps(CapsuleLayer):
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
         around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
-            cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of a child.
+            cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of poses.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:

@@ -89,7 +89,7 @@ def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
 def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
     """Return the memory addresses of tensors, and 0 for None.
 
-    A tensor is copied first if it has other strides or is not aligned to 64 bytes.
+    A tensor is copied first if its strides are not the required ones or its memory is not aligned to 64 bytes.
 
     Arguments:
         dtype: required dtype of all tensors.

@@ -44,8 +44,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: four numbers (A, B, C, D) that replace the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
-        stem: number of extra 3×3 convolutions after the first convolution, which keep its channels and resolution. With
-            a stem or with ``normalise``, BatchNorm follows every convolution.
+        stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, these keep the number
+            of channels and the resolution. With a stem or with ``normalise``, BatchNorm follows every convolution.
         stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
             channels, and the first ConvCaps layer has stride 1. The network then has a quarter of the primary capsules.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.

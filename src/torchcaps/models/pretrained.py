@@ -33,7 +33,7 @@ class SavedConfig(NamedTuple):
         format: version of the file format; always 4.
         model: name of the network in `MODELS`.
         options: all constructor arguments except ``routing``.
-        routing: for each layer that has a rule, its name in `ROUTINGS` and its options.
+        routing: for each layer that has a rule, the name of the rule in `ROUTINGS` and the options of the rule.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
         images: preparation of images and class names, as saved by `Classifier`; None if the network was saved without
             them.

@@ -21,9 +21,10 @@ from torchcaps.routing import Routing
 class TimmCapsNet(nn.Module, Pretrained):
     """Capsule network whose backbone is any network of timm (Wightman 2019).
 
-    The input is images with pixels in [0, 1]; the network subtracts the mean and divides by the standard deviation with
-    which timm trained the backbone. The class needs ``pip install 'torchcaps[timm]'``. The initial weights of the
-    backbone are random; `load_backbone` loads trained weights.
+    The capsules are a `CapsuleHead` on a feature map of the backbone. The input is images with pixels in [0, 1]; the
+    network subtracts the mean and divides by the standard deviation with which timm trained the backbone. The class
+    needs ``pip install 'torchcaps[timm]'``. The initial weights of the backbone are random; `load_backbone` loads
+    trained weights.
 
     Arguments:
         image_shape: (channels, height, width). timm adapts the first convolution to the number of channels.
@@ -152,7 +153,7 @@ def _timm() -> Any:
 
 
 def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the arguments of `timm.create_model` for the feature map with a stride."""
+    """Return the arguments of `timm.create_model` for the feature map with the given stride."""
     timm = _timm()
     name = backbone.partition(".")[0]
     if not timm.is_model(name):

@@ -124,7 +124,7 @@ def em_routing(
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        beta_u: ``[J]``, the negative of the cost of describing a datum without an active parent.
+        beta_u: ``[J]``, the negative of the cost of describing a vote without an active parent.
         beta_a: ``[J]``, the negative of the cost of activating a parent.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete,

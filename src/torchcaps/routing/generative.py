@@ -28,8 +28,8 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    V_ij is the vote of child i for parent j, and R_ij its coupling. D_use_ij is the share of a_i, the activation of the
-    child, that the parent uses, and D_ign_ij the share that it ignores. μ_j is the pose of the parent. f is the
+    V_ij is the vote of child i for parent j, and R_ij its coupling. a_i is the activation of the child. D_use_ij is the
+    part of a_i that parent j uses, and D_ign_ij the part that it ignores. μ_j is the pose of the parent. f is the
     logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits before
     routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's activation is
     f(logit_j). β_use and β_ignore are learned, start at 0, and have one value per transform, child type and parent
