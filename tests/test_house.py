@@ -25,6 +25,7 @@ FLOORS = {
     "convolution": 2,
     "decoder": 2,
     "layers": 2,
+    "primary": 2,
     "testing": 2,
     "loggers": 4,
     "losses": 2,

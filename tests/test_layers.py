@@ -22,7 +22,7 @@ from torchcaps import (
     lengths,
     squash,
 )
-from torchcaps.layers import Im2colConv2d
+from torchcaps.convolution import Im2colConv2d
 from torchcaps.losses import (
     activation_logit_cross_entropy,
     margin_loss,

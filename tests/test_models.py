@@ -87,7 +87,7 @@ def test_capsnet_with_a_stem_has_its_convolutions_and_primary_capsules_of_a_quar
 
 @pytest.mark.parametrize("options", [{"convolution_channels": 18}, {"im2col": True}])
 def test_capsnet_refuses_what_a_stem_has_not(options):
-    with pytest.raises(ValueError, match="with a stem, use a multiple of 4 and im2col=False"):
+    with pytest.raises(ValueError, match="with stem=True, use a multiple of 4 as convolution_channels"):
         CapsNet(stem=True, **options)
 
 

@@ -142,5 +142,5 @@ def test_other_kinds_of_differentiation_run_on_the_reference():
     pose.requires_grad_()
     (once,) = torch.autograd.grad(routed(pose, "fused"), pose, create_graph=True)
     torch.testing.assert_close(once, slope)
-    with pytest.raises(RuntimeError, match='differentiated once; use backend="reference"'):
+    with pytest.raises(RuntimeError, match='differentiated only once; use backend="reference"'):
         once.sum().backward()

@@ -311,10 +311,13 @@ def test_the_check_for_rules_finds_what_is_wrong():
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
-        (TwoFaced, "check of fused kernels and reference failed on the dense map"),
-        (Leaking, "check of independence of samples failed on the dense map"),
-        (Undefined, "check of independence of samples|zero poses failed on the dense map"),
-        (Detached, "check of gradients failed on the dense map"),
+        (TwoFaced, "on the dense map, this does not hold: The fused kernels and the reference give"),
+        (Leaking, "on the dense map, this does not hold: A sample gives the same result"),
+        (
+            Undefined,
+            "on the dense map, this does not hold: (A sample|Values and gradients are finite if all poses)",
+        ),
+        (Detached, "on the dense map, this does not hold: Gradients match"),
     ):
         with pytest.raises(AssertionError, match=law):
             check_rule(lambda layer, rule=rule: rule())

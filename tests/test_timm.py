@@ -74,7 +74,7 @@ def test_what_is_refused(weights, tmp_path):
         "timm publishes no weights test_resnet.x: use test_resnet, or one of test_resnet.r160_in1k",
         backbone="test_resnet.x",
     )
-    refuse("test_resnet has no feature map with stride 7; its strides: 2, 4, 8, 16, 32", stride=7)
+    refuse("test_resnet has no feature map with stride 7: use one of the strides 2, 4, 8, 16, 32", stride=7)
     model = TimmCapsNet((3, 64, 64), backbone="test_resnet")
     before = model.state_dict()["backbone.conv1.0.weight"].clone()
     other = tmp_path / "other.safetensors"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torchcaps.decoder import Decoder
     from torchcaps.errors import BadInput, DataWarning, Diverged
     from torchcaps.inspection import Inspection, inspect
-    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, PoseNorm, PrimaryCaps, SharedCaps
+    from torchcaps.layers import CapsuleLayer, ClassCaps, ConvCaps, DenseCaps, SharedCaps
     from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
     from torchcaps.models import (
         MODELS,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TimmCapsNet,
         create_model,
     )
+    from torchcaps.primary import PoseNorm, PrimaryCaps
     from torchcaps.routing import (
         ROUTINGS,
         Agreement,
@@ -59,13 +60,14 @@ _MODULES = {
     "errors": ("BadInput", "DataWarning", "Diverged"),
     "decoder": ("Decoder",),
     "inspection": ("Inspection", "inspect"),
-    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "PoseNorm", "PrimaryCaps", "SharedCaps"),
+    "layers": ("CapsuleLayer", "ClassCaps", "ConvCaps", "DenseCaps", "SharedCaps"),
     "losses": ("margin_loss", "reconstruction_loss", "spread_loss"),
     "models": (
         *("MODELS", "BaselineCNN", "CapsNet", "EfficientCapsNet", "MatrixBaselineCNN", "MatrixCapsNet"),
         *("AttentionCapsNet", "GenerativeCapsNet", "PooledCNN", "PooledCapsNet", "SelfRoutingCapsNet"),
         *("CapsuleHead", "ResidualCapsNet", "TimmCapsNet", "create_model"),
     ),
+    "primary": ("PoseNorm", "PrimaryCaps"),
     "routing": (
         *("ROUTINGS", "Agreement", "AttentionRouting", "DynamicRouting", "EMPass", "EMRouting", "Moments", "Rule"),
         *("GenerativeRouting", "SelfAttentionRouting", "SelfRouting", "VariationalBayesRouting"),

@@ -39,7 +39,7 @@ class Capsules(NamedTuple):
 
     Arguments:
         pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
-        activation: ``[B, S, C]``. In [0, 1], except for lengths of poses that were not squashed.
+        activation: ``[B, S, C]``, in [0, 1]. Only the length of a pose that was not squashed can be larger.
 
     Example:
         >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape
@@ -84,7 +84,7 @@ def check_capsules(children: Capsules) -> None:
 
 
 def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Convert half precision to float32, in which routing is computed; float32 and float64 stay the same."""
+    """Convert half precision to float32, the lowest precision of routing; leave float32 and float64 unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -112,7 +112,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         unit           v = s / |s|
         none           v = s
 
-    Values and gradients are finite everywhere, including at zero.
+    s is the pose before and v the pose after squashing. Values and gradients are finite everywhere, including at zero.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose
@@ -169,9 +169,9 @@ def coordinate_addition(
     """Add the position of each child to its votes (Coordinate Addition).
 
     Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
-    right-hand column of each vote. Each vote is still the product of a pose and a transform, so every rule and kernel
-    can compute it. For this, columns with the coordinates are appended to the pose, and rows that add the
-    coordinates to the vote are appended to the transform::
+    right-hand column of each vote. For this, columns with the coordinates d are appended to the pose M, and rows that
+    add the coordinates to the vote are appended to the transform W. Each vote is still the product of a pose and a
+    transform, so every rule and kernel can compute it::
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
 
@@ -179,11 +179,11 @@ def coordinate_addition(
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
-        transform: ``[K, C, J, Q, N]``, transforms of the routing map.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
 
     Returns:
-        The extended pose and the extended transform. Q has grown by 1, or by 2 if R = 1.
+        The extended pose and the extended transform. Both have Q + 1 instead of Q, or Q + 2 if R = 1.
 
     Raises:
         ValueError: R = 1 and N is not a perfect square (4, 9, 16, …).

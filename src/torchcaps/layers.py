@@ -1,133 +1,26 @@
-"""Primary capsules, BatchNorm on poses, and capsule layers made of a routing map, transforms and a routing rule."""
+"""Capsule layers made of a routing map, transforms and a routing rule."""
 
-import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, check_capsules, coordinate_addition, lengths, squash, wide
-from torchcaps.checks import check_choice, check_sizes, described, has_values
-from torchcaps.convolution import Im2colConv2d
+from torchcaps.capsules import Capsules, check_capsules, coordinate_addition
+from torchcaps.checks import check_sizes, described, has_values
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap, TransformModule
-
-
-class PrimaryCaps(nn.Module):
-    """Primary capsules: a convolution whose output channels at each position form the poses.
-
-    In Sabour, Frosst & Hinton 2017, section 4, a pose is a squashed vector of ``pose_size`` *channels at one position*;
-    its length is the activation. In Hinton, Sabour & Frosst 2018, section 4, a pose is a matrix, computed by a linear
-    function from the features, and the activation is a sigmoid. For such capsules, use ``pose_size=(4, 4),
-    kernel_size=1, squash_form="none", activation="sigmoid", bias=False``.
-
-    Arguments:
-        in_channels: channels of the input feature map.
-        types: number of capsule types per position (C).
-        pose_size: length of a pose (Q), or its rows and columns (R, Q).
-        kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
-        squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
-        activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
-        im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine``
-            with scale and offset.
-
-    Raises:
-        ValueError: ``activation`` or ``normalise`` is not one of the known values.
-
-    Example:
-        >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
-        torch.Size([1, 36, 32, 1, 8])
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        types: int,
-        pose_size: int | tuple[int, int],
-        kernel_size: int,
-        stride: int = 1,
-        padding: int = 0,
-        bias: bool = True,
-        squash_form: SquashForm = "sabour",
-        activation: Literal["length", "sigmoid"] = "length",
-        im2col: bool = False,
-        normalise: Literal["none", "plain", "affine"] = "none",
-    ) -> None:
-        super().__init__()
-        check_choice("activation", activation, ("length", "sigmoid"))
-        check_choice("normalise", normalise, ("none", "plain", "affine"))
-        self.types = types
-        self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
-        self.squash_form: SquashForm = squash_form
-        below = (in_channels, types * math.prod(self.pose_shape))
-        convolution = Im2colConv2d if im2col else nn.Conv2d
-        self.convolution = convolution(*below, kernel_size, stride, padding, bias=bias)
-        self.activation = None
-        if activation == "sigmoid":
-            self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
-        self.pose_norm, self.activation_norm = (
-            nn.BatchNorm2d(channels, affine=normalise == "affine") if used and normalise != "none" else nn.Identity()
-            for channels, used in ((below[1], True), (types, activation == "sigmoid"))
-        )
-
-    def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
-        """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
-        pose = _at_sites(wide(_normalised(self.pose_norm, self.convolution(features))))
-        pose = squash(pose.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
-        if self.activation is None:
-            return Capsules(pose, lengths(pose))
-        logits = wide(_normalised(self.activation_norm, self.activation(features)))
-        return Capsules(pose, _at_sites(logits).sigmoid())
-
-
-def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
-    """Number the positions row by row."""
-    # Not maps.flatten(2).mT: with its strides, BatchNorm of torch 2.13 on CPUs computes wrong gradients of one image.
-    return maps.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
-    """Convert values to the dtype of the norm's statistics, and normalise them."""
-    return norm(values.to(getattr(norm, "running_mean", values).dtype))
-
-
-class PoseNorm(nn.Module):
-    """BatchNorm of every pose element over samples and sites, for use between two capsule layers: Hahn et al. 2019.
-
-    Arguments:
-        types: number of capsule types (C).
-        pose_size: length of a pose (Q), or its rows and columns (R, Q).
-        affine: learn a scale and an offset for every pose element.
-
-    Example:
-        >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
-        torch.Size([2, 9, 4, 2, 3])
-    """
-
-    def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
-        super().__init__()
-        check_sizes(types=types)
-        numbers = pose_size if isinstance(pose_size, int) else math.prod(pose_size)
-        self.norm = nn.BatchNorm1d(types * numbers, affine=affine)
-
-    def forward(self, capsules: Capsules) -> Capsules:
-        """Normalise the poses; the activations stay the same."""
-        pose = capsules.pose
-        numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
-        return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
 
 
 class CapsuleLayer(TransformModule):
     """Capsule layer made of a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps`, `ClassCaps`.
 
     Arguments:
-        routing_map: which child site feeds which parent site through which transform.
+        routing_map: the graph that connects child sites with parent sites, with a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
-        child_pose_shape: rows and columns (R, Q) of the child poses as the rule receives them; (1, Q) by default.
+        child_pose_shape: rows and columns (R, Q) of the child poses that the rule receives; (1, Q) by default.
 
     Raises:
         ValueError: ``routing`` is not a known rule, or it was created for a layer with other sizes.
@@ -155,7 +48,7 @@ class CapsuleLayer(TransformModule):
         self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
-        """Move the layer and copy its constants to the new device, so compiled calls find the copies there."""
+        """Move the layer, and copy its constants to the new device now: compiled calls cannot cache copies."""
         super()._apply(*arguments, **options)
         for constant in self._constants():
             constant.on(self.transform.device)
@@ -170,11 +63,11 @@ class CapsuleLayer(TransformModule):
 
 
 class DenseCaps(CapsuleLayer):
-    """Fully connected capsule layer with one transform for every pair of child and parent: the paper's DigitCaps.
+    """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
-    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N), so
-    parents have the same length for any number of children and classes. On MNIST this is 0.1, as in the authors' code.
-    With many children and few classes, a fixed 0.1 would saturate the squash and stop learning.
+    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N). The
+    initial length of the parents then depends on neither the number of children nor the number of classes. On MNIST the
+    formula gives 0.1, as in the authors' code. With many children and few classes, 0.1 would saturate the squash.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -220,11 +113,11 @@ class ConvCaps(CapsuleLayer):
         child_grid: (height, width) of the grid of child sites.
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        kernel_size, stride, padding: size, step and border of the window, in child sites. Padding adds no children.
+        kernel_size, stride, padding: size, stride and border of the window, in child sites. Padding adds no children.
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
         around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
-            cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of a child.
+            cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of poses.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
@@ -264,12 +157,12 @@ class ConvCaps(CapsuleLayer):
 
 
 class ClassCaps(CapsuleLayer):
-    """Class capsules: one parent per class. All positions of a child type share the same transforms.
+    """Class capsules: one parent per class. Children of the same type share transforms at all positions.
 
     Hinton, Sabour & Frosst 2018, section 4. Coordinate Addition adds the position of each child to its votes.
 
     Arguments:
-        coordinates: ``[S, 2]``, row and column in [0, 1] of the centre of each child's receptive field.
+        coordinates: ``[S, 2]``, row and column of the centre of each child's receptive field, in [0, 1].
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
@@ -331,7 +224,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """Return the columns of a pose size (rows, columns), after checking that both are integers of at least 1."""
+    """Return the number of columns in a pose size (rows, columns). Both must be integers of at least 1."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -388,7 +281,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites. A call with the same number as before returns the same map."""
+        """Return a map with this number of child sites: the map of the last call, if it has this number."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

@@ -55,9 +55,9 @@ def reconstruction_loss(
 ) -> Float[Tensor, ""]:
     """Compute the reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
 
-    Sabour, Frosst & Hinton 2017, section 4.1. The paper adds 0.0005 times this *sum* to the margin loss; for a mean
-    over 784 pixels, the weight would be 0.392. The computation uses the wider dtype of the two arguments, and at least
-    float32.
+    Sabour, Frosst & Hinton 2017, section 4.1. The paper adds 0.0005 times this sum to the margin loss. For 784 pixels,
+    0.0005 times the sum is 0.392 times the mean. The computation uses the wider dtype of the two arguments, and at
+    least float32.
 
     Arguments:
         reconstruction: ``[B, channels, height, width]``, output of the decoder, in [0, 1].
@@ -78,7 +78,7 @@ def spread_loss(
     margin: float = 0.9,
     weights: Float[Tensor, "B"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Compute the spread loss, which penalises wrong classes whose activation is close to the target's activation.
+    """Compute the spread loss: the target class should be more active than every other class by a margin.
 
     Hinton, Sabour & Frosst 2018, equation 3::
 
@@ -109,9 +109,11 @@ def spread_loss(
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
     """Compute the margin of `spread_loss` at a training step.
 
-    ``linear`` rises from 0.2 at the first step to 0.9 at the last step (Hinton, Sabour & Frosst 2018, section 3).
-    ``official`` is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))`` with the logistic function σ, as in the authors' code;
-    it ignores ``steps``.
+    ``linear``: the margin rises from 0.2 at the first step to 0.9 at the last step (Hinton, Sabour & Frosst 2018,
+    section 3).
+
+    ``official``: the margin is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))`` with the logistic function σ, as in the
+    authors' code; ``steps`` has no effect.
 
     Arguments:
         schedule: ``linear`` or ``official``.
@@ -162,8 +164,8 @@ def activation_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Compute the cross-entropy of activations scaled to sum to 1: ``-log(a_t / Σ_k a_k)``, averaged over the batch.
 
-    Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy on the activations without its formula; the formula
-    here is ours.
+    Hinton, Sabour & Frosst 2018, table 1, report a cross-entropy of the activations, but give no formula. This formula
+    is the choice of this library.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
@@ -204,8 +206,8 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
     """Compute one weight per class, inversely proportional to the number of images of the class.
 
     The weight of class k is N / (K n_k), as with ``class_weight="balanced"`` in scikit-learn; a class without images
-    counts as a class with one image. The mean weight of the N images is 1, so that a weighted loss is about as large as
-    an unweighted loss.
+    counts as a class with one image. If every class has images, the mean weight of the N images is 1, so a weighted
+    loss is about as large as an unweighted loss.
 
     Arguments:
         labels: ``[N]``, the class of each training image.
@@ -221,7 +223,7 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean of the samples' losses, each multiplied by its weight; the weights need not sum to 1."""
+    """Return the mean over the samples of loss times weight; the mean is not divided by the mean weight."""
     return (losses if weights is None else losses * weights.to(losses)).mean()
 
 
@@ -234,7 +236,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 NOT_SETTINGS = ("scores", "target", "weights")
-"""Arguments of losses that a training computes; all other arguments are settings of a recipe."""
+"""Arguments of the losses that the training loop passes. All other arguments are settings of a recipe."""
 
 __all__ = [
     "LOSSES",

@@ -24,8 +24,8 @@ LATER: dict[str, tuple[str, ...]] = {
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
-"""For each kind of saved settings, the options that were added after the current file format was introduced. If a file
-lacks such an option, its default applies; with the default, nothing behaves differently than before the addition."""
+"""For each kind of saved settings, the options that were added after the current file format was introduced. A file
+without such an option is read with the default of the option, which keeps the earlier behaviour."""
 
 
 def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
@@ -59,10 +59,10 @@ def meanings(described: Callable[..., Any]) -> dict[str, str]:
 
     Example:
         >>> meanings(meanings)
-        {'described': 'function or class.'}
+        {'described': 'function or class, whose docstring lists the options under ``Arguments:``.'}
 
     Arguments:
-        described: function or class. Its docstring is written as in this package.
+        described: function or class, whose docstring lists the options under ``Arguments:``.
     """
     found: dict[str, str] = {}
     for text in (inspect.getdoc(described), inspect.getdoc(getattr(described, "__init__", None))):
@@ -148,7 +148,7 @@ def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, An
     """Check that all options are known and match their annotated types.
 
     Arguments:
-        owner: name of what the options belong to; the error message begins with this name.
+        owner: name of the function or settings that have the options; the error message begins with this name.
         options: value of each option by name.
         kinds: annotated type of each known option by name, as returned by `kinds_of`.
 

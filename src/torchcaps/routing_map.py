@@ -1,4 +1,4 @@
-"""The routing map: which child site feeds which parent site through which transform."""
+"""The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,10 +14,10 @@ from torchcaps.kernels import in_onnx_export
 
 
 class Constant:
-    """A constant tensor with one cached copy per device. The tensor is not trained and not part of a state dict.
+    """A constant tensor with one cached copy per device. The tensor is neither trained nor part of a state dict.
 
-    Unlike a buffer, it does not change when the module is moved, cast or passed through ``to_empty()``. Copies made
-    while a graph is traced are not cached.
+    Unlike a buffer, the tensor keeps its values and dtype when the module is moved, cast or passed through
+    ``to_empty()``. Copies made while a graph is traced are not cached.
 
     Arguments:
         values: the constant tensor.
@@ -51,10 +51,10 @@ class Constant:
 
 
 class TransformModule(nn.Module):
-    """Base of layers with transforms, which makes ``model.to(memory_format=torch.channels_last)`` possible.
+    """Base class of layers with transforms. It makes ``model.to(memory_format=torch.channels_last)`` possible.
 
-    PyTorch would also convert the transforms, and fail: channels_last exists for four dimensions only, and transforms
-    have five. This class keeps the memory layout of the transforms.
+    Without this class, PyTorch would try to convert the transforms too, and fail: channels_last exists for four
+    dimensions only, and transforms have five. This class keeps the memory layout of the transforms.
     """
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
@@ -71,7 +71,7 @@ class TransformModule(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class RoutingMap:
-    """Bipartite graph from child sites to parent sites. Each edge has the index of a transform.
+    """Bipartite graph of child and parent sites (positions in two layers). Each edge has the index of a transform.
 
     Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ only
     in their map. An edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
@@ -84,12 +84,12 @@ class RoutingMap:
         edges: integers ``[E, 3]``, rows of (child site, parent site, transform); stored as int64.
         child_sites: number of child sites S, at least 1. Child sites in the edges are in [0, S).
         parent_sites: number of parent sites P, at least 1. Parent sites in the edges are in [0, P).
-        transforms: number of transforms K, at least 1. Transforms in the edges are in [0, K).
+        transforms: number of transforms K, at least 1. Transform indices in the edges are in [0, K).
         parent_grid: (height, width) of the grid of parent sites, numbered row by row; height × width = P.
 
     Attributes:
         constant: the edges, with one cached copy per device.
-        edge_lists: the edges, sorted in the orders that the fused kernels need.
+        edge_lists: the edges sorted by child site, by parent site and by transform, for the fused kernels.
         place_by_child: for each edge, its position when the edges are sorted by child site.
         own_transforms: whether every transform is used by only one child site.
         most_edges: largest number of edges that start at one child site.
@@ -134,7 +134,7 @@ class RoutingMap:
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
         if in_onnx_export():
-            return  # exports use the reference implementation, and ONNX has no operators for the lists
+            return  # exports run the reference, which needs no lists, and ONNX has no operators to create the lists
         with torch.inference_mode(False) if has_values(edges) else nullcontext():
             order = edges[:, 0].argsort(stable=True)
             object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
@@ -186,7 +186,7 @@ class RoutingMap:
         return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
-        """Return the copy of the edges on a device. Each device gets only one copy."""
+        """Return the edges on a device. The copy on each device is cached."""
         return self.constant.on(device)
 
     @classmethod
@@ -216,7 +216,7 @@ class RoutingMap:
         return cls(edges, child_sites, 1, 1, (1, 1))._set(own_transforms=child_sites == 1, most_edges=1)
 
     def _set(self, own_transforms: bool, most_edges: int) -> "RoutingMap":
-        """Set the attributes with these names, which `RoutingMap` documents, and return the map."""
+        """Set the attributes ``own_transforms`` and ``most_edges`` of the map, and return the map."""
         object.__setattr__(self, "own_transforms", own_transforms)
         object.__setattr__(self, "most_edges", most_edges)
         return self
@@ -225,7 +225,8 @@ class RoutingMap:
     def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
         """Create a convolutional map: each parent site sees a window of child sites.
 
-        Each offset in the window has its own transform (K = kernel_size²). Sites and offsets are numbered row by row.
+        Each position in the window has its own transform (K = kernel_size²). Sites and positions are numbered row by
+        row.
         Padding adds no edges: a window that extends beyond the child grid has fewer children.
 
         Arguments:
@@ -242,7 +243,7 @@ class RoutingMap:
         if min(height, width, kernel_size, stride) < 1 or not 0 <= padding < kernel_size:
             raise ValueError(
                 "child_grid, kernel_size and stride must be at least 1 and padding in [0, kernel_size); "
-                f"got {height}×{width}, {kernel_size}, {stride} and {padding}"
+                f"got child_grid {height}×{width}, kernel_size {kernel_size}, stride {stride} and padding {padding}"
             )
         if min(height, width) + 2 * padding < kernel_size:
             raise ValueError(
@@ -267,14 +268,14 @@ class RoutingMap:
     def votes(
         self, pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"]
     ) -> Float[Tensor, "B J E C R N"]:
-        """Materialise all votes: ``V = pose · transform`` for every edge and parent type.
+        """Compute and return all votes: ``V = pose · transform`` for every edge and parent type.
 
         The dimension of parent types comes before the dimension of edges, so the votes for one parent type are
         contiguous in memory.
 
         Arguments:
             pose: ``[B, S, C, R, Q]``, poses of the children.
-            transform: ``[K, C, J, Q, N]``, transforms of the map.
+            transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
 
         Raises:
             ValueError: ``pose`` or ``transform`` does not fit the map, or their shapes do not fit each other.
@@ -315,18 +316,19 @@ class RoutingMap:
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
-                f"pose and transform must have the same C and Q; pose has C={pose.shape[2]}, Q={pose.shape[4]} and "
-                f"transform has C={transform.shape[1]}, Q={transform.shape[3]}"
+                "pose and transform must have the same numbers of child types (C) and columns (Q); pose has "
+                f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, Q={transform.shape[3]}"
             )
 
     def log_couplings(
         self, logits: Float[Tensor, "B J E C"], none_of_the_above: bool = False
     ) -> Float[Tensor, "B J E C"]:
-        """Compute the log-softmax of each child over its parents, which are all parent types at its parent sites.
+        """Compute the log-softmax of each child's logits over all parent types at all parent sites of the child.
 
         Arguments:
             logits: ``[B, J, E, C]``.
-            none_of_the_above: include an extra parent with logit 0 in the softmax, not in the result (leaky routing).
+            none_of_the_above: include an extra parent with logit 0 in each softmax, but not in the result (leaky
+                routing).
         """
         total = logits.logsumexp(dim=1)
         if self.most_edges != 1:
@@ -354,7 +356,7 @@ class RoutingMap:
         return values.index_select(2, self.edges_on(values.device)[:, 1])
 
     def largest_at_parents(self, values: Float[Tensor, "B J E C"]) -> Float[Tensor, "B J P"]:
-        """Compute the largest of the values from all children of each parent."""
+        """Compute the largest value among all children of each parent."""
         per_edge = values.amax(dim=3)
         per_parent = per_edge.new_full((*per_edge.shape[:2], self.parent_sites), -torch.inf)
         parent = self.edges_on(values.device)[:, 1]

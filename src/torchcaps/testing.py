@@ -1,4 +1,4 @@
-"""Tests for the routing rules of this library and for your own. Each tested property holds on every routing map.
+"""Tests for routing rules: those of this library and your own. A rule must pass each test on every routing map.
 
 A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds the three
 arguments of such a function.
@@ -20,12 +20,12 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """Arguments of a ``Routed`` function, which computes the activations of the children itself.
+    """Arguments of a ``Routed`` function. The function computes the activations of the children from their poses.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
-        transform: ``[K, C, J, Q, N]``.
-        routing_map: which child site feeds which parent site.
+        pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
     """
 
     pose: Tensor
@@ -47,7 +47,7 @@ def couplings_of_children(rule: Routed, case: Case) -> Tensor:
 
 
 def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """Check that the couplings of a child sum to 1 over all its parents, or to at most 1 with leaky routing."""
+    """Check that the couplings of a child sum to 1 over all its parents, or to less with leaky routing."""
     total = couplings_of_children(rule, case)
     reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
     reached[case.routing_map.edges[:, 0]] = True
@@ -101,7 +101,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
 
 
 def inactive_child_has_no_effect(rule: Routed, case: Case) -> None:
-    """Check that removing a child with activation 0 does not change the parents."""
+    """Check that removing children with zero poses, and so activation 0, does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
@@ -138,7 +138,7 @@ ALL = [
     inactive_child_has_no_effect,
     same_input_same_bits,
 ]
-"""Properties that need only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` take one more
+"""Tests whose arguments are only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have a third
 argument."""
 
 
@@ -162,7 +162,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
     - `torch.compile` compiles the rule to one graph, and the compiled rule gives the same values.
 
     Arguments:
-        make: creates a new rule for a layer with the given `LayerShape`, such as
+        make: function that creates a new rule for a layer with the given `LayerShape`, such as
             ``lambda layer: MyRule(layer.parent_types)``.
         rows, columns: rows and columns of the poses of children and parents.
 
@@ -186,7 +186,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
             try:
                 law(rule, case, activation)
             except Exception as error:
-                raise AssertionError(f"check of {law.__doc__} failed on the {name} map: {error}") from error
+                raise AssertionError(f"on the {name} map, this does not hold: {law.__doc__} ({error})") from error
 
 
 def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple
 
 
 def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """order of child sites"""
+    """The order of child sites does not change the parents."""
     order = torch.randperm(len(case.pose[0]), generator=torch.Generator().manual_seed(1))
     edges = case.routing_map.edges.clone()
     edges[:, 0] = torch.argsort(order)[edges[:, 0]]
@@ -206,7 +206,7 @@ def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """independence of samples"""
+    """A sample gives the same result alone as in a batch."""
     together = _run(rule, case.pose, activation, case)
     for one, right in zip(_run(rule, case.pose[1:], activation[1:], case), together, strict=True):
         torch.testing.assert_close(one, right[1:])
@@ -221,19 +221,19 @@ def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> No
 
 
 def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """zero poses"""
+    """Values and gradients are finite if all poses are zero."""
     _finite(rule, torch.zeros_like(case.pose), activation, case)
 
 
 def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """single active child"""
+    """Values and gradients are finite if only one child is active."""
     alone = torch.zeros_like(activation)
     alone[:, 0, 0] = 1
     _finite(rule, case.pose, alone, case)
 
 
 def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """child with activation 0"""
+    """A child with activation 0 has no effect."""
     if not getattr(rule, "weighs_activations", True):
         return
     silent, other = activation.clone(), case.pose.clone()
@@ -243,13 +243,13 @@ def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _bits(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """bitwise reproducibility"""
+    """Two calls with the same input give bitwise equal results."""
     first, again = (_run(rule, case.pose, activation, case) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True)), "two calls differ"
 
 
 def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """fused kernels and reference"""
+    """The fused kernels and the reference give the same values and gradients."""
     if not hasattr(rule, "backend"):
         return
     results = []
@@ -267,7 +267,7 @@ def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """gradients"""
+    """Gradients match finite differences."""
 
     def outputs(pose: Tensor, activation: Tensor, transform: Tensor) -> tuple[Tensor, ...]:
         return _run(rule, pose, activation, case._replace(transform=transform))[:2]
@@ -277,7 +277,7 @@ def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """dtypes"""
+    """The result has the dtype of the inputs."""
     for dtype, expected in ((torch.float64, torch.float64), (torch.float32, torch.float32)):
         narrow = case._replace(transform=case.transform.to(dtype))
         found = _run(rule.to(dtype), case.pose.to(dtype), activation.to(dtype), narrow)
@@ -286,7 +286,7 @@ def _dtypes(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _compiled(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """torch.compile in one graph"""
+    """torch.compile compiles the rule to one graph, which gives the same values."""
     torch.compiler.reset()
     compiled = torch.compile(rule, fullgraph=True, backend="aot_eager")
     found = compiled(Capsules(case.pose, activation), case.transform, case.routing_map)

@@ -1,4 +1,4 @@
-"""Fused kernels, which route without materialised votes, and the choice of the backend of a call."""
+"""Fused kernels, which route without storing votes, and the choice between these kernels and the reference."""
 
 import sys
 from importlib import import_module
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def cpu_instruction_sets() -> list[str]:
-    """List the instruction sets that this processor has and that the fused kernels are built for, best first.
+    """List the instruction sets that this processor has and for which the fused kernels are built, best first.
 
     The list is empty if the kernels are not built.
     """
@@ -73,7 +73,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
     Arguments:
         pose: poses of the children, ``[B, S, C, R, Q]``.
-        transform: ``[K, C, J, Q, N]``.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         dtype: dtype of the computation.
     """
     device = pose.device.type
@@ -99,7 +99,7 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 def in_onnx_export() -> bool:
     """Return whether an ONNX export is running.
 
-    Does not import torch.onnx, because the import takes longer than a typical call to a kernel.
+    This function does not import torch.onnx, because the import takes longer than a typical call of a kernel.
     """
     return "torch.onnx" in sys.modules and sys.modules["torch.onnx"].is_in_onnx_export()
 
@@ -127,4 +127,6 @@ def once(*_: Any) -> None:
     Raises:
         RuntimeError: always.
     """
-    raise RuntimeError('fused routing can be differentiated once; use backend="reference" for gradients of gradients')
+    raise RuntimeError(
+        'fused routing can be differentiated only once; use backend="reference" for gradients of gradients'
+    )

@@ -1,8 +1,8 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count the products of the reference implementation, which computes the votes only once. This computation is
-counted in the first pass, whose couplings are uniform. The fused kernels compute the votes again in each later pass,
-which is not counted.
+The formulas count the multiply-adds of the reference implementation. It computes the votes only once, and the formulas
+count this computation in the first routing iteration, which has uniform couplings. The fused kernels compute the votes
+again in each later iteration; the formulas do not count these computations.
 """
 
 import sys
@@ -53,8 +53,8 @@ def _moments_backward(
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
     """Count the FLOPs of the gradients of children and transforms.
 
-    These are: the gradients of the votes in each pass; of the activations in passes with uniform couplings; and of
-    poses and transforms.
+    The sum consists of: the gradients of the votes, for each pass; the gradients of the activations, for each pass with
+    uniform couplings; and the gradients of poses and transforms, once.
     """
     from torchcaps.kernels.moments import Record
 

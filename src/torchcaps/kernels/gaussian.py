@@ -1,5 +1,7 @@
-"""Precisions and log volumes of Gaussians in one fused step. With separate PyTorch operations, this step would take a
-tenth of the time of a pass."""
+"""Precisions and log volumes of Gaussians, computed by one kernel.
+
+Separate PyTorch operations would take a tenth of the time that a call of `Votes.moments` takes.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ def written_out(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def _strides(variance: Tensor) -> tuple[Any, Any]:
-    """Return the strides of vectors and of scalars in the layout that the kernels have given to `variance`."""
+    """Return the strides for vectors and for scalars that belong to the memory layout of `variance`."""
     by_sample = has_strides(variance, vector_strides(variance.shape, True))
     return vector_strides(variance.shape, by_sample), scalar_strides(variance.shape, by_sample)
 

@@ -22,7 +22,7 @@ Place = tuple[str, Tensor | None, Sequence[IntLikeType], Sequence[IntLikeType] |
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over children: `dtype`, or float32 if that is wider."""
+    """Return the dtype of sums over children: the wider of `dtype` and float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -39,8 +39,8 @@ def padded(count: IntLikeType, lanes: int) -> IntLikeType:
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
     """Return the strides that the CPU kernels use for ``[B, P, J, R, N]``, a tensor with one vector per parent.
 
-    The dimension along the SIMD lanes is contiguous: the memory order is ``[B, P, R, N, J]``, or ``[P, J, R, N, B]``
-    if `by_sample`.
+    The dimension along the SIMD lanes is contiguous. If the lanes hold parent types, the memory order is
+    ``[B, P, R, N, J]``. If the lanes hold samples (`by_sample`), it is ``[P, J, R, N, B]``.
     """
     batch, sites, types, rows, columns = shape
     if by_sample:
@@ -51,7 +51,7 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
 def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
     """Return the strides that the CPU kernels use for ``[B, P, J]``, a tensor with one number per parent.
 
-    The memory order is ``[B, P, J]``, or ``[P, J, B]`` if `by_sample`.
+    The memory order is ``[B, P, J]``, or ``[P, J, B]`` if the SIMD lanes hold samples (`by_sample`).
     """
     batch, sites, types, *_ = shape
     return (1, types * batch, batch) if by_sample else (sites * types, types, 1)
@@ -89,7 +89,7 @@ def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
 def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
     """Return the memory addresses of tensors, and 0 for None.
 
-    A tensor is copied first if it has other strides or is not aligned to 64 bytes.
+    A tensor is copied first if its strides are not the required ones or its memory is not aligned to 64 bytes.
 
     Arguments:
         dtype: required dtype of all tensors.

@@ -1,13 +1,15 @@
-"""Operators that compute the moments of a layer's votes without materialised votes.
+"""Operators that compute the moments of a layer's votes without storing the votes.
 
 `torchcaps.routing.votes` defines the moments. A *pass* computes the moments once; a routing rule runs one pass per
-iteration. Three operators make a differentiable pass:
+iteration. Four operators make passes differentiable:
 
-- `moments` is the forward pass. It takes tokens from `open_votes`.
-- `moments_backward` differentiates the couplings and the agreement of the pass. The backward of `moments` returns the
-  *record* of the pass as the gradient of the tokens. The gradients of children and transforms need only this record.
+- `open_votes` returns *tokens*: placeholder tensors through which autograd connects passes, children and transforms.
+- `moments` computes a pass. It takes the tokens of the pass as arguments.
+- `moments_backward` computes the gradients of the couplings and of the agreement of a pass. The backward of `moments`
+  calls it, and returns the *record* of the pass as the gradient of the tokens: a `Record` contains everything that the
+  gradients of children and transforms need.
 - `votes_backward` is the backward of `open_votes`. It receives the records of all passes, and computes the gradients of
-  children and transforms in one sweep over the votes.
+  children and transforms in one loop over the votes.
 
 docs/gradients.md derives the formulas.
 """
@@ -28,16 +30,19 @@ from torchcaps.kernels.operator import PLAIN, differentiate, operator
 class Record(NamedTuple):
     """Tensors of a pass that `votes_backward` needs. None means 0 or not computed, unless stated otherwise.
 
+    G is the number of softmaxes per child type and sample; see `Shapes`. B′ is the batch size B, rounded up to a
+    multiple of the SIMD lanes. `torchcaps.capsules` explains the other dimension letters.
+
     Arguments:
-        constant, linear, quadratic, centre: tensors of the agreement.
-        log_sums: ``[padded B, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None
-            if the couplings are uniform, that is, all couplings of a child are equal.
-        coupling_grads: ``[padded B, G, C]``: γ = Σ_j c_ij u_ij, where u_ij is the gradient of the weight
-            w_ij = a_i c_ij. None if the couplings are treated as constants.
-        mean: means of the votes, ``[B, P, J, R, N]``.
-        log_mass: logarithm of the mass, ``[B, P, J]``; ∞ for a parent whose children all have activation 0.
+        constant, linear, quadratic, centre: tensors of the `Agreement` of the pass.
+        log_sums: ``[B′, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None if the
+            couplings are uniform, that is, all couplings of a child are equal.
+        coupling_grads: ``[B′, G, C]``: for each softmax, the sum over its parents of coupling times gradient of the
+            weight. A weight is activation times coupling. None if the couplings are treated as constants.
+        mean: ``[B, P, J, R, N]``, means of the votes.
+        log_mass: ``[B, P, J]``, logarithm of the mass; ∞ for a parent whose children all have activation 0.
         mass_grad, mean_grad, variance_grad: gradients of the outputs of the pass.
-        offset: Σ variance · variance_grad, ``[B, P, J]``.
+        offset: ``[B, P, J]``, variance times variance_grad, summed over the elements of a vote.
     """
 
     constant: Tensor | None = None
@@ -57,7 +62,7 @@ class Record(NamedTuple):
 def shapes_of(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
 ) -> "Shapes":
-    """Return `Shapes`, cached if no size is symbolic."""
+    """Return the `Shapes` for these arguments, from a cache if no size is symbolic."""
     expect_one_device(pose, edge_lists)
     sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
     plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
@@ -69,7 +74,7 @@ class Shapes:
     """Shapes of all inputs and outputs of the operators, and strides of the tensors that are not contiguous.
 
     G is the number of softmaxes per child type and sample: one per child site, or one per edge if only the types at the
-    same parent site compete (`types`). On a GPU, `lanes` is 1.
+    same parent site compete (`types`). `lanes` is the number of SIMD lanes of the CPU, and 1 on a GPU.
     """
 
     def __init__(
@@ -106,15 +111,15 @@ _kept = lru_cache(maxsize=256)(Shapes)
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
     """Return whether the SIMD lanes of the CPU hold samples rather than parent types.
 
-    Lanes hold samples if each child site has its own transforms, because several samples then share each read of a
-    transform. They also hold samples if parent types would leave many lanes empty, and the parents of a child fit into
-    the cache. While a graph is traced, the choice does not depend on the batch size, so the size may vary.
+    Lanes hold samples if each child site has its own transforms: several samples then share each read of a transform.
+    Lanes also hold samples if parent types would leave many lanes empty, and the parents of a child fit into the cache.
+    While a graph is traced, the choice does not depend on the batch size, so that the graph fits every batch size.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``.
-        transform: ``[K, C, J, Q, N]``.
-        own_transforms: whether every transform is used by one child site only.
-        most_edges: largest number of edges of a child site.
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        own_transforms: whether every transform is used by only one child site.
+        most_edges: largest number of edges that start at one child site.
     """
     if own_transforms or pose.device.type != "cpu":
         return own_transforms
@@ -125,7 +130,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
-    """Run an operator in Triton. The first call imports Triton."""
+    """Run an operator as Triton kernels. The first call imports Triton."""
     from torchcaps.kernels.gpu import moments as gpu
 
     return getattr(gpu, name)(*arguments)
@@ -186,9 +191,9 @@ def moments(
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     uniform: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums as in `Record`.
+    """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums; see `Record`.
 
-    Gradients of pose, activation and transform flow through the tokens only. ``uniform`` makes all couplings of a child
+    Gradients reach pose, activation and transform only through the tokens. ``uniform`` makes all couplings of a child
     equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to
     each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
     """
@@ -229,7 +234,7 @@ def moments_backward(
     mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
     agreement_grads: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute coupling_grads and offset as in `Record`, and the gradients of constant, linear, quadratic and centre.
+    """Compute coupling_grads and offset (see `Record`), and the gradients of constant, linear, quadratic and centre.
 
     Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
     the couplings are constants, and only the offset is computed.
@@ -276,9 +281,8 @@ def votes_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of pose, activation and transform from the records of all passes.
 
-    If activation is None, its gradient is an empty tensor.
-
-    ``records`` concatenates the entries of all `Record`s, with an empty tensor for None.
+    If activation is None, its gradient is an empty tensor. ``records`` concatenates the tensors of all `Record`s, with
+    an empty tensor for None.
     """
     children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
     outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
@@ -326,7 +330,7 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the tokens of all passes, one per pass and entry of a `Record`. All are expanded from one number."""
+    """Return the tokens of all passes: one tensor per pass and field of `Record`, with memory for one number each."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 

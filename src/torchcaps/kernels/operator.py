@@ -16,7 +16,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Return whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass has to see the call."""
+    """Return whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass must intercept the call."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -30,12 +30,12 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a CPU function to define the operator ``torchcaps::NAME`` with the function's name.
 
-    A call has less overhead than a call of a `torch.library.custom_op`, whose checks take longer than the kernels need
-    for one image. If nothing needs PyTorch's dispatcher, the function is called directly, which reduces the overhead
-    further.
+    Calling the operator has less overhead than calling a `torch.library.custom_op`, whose checks take longer than the
+    kernels need for one image. If nothing needs PyTorch's dispatcher, the CPU function is called directly, which has
+    even less overhead.
 
     Arguments:
-        like: function for fake tensors. It has the same arguments and returns uninitialised outputs.
+        like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
         on_gpu: implementation for CUDA.
     """
 
@@ -63,6 +63,6 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
         name: name of the operator, without the namespace.
         backward: function that takes the context and the gradients of the outputs, and returns the gradients of the
             inputs.
-        keep: function that takes the context, the inputs and the output, and saves what ``backward`` needs.
+        keep: function that takes the context, the inputs and the output. It saves what ``backward`` needs.
     """
     torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)

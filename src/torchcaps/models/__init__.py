@@ -64,7 +64,7 @@ def routing_of(
     Arguments:
         model: a key of `MODELS`.
         options: keyword arguments of the model's class.
-        routing_options: options of the rule, which replace the options that the model gives to its rule.
+        routing_options: options of the rule. They replace the options that the model passes to its rule.
 
     Raises:
         BadInput: the model, the rule or an option of the rule is unknown; or ``routing_options`` are given for a model
@@ -91,7 +91,7 @@ def _kind(name: str) -> type[nn.Module]:
 
 
 def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Module:
-    """Create a model. Turn any error into a one-line message that names the model.
+    """Create a model, or raise an error with a one-line message that names the model.
 
     Arguments:
         name: name of the model in error messages.
@@ -110,7 +110,8 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     for key, values in counts.items():
         least = 0 if key in parameters and parameters[key].default == 0 else 1
         if not values or min(values) < least:
-            raise BadInput(f"model {name}: {key} is {options[key]}; every value must be at least {least}")
+            subject = key if isinstance(options[key], int) else f"every number of {key}"
+            raise BadInput(f"model {name}: {subject} must be at least {least}; got {options[key]}")
     try:
         return kind(**options)
     except BadInput:

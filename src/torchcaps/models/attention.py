@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.decoder import prediction_of
-from torchcaps.layers import CapsuleLayer, ConvCaps, PrimaryCaps
+from torchcaps.layers import CapsuleLayer, ConvCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import AttentionRouting, Routing, with_defaults
 from torchcaps.routing_map import RoutingMap
 
@@ -25,9 +26,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
     1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with one transform per
-    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. Here the sigmoid of
-    this score is the activation. With the loss `activation_logit_cross_entropy`, the network trains on the paper's
-    cross-entropy. Layers are routed one after the other ("sequential" in the paper).
+    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. Here the activation of
+    the class capsule is the sigmoid of this score. With the loss `activation_logit_cross_entropy`, the network trains
+    on the paper's cross-entropy. Layers are routed one after the other ("sequential" in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses
@@ -81,7 +82,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
         for lower in (self.first_capsules, self.second_capsules):
             if isinstance(lower.routing, AttentionRouting):
-                lower.routing.score.requires_grad_(False)  # no layer uses their activations
+                lower.routing.score.requires_grad_(False)  # the next layer does not use the activations
         for layer, children in ((self.first_capsules, 9), (self.second_capsules, 9), (self.class_capsules, sites)):
             parents = layer.transform.shape[2]
             nn.init.normal_(layer.transform, std=math.sqrt(parents / (pose_side * types * children)))

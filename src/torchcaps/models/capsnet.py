@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction, wide
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.decoder import Decoder, prediction_of
-from torchcaps.layers import DenseCaps, PrimaryCaps
+from torchcaps.layers import DenseCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing
 
 
@@ -34,10 +35,10 @@ class CapsNet(nn.Module, Pretrained):
             options).
         im2col: compute convolutions as matrix products (`Im2colConv2d`). On some CPUs this is twice as fast in float32,
             but it needs 3 MB more memory per 28×28 image. It cannot be combined with ``stem``.
-        stem: replace the convolution with four (one 5×5, then three 3×3), each followed by BatchNorm and ReLU. Their
-            output channels are 1/4, 1/2, 1/2 and all of ``convolution_channels``, and the second and fourth convolution
-            have stride 2. The kernels of the primary capsules are then 3×3 with stride 1. A primary capsule sees 23×23
-            pixels instead of 17×17, and all layers up to the primary capsules have a fifth of the weights.
+        stem: replace the convolution with four convolutions (one 5×5, then three 3×3), each followed by BatchNorm and
+            ReLU. They have 1/4, 1/2, 1/2 and all of ``convolution_channels`` as output channels, and the second and
+            fourth have stride 2. The kernels of the primary capsules are then 3×3 with stride 1. A primary capsule sees
+            23×23 pixels instead of 17×17. Up to the primary capsules, the network has a fifth of the weights.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
@@ -69,8 +70,8 @@ class CapsNet(nn.Module, Pretrained):
         if stem:
             if convolution_channels % 4 or im2col:
                 raise ValueError(
-                    f"convolution_channels is {convolution_channels} and im2col is {im2col}: with a stem, use a "
-                    "multiple of 4 and im2col=False"
+                    f"convolution_channels is {convolution_channels} and im2col is {im2col}: with stem=True, use a "
+                    "multiple of 4 as convolution_channels, and im2col=False"
                 )
             self.convolution = _stem(channels, convolution_channels)
             self.primary_capsules = PrimaryCaps(convolution_channels, primary_types, primary_pose_size, 3)
@@ -114,8 +115,8 @@ class BaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the CapsNet paper: three 5×5 convolutions and two hidden linear layers.
 
     Sabour, Frosst & Hinton 2017, section 5: convolutions with 256, 256 and 128 channels, linear layers with 328 and
-    192 units, dropout, and softmax cross-entropy. The convolutions keep the image size (padding 2): only then does the
-    network have the paper's 35.4M parameters (35,445,522).
+    192 units, dropout, and softmax cross-entropy. Padding 2 keeps the image size; only then does the network
+    have the paper's 35.4M parameters (35,445,522).
 
     Arguments:
         image_shape: (channels, height, width).

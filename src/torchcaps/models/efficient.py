@@ -19,10 +19,9 @@ class EfficientCapsNet(nn.Module, Pretrained):
     """Efficient-CapsNet: four convolutions, 16 primary capsules, class capsules with self-attention routing, decoder.
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
-    by ReLU and BatchNorm → a depthwise convolution with a kernel as large as the feature map, whose output forms 16
-    primary capsules of 8-D → one 16-D capsule per class.
-    The length of a class capsule is the score of the class. On MNIST the network has 161,824 parameters without the
-    decoder.
+    by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map; its output forms 16 primary
+    capsules of 8-D → one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
+    network has 161,824 parameters without the decoder.
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11 pixels.

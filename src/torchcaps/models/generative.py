@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import check_choice
 from torchcaps.decoder import prediction_of
-from torchcaps.layers import CapsuleLayer, PrimaryCaps
+from torchcaps.layers import CapsuleLayer
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing
 from torchcaps.routing_map import RoutingMap
 
@@ -21,13 +22,13 @@ from torchcaps.routing_map import RoutingMap
 class GenerativeCapsNet(nn.Module, Pretrained):
     """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
-    Heinsen 2019, section 4.1: the image with two more channels for the coordinates of its pixels → six blocks of
+    Heinsen 2019, section 4.1: image, with two channels added that contain the coordinates of the pixels → six blocks of
     BatchNorm, convolution 3×3 without padding and SiLU → BatchNorm, primary capsules 1×1 → part capsules → one capsule
     per class. Every second block has stride 2. For each part capsule, all primary capsules share one transform. All
     poses are 4×4. The score of a class is the activation of its capsule. With the loss
     `activation_logit_cross_entropy`, the network trains on the paper's cross-entropy. On stereo images with five
-    classes the network has 265,416 parameters; the paper reports 272 thousand parameters, of which 6,144 are biases of
-    the votes.
+    classes the network has 265,416 parameters; the paper reports 272 thousand, including 6,144 biases of votes, which
+    are left out here.
 
     Arguments:
         image_shape: (channels, height, width); at least 29×29 pixels, or 1×1 with padding.

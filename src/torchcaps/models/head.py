@@ -10,23 +10,25 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction
 from torchcaps.checks import check_sizes, described
 from torchcaps.decoder import prediction_of
-from torchcaps.layers import ClassCaps, PrimaryCaps, truncated_normal_
+from torchcaps.layers import ClassCaps, truncated_normal_
+from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
 
 SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
-"""Rules whose parents are sums of votes. The initial sums must be small, however many children there are: long sums
-saturate the squash, and then nothing is learned."""
+"""Rules whose parents are sums of votes. The initial sums must be short for any number of children: long sums saturate
+the squash, and then the network does not learn."""
 
 
 class CapsuleHead(nn.Module):
-    """Matrix capsules on the feature maps of any network: primary capsules and class capsules.
+    """Primary capsules and class capsules on the feature maps of any network.
 
-    The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear function of the features gives the
-    poses of the primary capsules, and their activations if the routing rule uses them. BatchNorm follows. The class
-    capsules share their transforms over all positions and see where each child is (Coordinate Addition, from -1/2 to
-    1/2), so the number of parameters does not depend on the size of the feature map. The fused kernels store no votes,
-    so large maps need little memory. The score of a class is the activation of its capsule. With the default rule,
-    train on `torchcaps.losses.activation_logit_cross_entropy`.
+    The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear function of the features and BatchNorm
+    give the poses of the primary capsules. If the routing rule uses activations, another linear function with BatchNorm
+    gives the activations. All positions share the transforms of the class capsules, so the number of parameters does
+    not depend on the size of the feature map. Coordinate Addition adds the position of each child to its votes, in
+    coordinates from -1/2 to 1/2. The fused kernels store no votes, so large feature maps need little memory. The score
+    of a class is the activation of its capsule. With the default rule, train on the loss
+    `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
@@ -85,10 +87,10 @@ class CapsuleHead(nn.Module):
             *(channels, types, pose_size, 1),
             bias=False,
             squash_form="none",
-            activation="sigmoid"
-            if getattr(rule, "weighs_activations", True)
-            else "length",  # DistributedDataParallel waits for each gradient
-            normalise="affine" if isinstance(rule, SUMMING) else "plain",  # only with an offset do p and -p differ
+            # DistributedDataParallel would wait for the gradients of weights whose activations the rule does not use.
+            activation="sigmoid" if getattr(rule, "weighs_activations", True) else "length",
+            # With sums of votes, poses p and -p give the same scores unless a learned offset is added.
+            normalise="affine" if isinstance(rule, SUMMING) else "plain",
         )
 
     def forward(
@@ -104,8 +106,8 @@ class CapsuleHead(nn.Module):
         if tuple(features.shape[1:]) != self.features_shape:
             expected = ", ".join(map(str, self.features_shape))
             raise ValueError(
-                f"features must be [B, {expected}]; got {described(features)}: create the head with the features_shape "
-                "of your network"
+                f"features must be [B, {expected}]; got {described(features)}: create the head with the shape of "
+                "these features as features_shape"
             )
         if len(self.features_shape) == 1:
             features = features[:, :, None, None]

@@ -6,7 +6,7 @@ from torchcaps.errors import BadInput
 
 
 def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Return the shape (channels, height, width), after checking that the network's kernels fit into the image.
+    """Check that a network's kernels fit into images of a shape, and return the shape (channels, height, width).
 
     Arguments:
         network: name of the network in the error message.
@@ -22,6 +22,6 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
     if min(height, width) < smallest:
         raise BadInput(
             f"images of {height}×{width} are too small for {network}: its kernels need at least "
-            f"{smallest}×{smallest}; resize them (data.image_size={smallest} or more)"
+            f"{smallest}×{smallest}; resize the images (data.image_size={smallest} or more)"
         )
     return channels, height, width

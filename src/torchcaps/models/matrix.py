@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction, wide
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
-from torchcaps.layers import ClassCaps, ConvCaps, PrimaryCaps, truncated_normal_
+from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing, with_defaults
 
 Size = Literal["small", "base"]
@@ -41,20 +42,19 @@ class MatrixCapsNet(nn.Module, Pretrained):
         num_classes: number of classes.
         size: output channels of the convolution, then capsule types of the next three layers: ``small`` for (64, 8, 16,
             16), ``base`` for (32, 32, 32, 32).
-        widths: four numbers (A, B, C, D) to use instead of the numbers of ``size``.
+        widths: four numbers (A, B, C, D) that replace the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
-        stem: number of extra 3×3 convolutions after the first convolution, which keep its channels and resolution. With
-            a stem or with ``normalise``, BatchNorm follows every convolution.
+        stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, these keep channels
+            and resolution. With a stem or with ``normalise``, BatchNorm follows every convolution.
         stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
-            channels, and the first ConvCaps layer has stride 1. This reduces the number of primary capsules to a
-            quarter.
+            channels, and the first ConvCaps layer has stride 1. The network then has a quarter of the primary capsules.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
             options). For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
             ``initial_beta_a=-15``.
-        class_temperature_factor: factor on the inverse temperature λ of the class capsules, only for ``"em"``; 1/4 in
-            the authors' code.
+        class_temperature_factor: factor by which the inverse temperature λ of the class capsules is multiplied, only
+            for ``"em"``; 1/4 in the authors' code.
         primary_initial_std: standard deviation of the initial weights that compute the poses of the primary capsules;
             None for PyTorch's default. The authors' code uses 0.5.
         activation_initial_std: standard deviation of the initial weights that compute the activations of the primary
@@ -110,8 +110,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         if class_temperature_factor != 1:
             if not isinstance(routing, Routing) or routing.name != "em":
                 raise BadInput(
-                    f"class_temperature_factor is {class_temperature_factor}: leave it at 1, or select routing 'em' by "
-                    "name"
+                    f"class_temperature_factor is {class_temperature_factor}: use 1, or a routing with the name 'em', "
+                    "such as routing='em'"
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)
@@ -202,8 +202,8 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the matrix capsule paper: two 5×5 convolutions with max-pooling and a hidden linear layer.
 
     Hinton, Sabour & Frosst 2018, section 5: convolutions with 32 and 64 channels, each followed by 2×2 max-pooling; a
-    linear layer with 1024 units; dropout; and softmax cross-entropy. The convolutions keep the image size (padding 2):
-    only then does the network have the paper's 4.2M parameters on 32×32 stereo images (4,253,349).
+    linear layer with 1024 units; dropout; and softmax cross-entropy. Padding 2 keeps the image size; only then does
+    the network have the paper's 4.2M parameters on 32×32 stereo images (4,253,349).
 
     Arguments:
         image_shape: (channels, height, width); at least 4×4 pixels.

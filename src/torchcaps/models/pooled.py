@@ -1,4 +1,4 @@
-"""A CNN and a capsule network with the same convolutional trunk: Su 2018.
+"""A CNN and a capsule network with the same convolutions: Su 2018.
 
 Both networks give one independent score per class and accept images of any size. They differ only in how they combine
 positions: the CNN by global average pooling, the capsule network by shared capsules.

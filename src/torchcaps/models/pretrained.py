@@ -1,4 +1,4 @@
-"""Saving and loading of networks: weights as safetensors, and everything else that affects the output as JSON."""
+"""Saving and loading of networks: weights as safetensors, and all other settings that affect the output as JSON."""
 
 import functools
 import hashlib
@@ -33,7 +33,7 @@ class SavedConfig(NamedTuple):
         format: version of the file format; always 4.
         model: name of the network in `MODELS`.
         options: all constructor arguments except ``routing``.
-        routing: for each layer that has a rule, its name in `ROUTINGS` and its options.
+        routing: for each layer that has a rule, the name of the rule in `ROUTINGS` and the options of the rule.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
         images: preparation of images and class names, as saved by `Classifier`; None if the network was saved without
             them.
@@ -50,8 +50,8 @@ class SavedConfig(NamedTuple):
 class Pretrained:
     """Mixin that adds `save_pretrained`, `from_pretrained` and `push_to_hub` to a network.
 
-    The mixin keeps all constructor arguments except ``routing`` in the attribute ``options``. These arguments must be
-    plain data: numbers, strings and lists. The routing rule of each layer is saved separately.
+    The attribute ``options`` contains all constructor arguments except ``routing``. These arguments must be numbers,
+    strings or lists. The routing rule of each layer is saved separately.
 
     Example:
         >>> from torchcaps import PooledCapsNet
@@ -165,14 +165,14 @@ class Pretrained:
 
 
 def model_name(kind: type) -> str:
-    """Return the name of a network class in `MODELS`, or the class name if it is not in the table."""
+    """Return the name of a network class in `MODELS`, or the name of the class if `MODELS` does not contain it."""
     from torchcaps.models import MODELS
 
     return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """Return the path of a local folder. Download other sources from the Hugging Face Hub first.
+    """Return the path of a folder. If ``source`` is a repository on the Hugging Face Hub, download it first.
 
     Raises:
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
@@ -181,7 +181,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
     if folder.is_dir():
         return folder
     if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
-        raise BadInput(f"{source}: no such folder; use one written by `torchcaps train` or save_pretrained")
+        raise BadInput(f"{source}: no such folder; use a folder written by `torchcaps train` or save_pretrained")
     from huggingface_hub import snapshot_download
 
     try:
@@ -189,11 +189,14 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
         return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
     except Exception as error:  # the client of the Hub raises its own errors and errors of three HTTP libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BadInput(f"{source}: neither a folder nor a readable repository on the Hub ({reason})") from error
+        raise BadInput(
+            f"{source}: neither a folder nor a readable repository on the Hub ({reason}): check the name, the "
+            "token and the network connection"
+        ) from error
 
 
 def read_config(folder: Path) -> SavedConfig:
-    """Read config.json from a folder, and check that it is complete and that its entries have the right types.
+    """Read config.json from a folder. Check that no entry is missing and that all entries have the right types.
 
     Raises:
         BadInput: config.json or model.safetensors is missing, or config.json is damaged.
@@ -239,7 +242,7 @@ def _rules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """Return the rule's name in `ROUTINGS` and its options, or None if it has no name or no ``saved_options``."""
+    """Return the rule's name in `ROUTINGS` and its options; None if the rule has no name or no ``saved_options``."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
     options = getattr(rule, "saved_options", None)
     return None if name is None or options is None else {"rule": name, "options": _plain(name, options)}
@@ -263,17 +266,19 @@ def _saved_rules(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
-    """Give every layer its saved rule, unless the rule was replaced by another routing in ``change``."""
+    """Give every layer its saved rule, unless ``change`` is another rule."""
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
-        problem = "lacks the layer" if layer in layers else "names a layer, but the network has no layer"
-        raise BadInput(f"{path}: routing {problem} {layer!r}; save the network again")
+        problem = "lacks the layer" if layer in layers else "contains a layer that the network does not have,"
+        raise BadInput(f"{path}: routing {problem} {layer!r}: save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])
         if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
-            raise BadInput(f"{entry} must have options and a rule, one of {', '.join(ROUTINGS)}")
+            raise BadInput(
+                f"{entry} must have options and a rule, one of {', '.join(ROUTINGS)}: save the network again"
+            )
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
         check_options(entry, rule["options"], kinds_of(kind))
@@ -324,7 +329,7 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
             f"the weights in {path} do not fit this {type(model).__name__}: {different[0]} must be {sizes[1]}; "
             f"got {sizes[0]}: use the options that the network was saved with"
         )
-    # Tensors that share the file's buffer may be unaligned, and the kernels would copy them in every call.
+    # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)
 
@@ -338,7 +343,9 @@ def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return json.loads(json.dumps(dict(options), default=_number))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{owner} has an option that cannot be saved ({error}): use numbers, strings, lists") from error
+        raise BadInput(
+            f"{owner} has an option that cannot be saved ({error}): use numbers, strings and lists"
+        ) from error
 
 
 def _number(value: Any) -> Any:

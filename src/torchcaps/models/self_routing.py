@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
 from torchcaps.decoder import prediction_of
-from torchcaps.layers import ConvCaps, DenseCaps, PoseNorm, PrimaryCaps
+from torchcaps.layers import ConvCaps, DenseCaps
 from torchcaps.models.image_shape import check_image_shape
 from torchcaps.models.pretrained import Pretrained
+from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import Routing
 
 
@@ -20,20 +21,20 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
     channels → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps 3×3, each with BatchNorm on its poses →
     one capsule per class, with one transform per position. Every second convolution has stride 2. The score of a class
-    is the activation of its capsule. The paper trains on the log of the activations, as the loss
-    `activation_cross_entropy` does. The network has 856,064 parameters on 32×32 stereo images with five classes.
+    is the activation of its capsule. With the loss `activation_cross_entropy`, the network trains on the log of the
+    activations, as in the paper. The network has 856,064 parameters on 32×32 stereo images with five classes.
 
-    The authors' class capsules have no poses. Here they have poses of length 1, because every layer has transforms.
-    The transforms of these poses are 40,960 of the parameters. The loss does not depend on them.
+    The authors' class capsules have no poses. Here their poses have one element, because every layer has transforms.
+    The transforms that compute these poses have 40,960 parameters. The loss does not depend on these parameters.
 
     Arguments:
         image_shape: (channels, height, width); at least 5×5 pixels.
         num_classes: number of classes.
         width: output channels of the first convolution.
         types: number of capsule types in every layer except the last.
-        pose_size: length of a pose.
+        pose_size: number of elements of a pose, except in the class capsules.
         capsule_layers: number of ConvCaps layers between the primary and the class capsules.
-        class_pose_size: length of a class capsule's pose.
+        class_pose_size: number of elements of a class capsule's pose.
         routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
             options).
 

@@ -19,19 +19,21 @@ from torchcaps.routing import Routing
 
 
 class TimmCapsNet(nn.Module, Pretrained):
-    """Capsules on the feature maps of any network of timm (Wightman 2019), trained or frozen.
+    """Capsule network whose backbone is any network of timm (Wightman 2019).
 
-    The input is images with pixels in [0, 1]; the network subtracts the mean and divides by the standard deviation with
-    which timm trained the backbone. Needs ``pip install 'torchcaps[timm]'``. The initial weights are random; see
-    `load_backbone` for trained ones.
+    The capsules are a `CapsuleHead` on a feature map of the backbone. The input is images with pixels in [0, 1]; the
+    network subtracts the mean and divides by the standard deviation with which timm trained the backbone. The class
+    needs ``pip install 'torchcaps[timm]'``. The initial weights of the backbone are random; `load_backbone` loads
+    trained weights.
 
     Arguments:
         image_shape: (channels, height, width). timm adapts the first convolution to the number of channels.
         num_classes: number of classes.
         backbone: name of a network of timm, such as ``resnet18`` or ``convnext_tiny.fb_in22k``.
-        stride: image pixels per position of the feature map, along each side. The last feature map with this stride is
-            used.
-        freeze_backbone: train only the capsules. The backbone keeps its weights and its BatchNorm statistics.
+        stride: distance between neighbouring positions of the feature map, in image pixels. The last feature map with
+            this stride is used.
+        freeze_backbone: train only the capsules. Training changes neither the weights nor the BatchNorm statistics of
+            the backbone.
         types: number of capsule types of the primary capsules.
         routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
             options); see `CapsuleHead`.
@@ -64,7 +66,7 @@ class TimmCapsNet(nn.Module, Pretrained):
     ) -> None:
         super().__init__()
         channels, height, width = check_image_shape("TimmCapsNet", image_shape, smallest=1)
-        # On the CPU also under torch.device("meta"): timm computes constants of some networks from tensors.
+        # While timm creates a network, it may read values of tensors. Tensors on the meta device have no values.
         with torch.device("cpu"):
             self._recreate = _features_of(backbone, stride, (channels, height, width))
             self.backbone = _created(backbone, self._recreate)
@@ -100,11 +102,13 @@ class TimmCapsNet(nn.Module, Pretrained):
         name = self.options["backbone"]
         described, file = (source, Path(source)) if source != "timm" else _download(name)
         if not file.is_file() or file.suffix != ".safetensors":
-            raise BadInput(f"{file} is not a .safetensors file: give one with the weights of {name}, or timm")
+            raise BadInput(
+                f"{file} is not a .safetensors file: give a file with the weights of {name}, or timm to download them"
+            )
         overlay = {"file": str(file), "hf_hub_id": None, "url": ""}
         options = {**self._recreate, "pretrained": True, "pretrained_cfg_overlay": overlay}
         whole = {key: value for key, value in options.items() if key not in ("features_only", "out_indices")}
-        _created(name, whole, str(file))  # timm checks the names of all weights only here
+        _created(name, whole, str(file))  # timm checks the names of the weights only for a whole network
         self.backbone.load_state_dict(_created(name, options, str(file)).state_dict())
         return f"the backbone has the weights of {described}"
 
@@ -126,8 +130,8 @@ class TimmCapsNet(nn.Module, Pretrained):
         except (AssertionError, RuntimeError, ValueError) as error:
             *_, height, width = self.backbone.default_cfg["input_size"]
             raise BadInput(
-                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): timm "
-                f"trained it on {height}×{width}, such as data.image_size={height}"
+                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): use "
+                f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
         self.backbone.train()
         return tuple(shape)
@@ -149,7 +153,7 @@ def _timm() -> Any:
 
 
 def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the arguments of `timm.create_model` for the feature map with a stride."""
+    """Return the arguments of `timm.create_model` for the feature map with the given stride."""
     timm = _timm()
     name = backbone.partition(".")[0]
     if not timm.is_model(name):
@@ -166,8 +170,9 @@ def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) 
     found = getattr(_created(backbone, options), "feature_info", None)
     strides = [level["reduction"] for level in found or []]
     if stride not in strides:
-        known = ", ".join(map(str, sorted(set(strides)))) or "none"
-        raise BadInput(f"backbone {backbone} has no feature map with stride {stride}; its strides: {known}")
+        known = ", ".join(map(str, sorted(set(strides))))
+        cure = f"use one of the strides {known}" if known else "use another backbone"
+        raise BadInput(f"backbone {backbone} has no feature map with stride {stride}: {cure}")
     last = max(index for index, other in enumerate(strides) if other == stride)
     return {**options, "features_only": True, "out_indices": (last,)}
 
@@ -176,8 +181,11 @@ def _created(backbone: str, options: dict[str, Any], source: str = "") -> nn.Mod
     try:
         return _timm().create_model(backbone, **options)
     except (AssertionError, RuntimeError, ValueError, TypeError, LookupError, OSError, SafetensorError) as error:
-        what = f"{source} has no weights for {backbone}" if source else f"timm cannot create {backbone} with {options}"
-        raise BadInput(f"{what} ({_line(error)})") from error
+        if source:
+            cure = "give a file with the weights of this network"
+            raise BadInput(f"{source} has no weights for {backbone} ({_line(error)}): {cure}") from error
+        cure = "use another backbone or image size"
+        raise BadInput(f"timm cannot create {backbone} with {options} ({_line(error)}): {cure}") from error
 
 
 def _download(backbone: str) -> tuple[str, Path]:
@@ -190,4 +198,5 @@ def _download(backbone: str) -> tuple[str, Path]:
     try:
         return config.hf_hub_id, Path(hf_hub_download(config.hf_hub_id, "model.safetensors"))
     except Exception as error:  # the client of the Hub raises its own errors and those of three HTTP libraries
-        raise BadInput(f"{config.hf_hub_id} cannot be downloaded from the Hub ({_line(error)})") from error
+        reason = f"{config.hf_hub_id} cannot be downloaded from the Hugging Face Hub ({_line(error)})"
+        raise BadInput(f"{reason}: check the network connection, or give a .safetensors file") from error

@@ -1,4 +1,4 @@
-"""Input and output of one pass over the votes: `Agreement` and `Moments`."""
+"""Input and output of `Votes.moments`: `Agreement` and `Moments`."""
 
 from typing import Literal, NamedTuple
 
@@ -13,10 +13,11 @@ class Agreement(NamedTuple):
 
     ::
 
-        logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre, sums over the elements of a vote
+        logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre
 
-    A softmax over the parents of a child turns the child's logits into couplings. A part that is None counts as 0; if
-    all parts are None, the couplings are uniform.
+    V is the vote of a child for a parent. The sums run over the elements of the vote. A softmax over the parents of a
+    child turns the child's logits into couplings. An argument that is None counts as 0; if all are None, all couplings
+    of a child are equal.
 
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types.
@@ -35,7 +36,9 @@ class Agreement(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Mass, mean and variance of the votes for each parent. A vote has weight ``a_i c_ij``: activation · coupling.
+    """Mass, mean and variance of the votes for each parent.
+
+    The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
     The mean and the variance from the fused kernels may not be contiguous, and elementwise operations keep the memory
     layout of their input. Use ``reshape`` or ``flatten`` instead of ``view``.

@@ -32,7 +32,7 @@ class AttentionRouting(Rule):
         pose_size: number of elements of a parent's pose (D), rows times columns.
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at
-            each site, as in the authors' code.
+            each parent site, as in the authors' code.
 
     Raises:
         ValueError: ``pose_size`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown.
@@ -64,7 +64,7 @@ class AttentionRouting(Rule):
         return cls(math.prod(layer.parent_pose_shape), **options)
 
     def route(self, votes: Votes) -> Capsules:
-        """Compute normalised poses and their activations in (0, 1)."""
+        """Compute the parents: poses normalised by LayerNorm, and activations in (0, 1)."""
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement, variance=False)

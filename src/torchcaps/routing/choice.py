@@ -1,4 +1,4 @@
-"""Selection of a routing rule by name: the table of rules, and `Routing`, a name with options."""
+"""The table of all routing rules by name, and `Routing`: the name of a rule with options."""
 
 import inspect
 import math
@@ -76,7 +76,7 @@ class Routing:
 
 
 def routing_options(name: str) -> dict[str, Any]:
-    """Map the name of each option of a rule in `ROUTINGS` to its annotated type."""
+    """Map the name of each option of a rule in `ROUTINGS` to the annotated type of the option."""
     rule = ROUTINGS[name]
     arguments = inspect.signature(rule).parameters.values()
     options = {argument.name for argument in arguments if argument.default is not argument.empty}
@@ -109,8 +109,8 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
         return ROUTINGS[routing.name].for_layer(layer, **routing.options)  # type: ignore[attr-defined]
     if not isinstance(routing, nn.Module):
         raise ValueError(
-            f"routing must be a rule, such as DynamicRouting(), a Routing, or a name from {', '.join(ROUTINGS)}; "
-            f"got {described(routing)}"
+            "routing must be a rule, such as DynamicRouting(); a Routing, such as Routing('em'); or one of the names "
+            f"{', '.join(ROUTINGS)}; got {described(routing)}"
         )
     own = {"parent_types": getattr(routing, "parent_types", layer.parent_types)} | getattr(routing, "saved_options", {})
     for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
@@ -118,6 +118,7 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
         if made_for != size:
             raise ValueError(
                 f"routing is a rule ({type(routing).__name__}) made for {name}={made_for}, but the layer has "
-                f"{name}={size}: make the rule for this layer, or pass its name so that each layer creates its own"
+                f"{name}={size}: make the rule for this layer, or pass the name of the rule, such as 'em', so that "
+                "each layer creates its own rule"
             )
     return routing

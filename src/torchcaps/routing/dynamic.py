@@ -62,7 +62,7 @@ def dynamic_routing(
     return_couplings: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
-    """Compute parents by dynamic routing: a child counts most for the parents that agree with its votes.
+    """Compute parents by dynamic routing: a child has large couplings to the parents that agree with its votes.
 
     Sabour, Frosst & Hinton 2017 (arXiv 1710.09829), procedure 1::
 
@@ -77,9 +77,9 @@ def dynamic_routing(
     wider dtype of ``pose`` and ``transform``; autocast has no effect.
 
     Arguments:
-        pose: ``[B, S, C, R, Q]``, poses of the children.
-        transform: ``[K, C, J, Q, N]``, transforms of the map.
-        routing_map: which child site feeds which parent site.
+        pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
         logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the agreement of the
             latest iteration.
@@ -89,10 +89,11 @@ def dynamic_routing(
             uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
             iteration as constants.
-        leaky: include a "none of the above" parent with logit 0 in the softmax, as in the paper's CIFAR-10 network.
-        return_couplings: also return the couplings of the last iteration.
-        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
-            ``auto``: fused if the kernels can run.
+        leaky: include a "none of the above" parent with logit 0 in each softmax, as in the paper's CIFAR-10 network.
+        return_couplings: also return the couplings of the last iteration. If the couplings need a gradient, computing
+            them stores all votes, also with ``backend="fused"``.
+        backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
+            operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Returns:
         Capsules with pose ``[B, P, J, R, N]`` and the length of the pose as activation. With ``return_couplings``, also
@@ -172,9 +173,9 @@ class DynamicRouting(nn.Module):
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
             iteration as constants.
-        leaky: include a "none of the above" parent with logit 0 in the softmax.
-        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
-            ``auto``: fused if the kernels can run.
+        leaky: include a "none of the above" parent with logit 0 in each softmax.
+        backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
+            operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
         ValueError: ``iterations`` is not in [1, 1000], or an option has an unknown value.

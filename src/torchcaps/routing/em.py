@@ -23,10 +23,10 @@ class EMPass(NamedTuple):
     """Result of one iteration of EM routing.
 
     Arguments:
-        couplings: R_ij of this iteration's M-step, ``[B, J, E, C]``, in the order of the map's edges.
-        mean: μ_j, ``[B, P, J, R, N]``.
-        variance: σ_j², ``[B, P, J, R, N]``, including the variance floor.
-        activation: a_j, ``[B, P, J]``.
+        couplings: ``[B, J, E, C]``, couplings R_ij with which this iteration began, in the order of the map's edges.
+        mean: ``[B, P, J, R, N]``, mean μ_j of the votes for each parent.
+        variance: ``[B, P, J, R, N]``, variance σ_j² of the votes for each parent, including the variance floor.
+        activation: ``[B, P, J]``, activation a_j of each parent.
     """
 
     couplings: Float[Tensor, "B J E C"]
@@ -94,7 +94,7 @@ def em_routing(
     return_passes: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, list[EMPass]]:
-    """Compute parents by EM routing: fit a Gaussian to the votes for each parent, and share every child among parents.
+    """Compute parents by EM routing: fit a Gaussian to the votes for each parent; couple children to likely parents.
 
     Hinton, Sabour & Frosst 2018, procedure 1, in log space::
 
@@ -112,39 +112,42 @@ def em_routing(
     M_i and a_i are the pose and the activation of child i, W_ij is its transform for parent j, V_ij its vote, and R_ij
     its coupling. h runs over the elements of a vote. μ_j and a_j are the pose and the activation of parent j.
 
-    The defaults include the corrections of Gritzman 2019 (arXiv 1907.00652): a variance floor, because one vote has no
-    variance; mean_data = number of children / number of parents of the layer, because layers with few parents would
-    saturate otherwise; and couplings that compete over all parents of a child. A child with activation 0 has no effect.
-    A parent whose children all have activation 0 has mean 0 and cost 0. The result has the widest dtype of pose,
-    activation and transform; autocast has no effect.
+    The defaults include three corrections of Gritzman 2019 (arXiv 1907.00652). A floor is added to the variance,
+    because a single vote has variance 0. The cost is divided by mean_data = number of children / number of parents of
+    the layer; otherwise the activations of a layer with few parents would saturate. All parents of a child compete for
+    the child.
+
+    A child with activation 0 has no effect. A parent whose children all have activation 0 has mean 0 and cost 0. The
+    result has the widest dtype of pose, activation and transform; autocast has no effect.
 
     Arguments:
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
-        transform: ``[K, C, J, Q, N]``, transforms of the map.
-        routing_map: which child site feeds which parent site.
-        beta_u: ``[J]``, the negative of the cost of describing a datum without an active parent.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
+        beta_u: ``[J]``, the negative of the cost of describing a vote without an active parent.
         beta_a: ``[J]``, the negative of the cost of activating a parent.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete,
             as in most implementations (R_ij then starts at 1 / J).
         variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
             floor; a parent with a single vote then becomes NaN.
-        normalise_data: divide Σ_i r_ij by mean_data in the cost; the paper does not divide.
-        inverse_temperature: inverse temperature λ of the activations, above 0. The paper's 0.01 suits a cost summed
-            over all data (``normalise_data=False``); for a cost per datum, 1 is equivalent, as in Gritzman's code.
+        normalise_data: divide the cost by mean_data, which the paper does not do. If False, mean_data is 1.
+        inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
+            ``normalise_data=False``. Gritzman's code uses 1, with ``normalise_data=True``.
         temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
             in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: as above; ``mixing``: proportions a_j ∝ Σ_i r_ij that sum to 1 over the layer.
+        parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
-            as independent, which makes the couplings overconfident; a smaller factor makes them softer.
-        return_passes: also return the result of every iteration. If a gradient is required, all votes are materialised.
-        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
-            ``auto``: fused if the kernels can run.
+            as independent, which makes the couplings overconfident; a smaller factor makes the couplings softer.
+        return_passes: also return the result of every iteration. If the couplings need a gradient, computing them
+            stores all votes, also with ``backend="fused"``.
+        backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
+            operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Returns:
-        The parents: the mean ``[B, P, J, R, N]`` of the last iteration as pose, and its activation ``[B, P, J]``. With
-        ``return_passes``, also a list with one `EMPass` per iteration.
+        The parents: pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``, which are the mean and the activation of the
+        last iteration. With ``return_passes``, also a list with one `EMPass` per iteration.
 
     Raises:
         ValueError: ``children``, ``transform``, ``beta_u`` or ``beta_a`` does not fit the map, an option is out of its
@@ -210,7 +213,7 @@ def em_routing(
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
-    """Compute the log of each parent's share of the layer's mass; shares are at least the smallest normal number."""
+    """Compute the log of each parent's share of the layer's mass. Shares are at least the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
     some = total >= tiny
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
@@ -281,22 +284,21 @@ class EMRouting(nn.Module):
     elements of a vote, and N is the normal density. μ_j and a_j are the pose and the activation of the parent.
 
     Arguments:
-        parent_types: number of parent types (J). β_u and β_a have one number per parent type. They are not trained if
-            ``parent_activation="mixing"``.
+        parent_types: number of parent types (J). β_u and β_a have one number per parent type. With
+            ``parent_activation="mixing"``, β_u and β_a are not trained.
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
         variance_floor: constant added to the variances σ² of the votes, at least 0.
-        normalise_data: divide the cost by mean_data = children / parents of the layer. If False, mean_data is 1.
+        normalise_data: divide the cost by mean_data = number of children / number of parents of the layer.
         inverse_temperature: inverse temperature λ of the activations, above 0.
         temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
-        parent_activation: ``logistic``: logistic function of the cost; ``mixing``: mixing proportions a_j ∝ Σ_i r_ij,
-            which sum to 1 over the layer.
+        parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: inverse temperature of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
-        backend: ``fused`` (never materialise votes), ``reference`` (materialise all votes) or ``auto``.
+        tempering: factor on the logits of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
+        backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
         initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. With a negative β_a,
-            a parent that no child chooses has a low activation, logistic(λ β_a). Training moves β_a in steps of the
-            learning rate, which is too slow to reach such values.
+            a parent that no child chooses has a low activation, logistic(λ β_a). Training from 0 would reach a strongly
+            negative β_a too slowly, because a training step changes β_a by about the learning rate.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.

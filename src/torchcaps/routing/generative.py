@@ -17,7 +17,7 @@ from torchcaps.routing_map import added_at
 class GenerativeRouting(Rule):
     """EM routing with a learned benefit of using, and a learned cost of ignoring, each child.
 
-    Heinsen 2019, with the floors of the author's 2019 code::
+    Heinsen 2019, with the variance floor and the mass floor of the author's 2019 code::
 
         R_ij = 1 / (number of parents of child i)
         repeat `iterations` times:
@@ -28,13 +28,12 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ [ (V_ij - μ_j)² / 2σ_j² + log σ_j ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    V_ij is the vote of child i for parent j, and R_ij its coupling. D_use_ij is the share of a_i, the activation of the
-    child, that the parent uses, and D_ign_ij the share that it ignores. μ_j is the pose of the parent. f is the
-    logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits
-    before routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's
-    activation is f(logit_j). β is shared in the same way as the transforms: it has one value per transform, child type
-    and parent type, initially 0. A parent whose children all have activation 0 has pose 0. The vote bias of the
-    author's code is left out.
+    V_ij is the vote of child i for parent j, and R_ij its coupling. a_i is the activation of the child. D_use_ij is the
+    part of a_i that parent j uses, and D_ign_ij the part that it ignores. μ_j is the pose of the parent. f is the
+    logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits before
+    routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's activation is
+    f(logit_j). β_use and β_ignore are learned, start at 0, and have one value per transform, child type and parent
+    type. A parent whose children all have activation 0 has pose 0. The vote bias of the author's code is left out.
 
     Arguments:
         transforms: number of transforms of the map (K): the number of child sites for a dense layer, 1 for a shared
@@ -48,7 +47,7 @@ class GenerativeRouting(Rule):
 
     Raises:
         ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When the rule is
-            called: the transform has other K, C or J than the rule.
+            called: the transform and the rule differ in K, C or J.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -85,7 +84,7 @@ class GenerativeRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
-        """Compute the parents, as `Rule.forward`. Two extra elements of each vote contain the β values of the vote."""
+        """Compute the parents, as `Rule.forward` does, from votes to which two elements with β values are appended."""
         check_capsules(children)
         routing_map.check(pose := children.pose, transform)
         if transform.shape[:3] != self.beta_use.shape:
@@ -96,12 +95,13 @@ class GenerativeRouting(Rule):
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
         use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
         betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))
-        if pose.shape[3] > 1:  # with several rows, both β fit in one column of the vote
+        if pose.shape[3] > 1:  # with several rows, one column of the vote holds both β
             betas = betas.sum(dim=4, keepdim=True)
         child = routing_map.edges_on(pose.device)[:, 0]
         factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
         factors[..., 0, 0] = 1
-        # This factor cancels the uniform couplings of the first pass, so mass · mean is Σ a_i β_ignore.
+        # This factor cancels the uniform couplings of the first iteration, so mass · mean of the last element is then
+        # Σ a_i β_ignore.
         reached = added_at(factors.new_zeros(len(factors)), 0, child, factors.new_ones(len(child)))
         competing = reached if self.competition == "parents" else torch.ones_like(reached)
         factors[..., -1, 1] = transform.shape[2] * competing[:, None]

@@ -1,4 +1,4 @@
-"""Base class of routing rules. A rule makes fused passes over the votes, with plain PyTorch between the passes."""
+"""Base class of routing rules. A rule calls `Votes.moments` in a loop, with plain PyTorch between the calls."""
 
 from abc import abstractmethod
 from typing import Any, Literal, NamedTuple, overload
@@ -20,7 +20,7 @@ class LayerShape(NamedTuple):
         transforms: number of transforms (K).
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        child_pose_shape: rows and columns (R, Q) of a child's pose, including added coordinates.
+        child_pose_shape: rows and columns (R, Q) of a child's pose, with the columns that Coordinate Addition appends.
         parent_pose_shape: rows and columns (R, N) of a parent's pose.
     """
 
@@ -35,7 +35,7 @@ class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
     The computation uses the wider dtype of the children's poses and the transform, and at least float32; autocast has
-    no effect. A rule that is in ``torchcaps.ROUTINGS`` and has a property ``saved_options`` is saved with its network.
+    no effect. A network can be saved if its rule is in ``torchcaps.ROUTINGS`` and has a property ``saved_options``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -56,7 +56,7 @@ class Rule(nn.Module):
     competition: Competition = "parents"
     """``parents``: all parents of a child compete for it; ``types``: only those at the same site compete."""
     backend: Backend = "auto"
-    """``fused`` (never materialise votes), ``reference`` (materialise all votes), or ``auto``: fused if possible."""
+    """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 
     @property
     def passes(self) -> int:
@@ -65,7 +65,7 @@ class Rule(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
-        """Create the rule for a layer that selects it by name. Its parameters take their sizes from ``layer``."""
+        """Create the rule for a layer with these sizes. Layers call this method if they get the rule's name."""
         return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,9 +88,9 @@ class Rule(nn.Module):
         """Compute the parents of a layer.
 
         Arguments:
-            children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``.
-            transform: ``[K, C, J, Q, N]``, transforms of the map.
-            routing_map: which child site feeds which parent site.
+            children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]``; see `torchcaps.capsules` for the letters.
+            transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+            routing_map: the graph that connects child sites with parent sites.
             return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
 
         Raises:

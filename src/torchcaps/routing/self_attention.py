@@ -21,9 +21,9 @@ class SelfAttentionRouting(Rule):
         s_j = Σ_i (c_ij + b_ij) û_ij
         v_j = (1 - e^-|s_j|) s_j / |s_j|            a_j = |v_j|
 
-    û_ij is the vote of child i for parent j, c_ij its coupling, and D the number of elements of a pose. b is learned,
-    starts at 0, and has one value per transform, child type and parent type. The activations of the children are not
-    used. The returned couplings are c, without b.
+    û_ij is the vote of child i for parent j, c_ij its coupling, b_ij its learned bias, and D the number of elements of
+    a pose. b starts at 0, and has one value per transform, child type and parent type. The activations of the children
+    are not used. The returned couplings are c, without b.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).

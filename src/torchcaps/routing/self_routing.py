@@ -45,7 +45,7 @@ class SelfRouting(Rule):
 
     competition: Competition = "types"
     activation_from_mass = True
-    """The activation of a parent depends on the mass of its votes only; `torchcaps.inspect` reads this."""
+    """The activation of a parent depends only on the mass of its votes. `torchcaps.inspect` reads this attribute."""
 
     def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()
@@ -61,9 +61,9 @@ class SelfRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Append R columns to every vote. Their diagonal sums to the logit of the vote.
+        """Append an R×R matrix to every vote. The sum of the diagonal of this matrix is the logit of the vote.
 
-        Element r of the diagonal is row r of the pose times column r of W; the first element also includes b.
+        Element r of the diagonal is row r of the pose times column r of W. The first element also includes b.
         """
         rows, columns = pose.shape[3], transform.shape[4]
         one = torch.zeros_like(pose[..., :1])
@@ -74,7 +74,7 @@ class SelfRouting(Rule):
         return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
 
     def route(self, votes: Votes) -> Capsules:
-        """Return the mean votes as poses, and each parent's share of the activation of its children as activation."""
+        """Return the mean votes as poses, and Σ_i a_i c_ij / Σ_i a_i as activations."""
         *parents, rows, columns = votes.parent_shape
         diagonal = torch.eye(rows, dtype=self.weight.dtype, device=self.weight.device)
         linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)

@@ -9,7 +9,7 @@ from torchcaps.routing.votes import Votes
 
 
 class UniformRouting(Rule):
-    """Uniform routing: every child is shared evenly among all its parents.
+    """Uniform routing: each child has the same coupling to all of its parents.
 
     ::
 

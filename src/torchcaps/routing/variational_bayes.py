@@ -20,7 +20,7 @@ class VariationalBayesRouting(Rule):
     Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
     and μ_j the mean of the votes V_ij for parent j, with weights w_ij = a_i c_ij: activation times coupling. ψ is the
     digamma function and σ the logistic function. π_j is the mixing proportion and Λ_j the precision matrix of the
-    Gaussian::
+    Gaussian of parent j. α_j, κ_j, ν_j, m_j and Ψ_j are the parameters of the posterior::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
@@ -37,8 +37,8 @@ class VariationalBayesRouting(Rule):
     The priors are as in the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors, no
     variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned parameters.
     They compute one mean and variance per parent type, over samples and sites, and for poses also over the elements of
-    a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: β has gradient 0, and
-    affects only evaluation mode.
+    a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: the gradient of β is
+    0, and β changes the result only in evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only later couplings are shared among sites. Second, their code divides a child's
@@ -82,7 +82,7 @@ class VariationalBayesRouting(Rule):
         return cls(layer.parent_types, **options)
 
     def route(self, votes: Votes) -> Capsules:
-        """Compute normalised posterior means as poses, and activations from the entropies of the posteriors."""
+        """Compute the poses from the posterior means m_j, and the activations from the entropies H_j."""
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
@@ -112,7 +112,7 @@ class VariationalBayesRouting(Rule):
 
 
 def digamma(x: Tensor) -> Tensor:
-    """Compute the digamma function for numbers of at least 1. ONNX has no such operator."""
+    """Compute the digamma function for numbers of at least 1. ONNX has no operator for it: see `written_digamma`."""
     return written_digamma(x) if in_onnx_export() else x.digamma()
 
 
@@ -126,7 +126,7 @@ def written_digamma(x: Tensor) -> Tensor:
 
 
 def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
-    """Normalise values ``[B, P, J, ...]`` per parent type, in the dtype of the values, not of the norm's statistics."""
+    """Normalise values ``[B, P, J, ...]`` per parent type. The result has the dtype of the values."""
     buffers = dict(norm.named_buffers())
     statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
     types_first = values.transpose(1, 2)

@@ -31,20 +31,21 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class Votes:
     """Votes of children for parents along every edge of a map, ``V = pose · transform``.
 
-    The fused kernels compute each vote when it is needed, and do not store votes. Where the kernels cannot run, all
-    votes are materialised.
+    The fused kernels compute a vote each time it is needed, and do not store votes. If the kernels cannot run, PyTorch
+    operations compute and store all votes. `torchcaps.capsules` explains the dimension letters.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
-        transform: ``[K, C, J, Q, N]``, transforms of the map.
-        routing_map: which child site feeds which parent site.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
-        passes: planned number of calls of `moments`. The gradients of these calls share one sweep over the votes;
-            further calls give correct gradients, but are slower.
-        backend: ``fused``: never materialise votes (no second-order gradients); ``reference``: materialise all votes;
-            ``auto``: fused if the kernels can run.
+        passes: number of calls of `moments` that the rule will make. One loop over the votes computes the gradients of
+            pose, activation and transform for all of these calls. Further calls have correct gradients, but need
+            another loop.
+        backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
+            operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
         ValueError: ``pose`` or ``transform`` does not fit the map, ``competition`` or ``backend`` is unknown, or the
@@ -95,13 +96,14 @@ class Votes:
     def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
         """Compute ``1 / 2σ²`` ``[B, P, J, R, N]`` and ``Σ log σ`` ``[B, P, J]`` with ``σ² = variance + floor``.
 
-        Rules that fit Gaussians need both results between two passes. With fused votes, one kernel computes both.
+        Rules that fit Gaussians need both results between two calls of `moments`. With the fused backend on a CPU, one
+        kernel computes both.
         """
         return gaussian(variance, floor) if self.fused else written_out(variance, floor)
 
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
-        """(B, P, J, R, N) of the parents' poses."""
+        """Shape (B, P, J, R, N) of the parents' poses."""
         batch, _, _, rows, _ = self._pose.shape
         _, _, types, _, columns = self._transform.shape
         return batch, self.routing_map.parent_sites, types, rows, columns
@@ -127,7 +129,7 @@ class Votes:
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
-            variance: also compute the variance; a pass without the variance is cheaper.
+            variance: also compute the variance; without the variance, the computation is faster.
             constant_couplings: treat the couplings as constants; then the agreement has no gradient.
 
         Raises:
@@ -164,7 +166,7 @@ class Votes:
         return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Sum the activations of the children of each parent site: the maximum mass of a parent at that site."""
+        """Sum the activations of the children of each parent site. No parent at the site can have a larger mass."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:
@@ -178,7 +180,7 @@ class Votes:
         """Compute the couplings, in the order of the map's edges.
 
         The couplings of a child sum to 1 over the parents that compete for it, or to less with ``none_of_the_above``.
-        If a gradient is required, all votes are materialised.
+        If the result needs a gradient, all votes are stored, also with ``backend="fused"``.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
@@ -201,7 +203,7 @@ class Votes:
         return couplings * self._activation.index_select(1, child)[:, None]
 
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
-        """Compute and return all votes, which use much memory."""
+        """Compute and return all votes; they need B·J·E·C·R·N numbers of memory."""
         return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
@@ -232,7 +234,7 @@ class Votes:
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
-        """Take the tokens of the next pass if the votes need a gradient; see `torchcaps.kernels.moments`."""
+        """Return the tokens of the next pass, or [] if no gradient is needed; see `torchcaps.kernels.moments`."""
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []

@@ -1,4 +1,4 @@
-"""Materialised votes of a layer: the reference implementation for the fused kernels."""
+"""Votes that are stored in memory: the reference implementation with which the fused kernels are compared."""
 
 import torch
 from jaxtyping import Float
@@ -12,14 +12,14 @@ from torchcaps.routing_map import RoutingMap
 class WrittenVotes:
     """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    They support every dtype, every kind of differentiation and every exporter, but the computation needs several times
-    the memory of the votes.
+    This class supports every dtype, every kind of differentiation and every exporter. It needs several times the memory
+    of the votes.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
-        transform: ``[K, C, J, Q, N]``, transforms of the map.
-        routing_map: which child site feeds which parent site.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        routing_map: the graph that connects child sites with parent sites.
         competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
 
@@ -102,7 +102,7 @@ class WrittenVotes:
         logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
         largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
         relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
-        # A child with activation 0 has weight 0. Its activation still has a gradient, with a factor of at most e^60.
+        # A child with activation 0 has weight 0, but its activation has a gradient. The clamp bounds this gradient.
         weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
         weights = weights * torch.where(on, 1, activation)
         total = routing_map.sum_at_parents(weights.sum(dim=3))

@@ -1,10 +1,11 @@
 """Triton kernels for the gradient of the moments.
 
-In the formulas for one pass, ḡ_x is the gradient of x, V a vote, c a coupling and a an activation::
+The formulas are for one pass. ḡ_x is the gradient of x, V a vote, c a coupling and a an activation. The sum Σ_h is over
+the numbers of a vote, and Σ_j over the parents in one softmax::
 
     e = V - mean        d = V - centre        share = c / mass        w = a c
     c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       u is the gradient of w
-    γ = Σ_j c u                                     sum over all logits of one softmax; the gradient of a
+    γ = Σ_j c u                                                                             the gradient of a
     ḡ_logit = a (c u - c γ)
     ḡ_V = a share (ḡ_mean + 2 ḡ_variance e) + ḡ_logit (linear - 2 quadratic d)
     ḡ_constant = Σ ḡ_logit        ḡ_linear = Σ ḡ_logit d        ḡ_quadratic = -Σ ḡ_logit d²         (sums over children)
@@ -45,7 +46,8 @@ from torchcaps.kernels.moments import Record
 def _gradient_scale(a):
     """Return the factor by which the gradients of a child are multiplied: √tiny for a faint child, otherwise 1.
 
-    A child is faint if tiny ≤ a < √tiny. Without the factor, its gradients may exceed the largest number.
+    A child is faint if tiny ≤ a < √tiny, where tiny is the smallest normal number. Without the factor, the gradients of
+    a faint child may overflow.
     """
     root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
     return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)
@@ -53,9 +55,9 @@ def _gradient_scale(a):
 
 @triton.jit
 def _coupling_grads(votes, log_c, a, record, tile):
-    """Return share and c u, both times the `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e."""
+    """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e."""
     scale, log_share = _gradient_scale(a), log_c - scalars(record.log_mass, tile)
-    bounded = tl.where(log_share > 60, 60.0, log_share)  # for children that are off, whose share may overflow
+    bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
     e = votes - vectors(record.mean, tile)

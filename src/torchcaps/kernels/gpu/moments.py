@@ -51,7 +51,7 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
     """Compute the largest log w, Σ w / largest w, and the votes' mean and variance, for each group of children.
 
-    The mean and variance are updated incrementally, which avoids cancellation.
+    Each step updates the running mean and variance, which avoids cancellation.
     """
     dtype: tl.constexpr = tops.dtype.element_ty
     parents, parent_site, group = own_parents(samples, group_count, z)

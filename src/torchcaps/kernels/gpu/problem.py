@@ -13,13 +13,13 @@ from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
-"""How many numbers the votes in a tile have in total: eight registers per thread."""
+"""Total size of the votes in a tile, in numbers. A thread then holds the tile in eight registers."""
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Number of programs that occupies the largest GPUs. If there are fewer, the steps of each are split into groups."""
+"""Number of programs that keeps the largest GPUs busy. With fewer programs, the work of each is split into groups."""
 STEPS = 8
-"""Smallest number of steps in a group."""
+"""Smallest number of steps in a group. A step is one iteration of the loop of a program."""
 
 
 class Layer(NamedTuple):
@@ -41,7 +41,7 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
 class Shape:
     """Compile-time constants of a kernel.
 
-    They are: every size other than the batch size; the block sizes; and the offset of each edge list.
+    The constants are: all sizes except the batch size; the block sizes; and the offset of each edge list.
     """
 
     sites: int
@@ -68,7 +68,7 @@ class Shape:
 
     @property
     def numbers(self) -> int:
-        """How many numbers a vote has."""
+        """Number of elements of a vote."""
         return self.rows * self.columns
 
     @property
@@ -86,7 +86,7 @@ class Shape:
 
 
 class Problem:
-    """The inputs of one layer, which are the same for all kernels, and the launch grid of each kind of kernel.
+    """The inputs of one layer, which all kernels share, and the launch grid of each kind of kernel.
 
     Launch grids are one-dimensional, because CUDA allows 2³¹ programs in the first dimension but 65,535 in the others.
     """
@@ -118,7 +118,7 @@ class Problem:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
-        """Create a tensor ``[padded B, …, G, C]`` that is zero beyond the batch and otherwise uninitialised."""
+        """Create a tensor ``[B′, …, G, C]``; see `Record`. It is 0 beyond the batch and uninitialised within."""
         values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
         values[self.samples :] = 0
         return values

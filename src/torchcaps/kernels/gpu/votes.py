@@ -38,9 +38,9 @@ class Tile(NamedTuple):
         site: index of the child site.
         child_type: index of the child type.
         child: offset of each child in ``[B, S, C]``, ``[samples]``.
-        poses: for each number of the vote, the offset of the pose row it is computed from, ``[samples, numbers]``.
+        poses: for each number of the vote, the offset of the pose row that it depends on, ``[samples, numbers]``.
         is_pose: mask of `poses`.
-        transforms: for each number, the offset of the transform column used for it, ``[parent types, numbers]``.
+        transforms: for each number of the vote, the offset of the transform column, ``[parent types, numbers]``.
         is_transform: mask of `transforms`.
         parents: the parents that receive the votes.
     """
@@ -90,7 +90,7 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 @triton.jit
 def softmax_of(tile, z: tl.constexpr):
-    """Return the index of the softmax that the votes of a tile belong to."""
+    """Return the index of the softmax to which the votes of a tile belong."""
     return tile.edge if z.types_compete else tile.site
 
 
@@ -249,5 +249,5 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
 
 @triton.jit
 def tiny_of(dtype: tl.constexpr):
-    """Return the smallest normal number. A child with a smaller activation counts as off."""
+    """Return the smallest normal number. A smaller activation counts as 0."""
     return 1.1754943508222875e-38 if dtype == tl.float32 else 2.2250738585072014e-308

@@ -1,0 +1,116 @@
+"""Primary capsules, and BatchNorm on poses."""
+
+import math
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from torchcaps.capsules import Capsules, SquashForm, lengths, squash, wide
+from torchcaps.checks import check_choice, check_sizes
+from torchcaps.convolution import Im2colConv2d
+
+
+class PrimaryCaps(nn.Module):
+    """Primary capsules: a convolution whose output channels at each position form the poses.
+
+    In Sabour, Frosst & Hinton 2017, section 4, a pose is a squashed vector of ``pose_size`` *channels at one position*;
+    its length is the activation. In Hinton, Sabour & Frosst 2018, section 4, a pose is a matrix, computed by a linear
+    function from the features, and the activation is a sigmoid. For such capsules, use ``pose_size=(4, 4),
+    kernel_size=1, squash_form="none", activation="sigmoid", bias=False``.
+
+    Arguments:
+        in_channels: channels of the input feature map.
+        types: number of capsule types per position (C).
+        pose_size: length of a pose (Q), or its rows and columns (R, Q).
+        kernel_size, stride, padding, bias: kernel size, stride, zero padding and bias of the convolution.
+        squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
+        activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
+        im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
+        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine``
+            (learned scale and offset).
+
+    Raises:
+        ValueError: ``activation`` or ``normalise`` is not one of the known values.
+
+    Example:
+        >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
+        torch.Size([1, 36, 32, 1, 8])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        types: int,
+        pose_size: int | tuple[int, int],
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        bias: bool = True,
+        squash_form: SquashForm = "sabour",
+        activation: Literal["length", "sigmoid"] = "length",
+        im2col: bool = False,
+        normalise: Literal["none", "plain", "affine"] = "none",
+    ) -> None:
+        super().__init__()
+        check_choice("activation", activation, ("length", "sigmoid"))
+        check_choice("normalise", normalise, ("none", "plain", "affine"))
+        self.types = types
+        self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
+        self.squash_form: SquashForm = squash_form
+        below = (in_channels, types * math.prod(self.pose_shape))
+        convolution = Im2colConv2d if im2col else nn.Conv2d
+        self.convolution = convolution(*below, kernel_size, stride, padding, bias=bias)
+        self.activation = None
+        if activation == "sigmoid":
+            self.activation = convolution(in_channels, types, kernel_size, stride, padding, bias=bias)
+        self.pose_norm, self.activation_norm = (
+            nn.BatchNorm2d(channels, affine=normalise == "affine") if used and normalise != "none" else nn.Identity()
+            for channels, used in ((below[1], True), (types, activation == "sigmoid"))
+        )
+
+    def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
+        """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
+        pose = _at_sites(wide(_normalised(self.pose_norm, self.convolution(features))))
+        pose = squash(pose.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
+        if self.activation is None:
+            return Capsules(pose, lengths(pose))
+        logits = wide(_normalised(self.activation_norm, self.activation(features)))
+        return Capsules(pose, _at_sites(logits).sigmoid())
+
+
+def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
+    """Number the positions row by row."""
+    # Not maps.flatten(2).mT: with its strides, BatchNorm of torch 2.13 on CPUs computes wrong gradients of one image.
+    return maps.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
+    """Convert values to the dtype of the norm's statistics, and normalise them."""
+    return norm(values.to(getattr(norm, "running_mean", values).dtype))
+
+
+class PoseNorm(nn.Module):
+    """BatchNorm of every pose element over samples and sites, for use between two capsule layers: Hahn et al. 2019.
+
+    Arguments:
+        types: number of capsule types (C).
+        pose_size: length of a pose (Q), or its rows and columns (R, Q).
+        affine: learn a scale and an offset for every pose element.
+
+    Example:
+        >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
+        torch.Size([2, 9, 4, 2, 3])
+    """
+
+    def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
+        super().__init__()
+        check_sizes(types=types)
+        numbers = pose_size if isinstance(pose_size, int) else math.prod(pose_size)
+        self.norm = nn.BatchNorm1d(types * numbers, affine=affine)
+
+    def forward(self, capsules: Capsules) -> Capsules:
+        """Normalise the poses; the activations stay the same."""
+        pose = capsules.pose
+        numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
+        return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)
