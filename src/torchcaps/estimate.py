@@ -98,8 +98,8 @@ def estimate(
     """Estimate the memory and the time of a training from a few training steps of a copy of the module.
 
     The steps use real batches. The module and the random state of PyTorch are not changed, so a training gives the same
-    bits with and without an estimate. After a warm-up step, at most six steps are measured, for about two seconds. If
-    the warm-up step takes longer than two seconds, its time is used instead.
+    bits with and without an estimate. After a warm-up step, steps are measured until about two seconds have passed,
+    but at most six steps. If the warm-up step takes longer than two seconds, its time is used instead.
 
     On a CPU, the memory is the resident memory of the process: Python and its libraries, the images of all splits,
     weights, gradients, the state of the optimiser, and what a step allocates. On a GPU, it is what PyTorch allocates on

@@ -21,9 +21,9 @@ MOST_NAMES = 4
 def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) -> str:
     """Copy weights from ``recipe.pretrained`` to a new model where they fit; returns one line on what was copied.
 
-    A tensor is copied if the saved tensor of the same name has the same shape. If the saved network has other classes,
-    tensors whose shape depends on the number of classes, such as the transforms of the class capsules, are never
-    copied: they keep their random initial values.
+    A tensor is copied if the saved tensor of the same name has the same shape. If the saved network was
+    trained on other classes, tensors whose shape depends on the number of classes, such as the transforms of the class
+    capsules, are not copied, even if the shapes are equal. In the new model they keep their random initial values.
 
     Arguments:
         model: network of the recipe; its weights are changed.

@@ -22,7 +22,7 @@ ITERATIONS = 3
 
 
 class Problem(NamedTuple):
-    """A routing problem and several implementations that compute it.
+    """The inputs of routing, and several implementations that compute the result.
 
     Arguments:
         leaves: tensors that require gradients.

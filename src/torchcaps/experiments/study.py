@@ -271,7 +271,7 @@ class Study:
         return replace(recipe, routing_options={**recipe.routing_options, "iterations": 1})
 
     def notes_on_toys(self) -> list[str]:
-        """Return a note on the data, unless they are smallNORB."""
+        """Return a note that the data are the rendered toys, or no note for smallNORB."""
         if self.data == "smallnorb":
             return []
         return [

@@ -118,9 +118,9 @@ class Pretrained:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: options that replace saved options, such as ``im2col=True``. A ``routing`` with the name of the
-                saved rule changes only the options that it contains, in every layer. Any other ``routing`` replaces the
-                saved rules.
+            changes: options that replace saved options, such as ``im2col=True``. If ``routing`` names the
+                same rule as the saved network, only the options given in ``routing`` change, in every layer; the other
+                options keep their saved values. Any other ``routing`` replaces the saved rules.
 
         Raises:
             BadInput: the folder or repository does not exist, a file is missing or damaged, or the weights belong to

@@ -34,8 +34,9 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The computation uses the wider dtype of the children's poses and the transform, and at least float32; autocast has
-    no effect. A network can be saved if its rule is in ``torchcaps.ROUTINGS`` and has a property ``saved_options``.
+    The computation uses the wider of two dtypes, that of the poses and that of the transform, but at least float32;
+    autocast has no effect. A network can be saved if its rule is in ``torchcaps.ROUTINGS`` and has a property
+    ``saved_options``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement

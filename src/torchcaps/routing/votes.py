@@ -48,8 +48,8 @@ class Votes:
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
-        ValueError: ``pose`` or ``transform`` does not fit the map, ``competition`` or ``backend`` is unknown, or the
-            fused backend cannot run.
+        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``, ``competition`` or ``backend`` is unknown,
+            or the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
