@@ -17,8 +17,9 @@ from safetensors.numpy import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
-from torchcaps.data import ImagesOnDisk, image_digests, load_splits, save_contact_sheet
-from torchcaps.errors import DataWarning
+from torchcaps.batches import Batches, ImageBatches
+from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
+from torchcaps.errors import BadInput, DataWarning
 from torchcaps.run_folder import seen_in_training
 
 SPLITS = ("train", "validation", "test")
@@ -195,3 +196,12 @@ def test_a_killed_worker_process_is_said_in_one_line(photos, tmp_path):
     # PyTorch can print more before it, if the worker is killed at the moment when the training ends it.
     last = error.splitlines()[-1]
     assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume", last)
+
+
+def test_worker_processes_need_enough_shared_memory():
+    pixels = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(2, 1, 300_000, 300_000)
+    images = Images(pixels, torch.tensor([0, 0]), ("cat",))
+    batches = Batches(ImageBatches(images, Preparation()), np.arange(2), batch_size=2, workers=1)
+    says = r"1 worker processes need 1,440,000 MB in /dev/shm, but only .* use fewer --workers"
+    with pytest.raises(BadInput, match=says):
+        next(iter(batches))

@@ -28,7 +28,7 @@ def test_a_damaged_image_that_the_first_epoch_finds_can_be_replaced(call, refuse
     shutil.copy(photos / "left" / "002.png", bad)
     code, _, error = train(call, photos, run, *DISK, "--resume")
     assert code == 0, error
-    assert re.match(r"warning: .*run: its \w+ images, .* have changed; .* has not used these images yet", error)
+    assert re.match(r"warning: .*run: the \w+ images, .* have changed; .* has not used these images yet", error)
     shutil.copy(photos / "left" / "004.png", bad)
     assert "was started with other data" in train(refused, photos, run, *DISK[:-1], 2, "--resume")
 
@@ -44,7 +44,7 @@ def test_a_damaged_test_image_that_the_end_finds_can_be_replaced(call, refused, 
     shutil.copy(photos / "left" / "002.png", bad)
     code, out, error = train(call, tmp_path / "split", run, *DISK, "--resume")
     assert code == 0, error
-    assert "its test images, their labels or their order have changed" in error
+    assert "the test images, their labels or their order have changed" in error
     assert "epoch 1/1" not in out
     assert (run / "last.ckpt").read_bytes() == trained
     shutil.copy(photos / "left" / "004.png", bad)

@@ -1,7 +1,10 @@
 """Load the batches of the training, validation and test images."""
 
+import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -62,6 +65,7 @@ class Batches(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:
+            self._check_shared_memory()
             release_free_memory()  # otherwise, each worker process keeps a copy of it
         try:
             batches = super().__iter__()
@@ -74,6 +78,22 @@ class Batches(DataLoader):
             if isinstance(batch, BadInput):
                 raise batch
             yield batch
+
+    def _check_shared_memory(self) -> None:
+        """Check that the batches of all worker processes fit into shared memory: without space, torch waits forever."""
+        shared, loaded = Path("/dev/shm"), self.dataset
+        if not shared.is_dir() or not isinstance(loaded, ImageBatches):
+            return
+        shape = loaded.preparation.image_shape(loaded.images.image_shape)
+        views = 1 if loaded.variation is not None else loaded.preparation.test_crops**2
+        largest = max(len(part) for part in self.sampler) * views * math.prod(shape) * torch.float32.itemsize
+        needed, free = largest * self.num_workers * (self.prefetch_factor or 1), shutil.disk_usage(shared).free
+        if needed > free:
+            raise BadInput(
+                f"{self.num_workers} worker processes need {needed / 1e6:,.0f} MB in /dev/shm, but only "
+                f"{free / 1e6:,.0f} MB are free: use fewer --workers (0 needs none) or smaller batches, or enlarge "
+                "/dev/shm"
+            )
 
 
 def default_workers(images: Images, devices: int = 1) -> int:

@@ -61,7 +61,7 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which fraction of each parent's mass comes from each child along each edge, in pass ``number``.
+        """Compute the fraction of each parent's mass that comes from each child, per edge, in one routing iteration.
 
         For each parent, the fractions of all children sum to 1.
         """
@@ -69,7 +69,7 @@ class Layer:
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which fraction of each parent's mean vote comes from each child along each edge, in pass ``number``.
+        """Compute which fraction of each parent's mean vote comes from each child, per edge, in one routing iteration.
 
         ::
 

@@ -81,6 +81,7 @@ class DenseCaps(CapsuleLayer):
         ValueError: a size is below 1, or ``routing`` is not a known rule or does not fit the layer.
 
     Example:
+        >>> from torchcaps import PrimaryCaps
         >>> children = PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 10))
         >>> DenseCaps(4, 4, 8, parent_types=10, parent_pose_size=16)(children).activation.shape
         torch.Size([2, 1, 10])
@@ -125,6 +126,7 @@ class ConvCaps(CapsuleLayer):
             ``routing`` is not a known rule or does not fit the layer.
 
     Example:
+        >>> from torchcaps import PrimaryCaps
         >>> children = PrimaryCaps(1, 8, (4, 4), 5, squash_form="none", activation="sigmoid")(torch.randn(2, 1, 10, 9))
         >>> layer = ConvCaps((6, 5), 8, parent_types=16, kernel_size=3, stride=2)
         >>> layer.parent_grid, layer(children).pose.shape
@@ -259,6 +261,7 @@ class SharedCaps(TransformModule):
         ValueError: a size is below 1, or ``routing`` is not a known rule or does not fit the layer.
 
     Example:
+        >>> from torchcaps import PrimaryCaps
         >>> layer = SharedCaps(8, parent_types=10, parent_pose_size=16)
         >>> layer(PrimaryCaps(1, types=4, pose_size=8, kernel_size=9)(torch.randn(2, 1, 10, 30))).activation.shape
         torch.Size([2, 1, 10])

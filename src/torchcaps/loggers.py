@@ -103,20 +103,20 @@ class OneLineErrors:
 
 
 class TensorBoard(OneLineErrors, TensorBoardLogger):
-    """TensorBoard logger with errors of one line."""
+    """TensorBoard logger that reports a failed write in one line."""
 
 
 class Table(OneLineErrors, CSVLogger):
-    """CSV logger with errors of one line."""
+    """CSV logger that reports a failed write in one line."""
 
 
 class Wandb(OneLineErrors, WandbLogger):
-    """Weights & Biases logger with errors of one line."""
+    """Weights & Biases logger that reports a failed write in one line."""
 
     cure = "check the connection, or set WANDB_MODE=offline"
 
 
 class Mlflow(OneLineErrors, MLFlowLogger):
-    """MLflow logger with errors of one line."""
+    """MLflow logger that reports a failed write in one line."""
 
     cure = "check the server in MLFLOW_TRACKING_URI"

@@ -34,6 +34,7 @@ class PrimaryCaps(nn.Module):
         ValueError: ``activation`` or ``normalise`` is not one of the known values.
 
     Example:
+        >>> import torch
         >>> PrimaryCaps(256, types=32, pose_size=8, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).pose.shape
         torch.Size([1, 36, 32, 1, 8])
     """
@@ -99,6 +100,7 @@ class PoseNorm(nn.Module):
         affine: learn a scale and an offset for every pose element.
 
     Example:
+        >>> import torch
         >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
         torch.Size([2, 9, 4, 2, 3])
     """

@@ -62,7 +62,7 @@ def bench_memory() -> list[dict[str, Any]]:
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the peak memory, with one panel per growing size."""
+    """Draw the peak memory, with one panel for each size that is varied."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")

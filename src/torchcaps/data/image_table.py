@@ -98,7 +98,7 @@ def load_image_table(
 
 
 def list_table(name: str, image_column: str | None = None, label_column: str | None = None) -> ImageList:
-    """List the images of a table that `load_image_table` describes."""
+    """List the images of a table. For the format of the table, see `load_image_table`."""
     path = Path(name).expanduser()
     if not name.startswith(HUB) and path.suffix.lower() in DELIMITERS:
         return _list_text(path, image_column, label_column)

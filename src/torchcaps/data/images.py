@@ -191,7 +191,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
     Arguments:
         images: images to split, with labels `[N]`.
         attribute: name of the attribute, a key of `images.attributes`.
-        seed: seed for choosing the value of each class, 0 or greater.
+        seed: seed for choosing which value of the attribute is held out for each class, 0 or greater.
     Raises:
         BadInput: the images have no attribute of this name, or all images of a class have the same value.
     Example:

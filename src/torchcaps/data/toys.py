@@ -46,7 +46,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
         size: height and width of the images in pixels, 48 or 96.
-        seed: seed of the shapes and the noise, 0 or greater. Each seed gives another fifty toys.
+        seed: seed of the shapes and the noise, 0 or greater. Each seed gives a different set of fifty toys.
         progress: draw a progress bar on standard error.
     Returns:
         The folder of the files.

@@ -111,7 +111,7 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
 def read_order(
     model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int
 ) -> dict[str, Int64[Tensor, "n length"]]:
-    """Return the `length` classes with the highest scores, in their order from left to right.
+    """Return the classes of the `length` highest scores, in the order of their digits in the image, from left to right.
 
     The classes are ordered once by the horizontal centre of the couplings of their class capsules, and once by the
     horizontal centre of the contributions.

@@ -103,7 +103,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         described, file = (source, Path(source)) if source != "timm" else _download(name)
         if not file.is_file() or file.suffix != ".safetensors":
             raise BadInput(
-                f"{file} is not a .safetensors file: give a file with the weights of {name}, or timm to download them"
+                f"{file} is not a .safetensors file: give a file with the weights of {name}, or 'timm' to download them"
             )
         overlay = {"file": str(file), "hf_hub_id": None, "url": ""}
         options = {**self._recreate, "pretrained": True, "pretrained_cfg_overlay": overlay}
