@@ -6,6 +6,7 @@ from pathlib import Path
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_metrics, read_rows
+from torchcaps.training_module import validation_rank
 
 
 def best_epoch(folder: Path, recipe: Recipe) -> int:
@@ -44,7 +45,7 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
 
 
 def _ranks(rows: Sequence[Mapping[str, str]], recipe: Recipe) -> list[float]:
-    """Compute the number by which `TrainingModule` ranks the epochs. Rows of earlier versions have no recall."""
+    """Rank the epochs as in their training. Rows of earlier versions have no recall."""
     name = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
     values = [(row.get(name) or row["validation_accuracy_percent"], float(row["validation_loss"])) for row in rows]
-    return [float(reached) - 0.001 * loss / (1 + loss) for reached, loss in values]
+    return [validation_rank(float(reached), loss) for reached, loss in values]

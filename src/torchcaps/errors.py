@@ -62,6 +62,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(names)}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or the name of its class if it has no message.
+
+    Example:
+        >>> first_line(ValueError("no weights\\nin line 3")), first_line(KeyError())
+        ('no weights', 'KeyError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def printable(text: str) -> str:
     """Escape control characters and invalid Unicode, so a terminal or a picture shows the text on one line.
 

@@ -22,7 +22,7 @@ from torchcaps.checks import check_choice
 from torchcaps.classifier import Classifier
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, first_line
 from torchcaps.models.pretrained import model_name
 
 Format = Literal["onnx", "pt2", "aoti"]
@@ -84,8 +84,8 @@ def export_classifier(
     network scales, standardises and crops the pixels as the classifier does.
 
     The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name of
-    the network. An ONNX file and an AOTInductor package hold them in the metadata, a program
-    of `torch.export` in the extra file ``torchcaps.json``. The file is written only if the scores agree.
+    the network. An ONNX file and an AOTInductor package hold them in the metadata, a program of `torch.export` in the
+    extra file ``torchcaps.json``. The file is written only if the scores agree.
 
     Arguments:
         classifier: the classifier; it is not changed.
@@ -211,7 +211,7 @@ def _onnx(network: nn.Module, images: Tensor, facts: dict[str, str]) -> bytes:
             verbose=False,
         )
     except torch.onnx.OnnxExporterError as error:
-        reason = str(error.__cause__ or error).partition("\n")[0]
+        reason = first_line(error.__cause__ or error)
         raise BadInput(f"torch.onnx cannot export this network ({reason}): use the format pt2") from error
     assert program is not None
     program.model.metadata_props.update(facts)

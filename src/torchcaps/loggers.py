@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from torchcaps.data.files import FULL
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, first_line, nearest
 from torchcaps.recipe import Recipe
 
 LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow", "none"]
@@ -66,7 +66,7 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
             logger = Mlflow(recipe.name, folder.name, **tracking)
         _ = logger.experiment
     except Exception as error:  # each service raises its own errors
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         full = isinstance(error, OSError) and error.errno in FULL
         cure = f"free disk space in {folder}" if full else "change its settings"
         raise BadInput(f"the logger {name} cannot start ({reason}): {cure}, or use --logger none") from error

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning
 import numpy as np
@@ -18,6 +18,8 @@ from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class TrainingModule(lightning.LightningModule):
@@ -144,8 +146,7 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
-        # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
-        self.log("validation_rank", -(100 - reached) - 0.001 * loss / (1 + loss))
+        self.log("validation_rank", validation_rank(reached, loss))
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
@@ -229,6 +230,12 @@ def class_weights_of(recipe: Recipe, images: Images) -> Float[Tensor, " K"] | No
 def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
     """Return the percentage of images on the diagonal of a confusion matrix."""
     return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())
+
+
+def validation_rank(reached_percent: Number, loss: Number) -> Number:
+    """Compute the number by which epochs are ranked: the higher, the better; the loss decides among equals."""
+    # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
+    return -(100 - reached_percent) - 0.001 * loss / (1 + loss)
 
 
 def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, first_line, nearest
 from torchcaps.models.attention import AttentionCapsNet
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
 from torchcaps.models.efficient import EfficientCapsNet
@@ -117,7 +117,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     except BadInput:
         raise
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         if isinstance(error, MemoryError) or "allocate memory" in reason:
             reason = "there is not enough memory for the weights"
         raise BadInput(f"model {name} cannot be created with these options: {reason}") from error

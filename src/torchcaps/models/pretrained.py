@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.data.files import as_json, atomically
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, first_line
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
@@ -188,10 +188,9 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
         files = [CONFIG, WEIGHTS]
         return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
     except Exception as error:  # the client of the Hub raises its own errors and errors of three HTTP libraries
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BadInput(
-            f"{source}: neither a folder nor a readable repository on the Hub ({reason}): check the name, the "
-            "token and the network connection"
+            f"{source}: neither a folder nor a readable repository on the Hub ({first_line(error)}): check the name, "
+            "the token and the network connection"
         ) from error
 
 

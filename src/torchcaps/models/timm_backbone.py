@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, first_line
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.image_shape import check_image_shape
-from torchcaps.models.pretrained import Pretrained
+from torchcaps.models.pretrained import WEIGHTS, Pretrained, local_folder
 from torchcaps.routing import Routing
 
 
@@ -130,15 +130,11 @@ class TimmCapsNet(nn.Module, Pretrained):
         except (AssertionError, RuntimeError, ValueError) as error:
             *_, height, width = self.backbone.default_cfg["input_size"]
             raise BadInput(
-                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({_line(error)}): use "
+                f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({first_line(error)}): use "
                 f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
         self.backbone.train()
         return tuple(shape)
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _timm() -> Any:
@@ -146,8 +142,8 @@ def _timm() -> Any:
         import timm
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another version of torch
         raise BadInput(
-            f"timm cannot be imported ({_line(error)}): pip install 'torchcaps[timm]', with a torchvision that fits "
-            f"torch {torch.__version__}"
+            f"timm cannot be imported ({first_line(error)}): pip install 'torchcaps[timm]', with a torchvision that "
+            f"fits torch {torch.__version__}"
         ) from error
     return timm
 
@@ -183,20 +179,14 @@ def _created(backbone: str, options: dict[str, Any], source: str = "") -> nn.Mod
     except (AssertionError, RuntimeError, ValueError, TypeError, LookupError, OSError, SafetensorError) as error:
         if source:
             cure = "give a file with the weights of this network"
-            raise BadInput(f"{source} has no weights for {backbone} ({_line(error)}): {cure}") from error
+            raise BadInput(f"{source} has no weights for {backbone} ({first_line(error)}): {cure}") from error
         cure = "use another backbone or image size"
-        raise BadInput(f"timm cannot create {backbone} with {options} ({_line(error)}): {cure}") from error
+        raise BadInput(f"timm cannot create {backbone} with {options} ({first_line(error)}): {cure}") from error
 
 
 def _download(backbone: str) -> tuple[str, Path]:
     """Download the weights that timm publishes, as a .safetensors file."""
-    from huggingface_hub import hf_hub_download
-
     config = _timm().get_pretrained_cfg(backbone)
     if config is None or not config.hf_hub_id:
         raise BadInput(f"timm publishes no weights for {backbone}: give a .safetensors file, or leave out --from")
-    try:
-        return config.hf_hub_id, Path(hf_hub_download(config.hf_hub_id, "model.safetensors"))
-    except Exception as error:  # the client of the Hub raises its own errors and those of three HTTP libraries
-        reason = f"{config.hf_hub_id} cannot be downloaded from the Hugging Face Hub ({_line(error)})"
-        raise BadInput(f"{reason}: check the network connection, or give a .safetensors file") from error
+    return config.hf_hub_id, local_folder(config.hf_hub_id) / WEIGHTS
