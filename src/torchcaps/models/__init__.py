@@ -1,4 +1,4 @@
-"""Networks of the papers, one file per paper, and a table of all networks by name."""
+"""Capsule networks and baseline CNNs, most of them from papers, and `MODELS`, the table of all networks by name."""
 
 import inspect
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
         options: keyword arguments of the model's class.
 
     Raises:
-        BadInput: ``name`` is not in `MODELS`, the model has no such option, or a value is invalid.
+        BadInput: ``name`` is not in `MODELS`, or an option is unknown or has an invalid value.
 
     Example:
         >>> create_model("capsnet", image_shape=(1, 28, 28), decoder=False).decoder is None
@@ -64,11 +64,11 @@ def routing_of(
     Arguments:
         model: a key of `MODELS`.
         options: keyword arguments of the model's class.
-        routing_options: options of the rule. They replace the options that the model passes to its rule.
+        routing_options: options of the routing rule, which replace the options of the model's own `Routing`.
 
     Raises:
         BadInput: the model, the rule or an option of the rule is unknown; or ``routing_options`` are given for a model
-            without a rule.
+            without a routing rule.
 
     Example:
         >>> routing_of("matrix-capsnet", {"routing": "attention"}, {"iterations": 3})
@@ -119,7 +119,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
         reason = first_line(error)
         if isinstance(error, MemoryError) or "allocate memory" in reason:
-            reason = "there is not enough memory for the weights"
+            reason = "there is not enough memory for the weights; make the model smaller"
         raise BadInput(f"model {name} cannot be created with these options: {reason}") from error
 
 

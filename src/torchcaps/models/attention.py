@@ -26,9 +26,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
     1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with one transform per
-    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. Here the activation of
-    the class capsule is the sigmoid of this score. With the loss `activation_logit_cross_entropy`, the network trains
-    on the paper's cross-entropy. Layers are routed one after the other ("sequential" in the paper).
+    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. In this implementation
+    the sigmoid of this score is the activation of the class capsule. The loss `activation_logit_cross_entropy` is the
+    paper's softmax cross-entropy of the scores. Layers are routed one after the other ("sequential" in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses
@@ -40,13 +40,13 @@ class AttentionCapsNet(nn.Module, Pretrained):
         channels: output channels of the convolution.
         types: number of capsule types in every layer except the last.
         pose_side: rows and columns of a pose.
-        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"attention"``, the default of ``competition`` is ``"types"``, as in the authors' code: at
-            each site, a child is shared among the parent types.
+        routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
+            is copied for each layer. For ``"attention"``, the default of ``competition`` is ``"types"``, as in the
+            authors' code: the couplings of a child sum to 1 over the parent types at each parent site.
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit a layer.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> import torch

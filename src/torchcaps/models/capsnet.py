@@ -28,22 +28,24 @@ class CapsNet(nn.Module, Pretrained):
         num_classes: number of classes.
         convolution_channels: output channels of the convolution, or of the last convolution of the stem.
         primary_types: number of primary capsule types per position.
-        primary_pose_size: length of a primary capsule's pose.
-        class_pose_size: length of a class capsule's pose.
+        primary_pose_size: number of elements of a primary capsule's pose.
+        class_pose_size: number of elements of a class capsule's pose.
         decoder: add a decoder that reconstructs the image from a class capsule.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied.
         im2col: compute convolutions as matrix products (`Im2colConv2d`). On some CPUs this is twice as fast in float32,
             but it needs 3 MB more memory per 28×28 image. It cannot be combined with ``stem``.
         stem: replace the convolution with four convolutions (one 5×5, then three 3×3), each followed by BatchNorm and
-            ReLU. They have 1/4, 1/2, 1/2 and all of ``convolution_channels`` as output channels, and the second and
-            fourth have stride 2. The kernels of the primary capsules are then 3×3 with stride 1. A primary capsule sees
-            23×23 pixels instead of 17×17. Up to the primary capsules, the network has a fifth of the weights.
+            ReLU. The numbers of output channels are 1/4, 1/2, 1/2 and 1 times ``convolution_channels``. The second and
+            the fourth convolution have stride 2. With the stem, the primary capsules have 3×3 kernels with stride 1,
+            and the receptive field of a primary capsule is 23×23 pixels instead of 17×17. The convolutions and primary
+            capsules together have a fifth of the weights that they have without the stem.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules; ``stem`` and ``im2col`` are both set; or ``stem`` is set
-            and ``convolution_channels`` is not a multiple of 4.
+        ValueError: an option of the rule is out of its range; the rule is a module that was made for other sizes;
+            ``stem`` and ``im2col`` are both set; or ``stem`` is set, but ``convolution_channels`` is not a multiple
+            of 4.
 
     Example:
         >>> import torch
@@ -93,7 +95,8 @@ class CapsNet(nn.Module, Pretrained):
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 
-        The decoder uses the capsule of the class in ``labels``, or without ``labels`` the most active class capsule.
+        The decoder reconstructs each image from the capsule of the class in ``labels``. Without ``labels``, it uses the
+        most active class capsule.
         """
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
         return prediction_of(capsules, self.decoder, labels)
@@ -115,8 +118,8 @@ class BaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the CapsNet paper: three 5×5 convolutions and two hidden linear layers.
 
     Sabour, Frosst & Hinton 2017, section 5: convolutions with 256, 256 and 128 channels, linear layers with 328 and
-    192 units, dropout, and softmax cross-entropy. Padding 2 keeps the image size; only then does the network
-    have the paper's 35.4M parameters (35,445,522).
+    192 units, dropout, and softmax cross-entropy. The convolutions have padding 2, which keeps the image size. With
+    this padding, the network has 35,445,522 parameters on MNIST; the paper reports 35.4M.
 
     Arguments:
         image_shape: (channels, height, width).

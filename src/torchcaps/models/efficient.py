@@ -19,24 +19,25 @@ class EfficientCapsNet(nn.Module, Pretrained):
     """Efficient-CapsNet: four convolutions, 16 primary capsules, class capsules with self-attention routing, decoder.
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
-    by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map; its output forms 16 primary
-    capsules of 8-D → one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
-    network has 161,824 parameters without the decoder.
+    by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map → 16 primary capsules with 8
+    elements each → one capsule with 16 elements per class. The length of a class capsule is the score of the class. On
+    MNIST the network has 161,824 parameters without the decoder.
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11 pixels.
         num_classes: number of classes.
-        channels: output channels of the four convolutions; the last number is a multiple of ``primary_pose_size``.
-        primary_pose_size: length of a primary capsule's pose.
-        class_pose_size: length of a class capsule's pose.
+        channels: output channels of the four convolutions; the last number must be a multiple of ``primary_pose_size``.
+        primary_pose_size: number of elements of a primary capsule's pose.
+        class_pose_size: number of elements of a class capsule's pose.
         decoder: add a decoder that reconstructs the image from a class capsule.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules; ``channels`` does not have four numbers; or the last
-            number of ``channels`` is not a multiple of ``primary_pose_size``.
+        ValueError: an option of the rule is out of its range; the rule is a module that was made for other sizes;
+            ``channels`` does not have four numbers; or the last number of ``channels`` is not a multiple of
+            ``primary_pose_size``.
 
     Example:
         >>> import torch
@@ -82,7 +83,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
     ) -> Prediction:
         """Predict scores, class capsules and a reconstruction.
 
-        The decoder uses the capsule of the class in ``labels``, or without ``labels`` the most active class capsule.
+        The decoder reconstructs each image from the capsule of the class in ``labels``. Without ``labels``, it uses the
+        most active class capsule.
         """
         numbers = wide(self.primary_capsules(self.features(images)))
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")

@@ -22,27 +22,27 @@ from torchcaps.routing_map import RoutingMap
 class GenerativeCapsNet(nn.Module, Pretrained):
     """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
-    Heinsen 2019, section 4.1: image, with two channels added that contain the coordinates of the pixels → six blocks of
-    BatchNorm, convolution 3×3 without padding and SiLU → BatchNorm, primary capsules 1×1 → part capsules → one capsule
-    per class. Every second block has stride 2. For each part capsule, all primary capsules share one transform. All
-    poses are 4×4. The score of a class is the activation of its capsule. With the loss
-    `activation_logit_cross_entropy`, the network trains on the paper's cross-entropy. On stereo images with five
-    classes the network has 265,416 parameters; the paper reports 272 thousand, including 6,144 biases of votes, which
-    are left out here.
+    Heinsen 2019, section 4.1: image and two channels with the coordinates of the pixels → six blocks of BatchNorm,
+    convolution 3×3 without padding and SiLU → BatchNorm, primary capsules 1×1 → part capsules → one capsule per class.
+    Every second block has stride 2. Each part capsule has one transform, which all primary capsules share. All poses
+    are 4×4. The score of a class is the activation of its capsule. The loss `activation_logit_cross_entropy` is the
+    paper's softmax cross-entropy. On stereo images with five classes the network has 265,416 parameters. The paper
+    reports 272 thousand; 6,144 of these are biases added to votes, which this implementation does not have.
 
     Arguments:
-        image_shape: (channels, height, width); at least 29×29 pixels, or 1×1 with padding.
+        image_shape: (channels, height, width); at least 29×29 pixels, or 1×1 with ``padding=1``.
         num_classes: number of classes.
         channels: output channels of every convolution.
-        padding: zero padding of every convolution, 0 or 1; 0 in the author's code.
-        parts: number of primary capsule types, and number of part capsules.
+        padding: zero padding of every convolution in pixels: 0, as in the author's code, or 1.
+        parts: number of part capsules, and also number of primary capsule types per position.
         pose_side: rows and columns of a pose.
-        routing: rule of both layers: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of both layers: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
+            is copied for each layer.
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: ``padding`` is not 0 or 1, or the rule does not fit a layer.
+        ValueError: ``padding`` is not 0 or 1; an option of the rule is out of its range; or the rule is a module that
+            was made for other sizes.
 
     Example:
         >>> import torch

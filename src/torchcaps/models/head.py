@@ -15,19 +15,19 @@ from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
 
 SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
-"""Rules whose parents are sums of votes. The initial sums must be short for any number of children: long sums saturate
-the squash, and then the network does not learn."""
+"""Rules in which the pose of a parent is a squashed sum of votes. Initially, the length of these sums must be small for
+any number of children: at a large length, the squash saturates, and the network does not learn."""
 
 
 class CapsuleHead(nn.Module):
     """Primary capsules and class capsules on the feature maps of any network.
 
-    The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear function of the features and BatchNorm
-    give the poses of the primary capsules. If the routing rule uses activations, another linear function with BatchNorm
-    gives the activations. All positions share the transforms of the class capsules, so the number of parameters does
-    not depend on the size of the feature map. Coordinate Addition adds the position of each child to its votes, in
-    coordinates from -1/2 to 1/2. The fused kernels store no votes, so large feature maps need little memory. The score
-    of a class is the activation of its capsule. With the default rule, train on the loss
+    The layers are as in Hinton, Sabour & Frosst 2018. At each position, a linear layer with BatchNorm computes the
+    poses of the primary capsules from the features. If the routing rule uses activations, a second linear layer with
+    BatchNorm computes the activations. All positions share the transforms of the class capsules, so the number of
+    parameters does not depend on the size of the feature map. Coordinate Addition adds the position of each child to
+    its votes, in coordinates from -1/2 to 1/2. The fused kernels store no votes, so large feature maps need little
+    memory. The score of a class is the activation of its capsule. With the default rule, train on the loss
     `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
@@ -36,13 +36,12 @@ class CapsuleHead(nn.Module):
         types: number of capsule types of the primary capsules.
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
         coordinates: use Coordinate Addition in the class capsules.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied.
 
     Raises:
         ValueError: ``features_shape`` is neither (channels, height, width) nor (channels,); a size is below 1;
-            or ``routing`` is not a known rule or does not fit the class capsules. In `forward`: the features do not
-            have ``features_shape``.
+            or ``routing`` is not a known rule or does not fit the class capsules.
 
     Example:
         >>> backbone = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU())
@@ -87,9 +86,11 @@ class CapsuleHead(nn.Module):
             *(channels, types, pose_size, 1),
             bias=False,
             squash_form="none",
-            # DistributedDataParallel would wait for the gradients of weights whose activations the rule does not use.
+            # If the rule ignores activations, weights that compute them get no gradients, and DistributedDataParallel
+            # would wait for these gradients.
             activation="sigmoid" if getattr(rule, "weighs_activations", True) else "length",
-            # With sums of votes, poses p and -p give the same scores unless a learned offset is added.
+            # In rules that sum votes, reversing the sign of all poses leaves the scores unchanged, unless a learned
+            # offset is added to the poses.
             normalise="affine" if isinstance(rule, SUMMING) else "plain",
         )
 

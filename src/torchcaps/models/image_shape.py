@@ -6,7 +6,7 @@ from torchcaps.errors import BadInput
 
 
 def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -> tuple[int, int, int]:
-    """Check that a network's kernels fit into images of a shape, and return the shape (channels, height, width).
+    """Check that images are large enough for a network, and return their shape as (channels, height, width).
 
     Arguments:
         network: name of the network in the error message.
@@ -14,10 +14,13 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
         smallest: smallest height and width that the network supports.
 
     Raises:
-        BadInput: ``image_shape`` is not (channels, height, width), or height or width is below ``smallest``.
+        BadInput: ``image_shape`` does not have three numbers, or has less than 1 channel, or the height or width is
+            below ``smallest``.
     """
     if len(image_shape) != 3 or image_shape[0] < 1:
-        raise BadInput(f"image_shape must be (channels, height, width); got {tuple(image_shape)}")
+        raise BadInput(
+            f"image_shape must be (channels, height, width) with at least 1 channel; got {tuple(image_shape)}"
+        )
     channels, height, width = image_shape
     if min(height, width) < smallest:
         raise BadInput(

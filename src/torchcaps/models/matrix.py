@@ -22,20 +22,23 @@ WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base"
 """For each size: output channels of the convolution, then capsule types of the primary and the two ConvCaps layers."""
 
 EM = Routing("em", variance_floor=0.01, initial_beta_a=-15.0, inverse_temperature=1.0)
-"""Default routing of `MatrixCapsNet`. The initial poses of the network are very small. With a variance floor of 1e-4,
-the first couplings would be close to 0 or 1, and later couplings even closer, so a network with three iterations would
-hardly learn. With an initial β_a of 0, either the scores of wrong classes do not fall below 1/2, or all scores start so
-close to 1 that the network does not learn."""
+"""Default routing of `MatrixCapsNet`.
+
+The variance floor is 0.01, because the initial poses of the network are very small. With a floor of 1e-4, all couplings
+after the first iteration would be close to 0 or 1, and a network with three iterations would hardly learn. The initial
+β_a is -15, because with 0 either the scores of wrong classes do not fall below 1/2, or all scores start so close to 1
+that the network does not learn.
+"""
 
 
 class MatrixCapsNet(nn.Module, Pretrained):
     """Matrix capsule network: convolution, primary capsules, two convolutional capsule layers and class capsules.
 
-    Hinton, Sabour & Frosst 2018, figure 1, ``[A, B, C, D]``: convolution 5×5×A stride 2 with ReLU → B primary capsules
-    per position → ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one capsule per class. The
-    activation of a class capsule is the score of the class. On stereo images with five classes, ``small`` has 68,618
-    parameters and ``base`` 316,650. Without a stem, no layer is padded: on 32×32 images, no class capsule sees the
-    last three rows and columns.
+    Hinton, Sabour & Frosst 2018, figure 1: convolution 5×5×A stride 2 with ReLU → B primary capsules per position →
+    ConvCaps 3×3 stride 2, C types → ConvCaps 3×3 stride 1, D types → one capsule per class. The option ``size`` or
+    ``widths`` sets A, B, C and D. The activation of a class capsule is the score of the class. On stereo images with
+    five classes, ``small`` has 68,618 parameters and ``base`` 316,650. Without a stem, no layer is padded, so on 32×32
+    images the last three rows and columns have no effect.
 
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
@@ -45,13 +48,14 @@ class MatrixCapsNet(nn.Module, Pretrained):
         widths: four numbers (A, B, C, D) that replace the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
-        stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, these keep channels
-            and resolution. With a stem or with ``normalise``, BatchNorm follows every convolution.
+        stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, the extra
+            convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
+            follows every convolution.
         stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
             channels, and the first ConvCaps layer has stride 1. The network then has a quarter of the primary capsules.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
-        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
+        routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
+            is copied for each layer. For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
             ``initial_beta_a=-15``.
         class_temperature_factor: factor by which the inverse temperature λ of the class capsules is multiplied, only
             for ``"em"``; 1/4 in the authors' code.
@@ -62,13 +66,13 @@ class MatrixCapsNet(nn.Module, Pretrained):
         initial_std: standard deviation of the initial transforms of the ConvCaps layers; 0.3 in the authors' code.
         class_initial_std: standard deviation of the initial transforms of the class capsules; 0.01 in the authors'
             code.
-        around_identity: initialise transforms around the identity instead of zero. The authors' code initialises
-            around zero.
+        around_identity: initialise each transform as the identity matrix plus noise; False, as in the authors' code:
+            only noise.
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
             options is unknown; or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
-        ValueError: the rule does not fit a layer.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> import torch
@@ -184,12 +188,12 @@ class MatrixCapsNet(nn.Module, Pretrained):
 def _receptive_field_centres(
     sites: int, pixels: int, kernels: Iterable[tuple[int, int, int]]
 ) -> Float[Tensor, " sites"]:
-    """Compute the centres of the sites' receptive fields along one axis, in [0, 1].
+    """Compute the centre of each site's receptive field along one axis, as a fraction of the image side in [0, 1].
 
     Arguments:
         sites: number of sites along this axis.
         pixels: number of image pixels along this axis.
-        kernels: (kernel_size, stride, padding) per layer, from the image upwards.
+        kernels: (kernel_size, stride, padding) of each layer, starting with the first layer.
     """
     first, step = 0.0, 1
     for kernel_size, stride, padding in kernels:
@@ -202,8 +206,9 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
     """Baseline CNN of the matrix capsule paper: two 5×5 convolutions with max-pooling and a hidden linear layer.
 
     Hinton, Sabour & Frosst 2018, section 5: convolutions with 32 and 64 channels, each followed by 2×2 max-pooling; a
-    linear layer with 1024 units; dropout; and softmax cross-entropy. Padding 2 keeps the image size; only then does
-    the network have the paper's 4.2M parameters on 32×32 stereo images (4,253,349).
+    linear layer with 1024 units; dropout; and softmax cross-entropy. The convolutions have padding 2, which keeps the
+    image size. With this padding, the network has 4,253,349 parameters on 32×32 stereo images with five classes; the
+    paper reports 4.2M.
 
     Arguments:
         image_shape: (channels, height, width); at least 4×4 pixels.

@@ -1,7 +1,7 @@
 """A CNN and a capsule network with the same convolutions: Su 2018.
 
-Both networks give one independent score per class and accept images of any size. They differ only in how they combine
-positions: the CNN by global average pooling, the capsule network by shared capsules.
+Both networks compute one independent score per class and accept images of various sizes. The CNN combines the positions
+of the last feature map by global average pooling; the capsule network combines them by routing.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, with_defaults
 
 SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="unit")
-"""Default routing of `PooledCapsNet`. The logits come only from the latest iteration, whose parents have unit length.
-The last iteration squashes the parents with ``|s|² / (0.5 + |s|²)``."""
+"""Default routing of `PooledCapsNet`. Each iteration computes the logits only from the parents of the iteration before.
+These parents have unit length. The last iteration squashes a sum of votes s to the length ``|s|² / (0.5 + |s|²)``."""
 
 
 def _trunk(channels: int) -> nn.Sequential:
@@ -31,7 +31,7 @@ def _trunk(channels: int) -> nn.Sequential:
 
 
 def _glorot(module: nn.Module) -> None:
-    """Use the author's Glorot-uniform weights and zero biases. With smaller weights, capsules learn far more slowly."""
+    """Initialise a layer as in the author's code. With smaller initial weights, capsules learn far more slowly."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(cast(nn.Parameter, module.bias))
@@ -78,14 +78,14 @@ class PooledCapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.
         num_classes: number of classes.
-        class_pose_size: length of a class capsule's pose.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options). For ``"dynamic"``, the defaults are as in the author's code: ``logits="latest", squash_form="su",
-            inner_squash_form="unit"``.
+        class_pose_size: number of elements of a class capsule's pose.
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied. For ``"dynamic"``, the defaults are as in the author's code: ``logits="latest"``,
+            ``squash_form="su"`` and ``inner_squash_form="unit"``.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> import torch

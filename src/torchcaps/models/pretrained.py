@@ -35,8 +35,8 @@ class SavedConfig(NamedTuple):
         options: all constructor arguments except ``routing``.
         routing: for each layer that has a rule, the name of the rule in `ROUTINGS` and the options of the rule.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
-        images: preparation of images and class names, as saved by `Classifier`; None if the network was saved without
-            them.
+        images: shape and preparation of the images, and names of the classes, as saved by `Classifier`; None if the
+            network was saved without this information.
     """
 
     format: int
@@ -82,7 +82,8 @@ class Pretrained:
 
         Arguments:
             folder: folder to write to. It is created if it does not exist; other files in it are not changed.
-            images: preparation of images and class names; `Classifier.save_pretrained` passes this argument.
+            images: shape and preparation of the images, and names of the classes. `Classifier.save_pretrained` passes
+                this argument.
 
         Raises:
             BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or the folder cannot be
@@ -100,7 +101,7 @@ class Pretrained:
         except OSError as error:
             raise BadInput(f"{folder} cannot be created ({error.strerror}): use another folder") from error
         config = SavedConfig(FORMAT, model_name(type(self)), options, routing, checksum, images)
-        # Both files are written before one replaces an earlier file: on a full disk, the earlier pair stays whole.
+        # Both files are written completely before they replace earlier files: a full disk damages no earlier file.
         with atomically(folder / CONFIG) as described:
             described.write(as_json(config._asdict()))
             described.flush()
@@ -118,13 +119,13 @@ class Pretrained:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: options that replace saved options, such as ``im2col=True``. If ``routing`` names the
-                same rule as the saved network, only the options given in ``routing`` change, in every layer; the other
-                options keep their saved values. Any other ``routing`` replaces the saved rules.
+            changes: constructor arguments that replace saved ones, such as ``im2col=True``. A layer whose saved rule
+                has the same name as ``routing`` keeps its saved options, except those given in ``routing``. In all
+                other layers, ``routing`` replaces the saved rule.
 
         Raises:
-            BadInput: the folder or repository does not exist, a file is missing or damaged, or the weights belong to
-                another network.
+            BadInput: the folder or repository does not exist; a file is missing or damaged; the weights belong to
+                another network; or an option in ``changes`` is unknown.
         """
         folder = local_folder(source, revision, token)
         config = read_config(folder)
@@ -165,14 +166,14 @@ class Pretrained:
 
 
 def model_name(kind: type) -> str:
-    """Return the name of a network class in `MODELS`, or the name of the class if `MODELS` does not contain it."""
+    """Return the key of a class in `MODELS`, or the name of the class if `MODELS` does not contain the class."""
     from torchcaps.models import MODELS
 
     return next((name for name, known in MODELS.items() if known is kind), kind.__name__)
 
 
 def local_folder(source: str | Path, revision: str | None = None, token: str | None = None) -> Path:
-    """Return the path of a folder. If ``source`` is a repository on the Hugging Face Hub, download it first.
+    """Return ``source`` if it is a folder. If it is a repository on the Hugging Face Hub, download the repository.
 
     Raises:
         BadInput: ``source`` is neither a folder nor a repository that can be downloaded.
@@ -224,7 +225,7 @@ def read_config(folder: Path) -> SavedConfig:
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
-    """Create a network on the meta device, without weights and without changing the random state."""
+    """Create a network on the meta device, where weights use no memory, without changing the random state."""
     from torchcaps.models import built
 
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -232,7 +233,7 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
 
 
 def _rules(model: nn.Module) -> dict[str, nn.Module]:
-    """Map the name of each layer with a routing rule to its rule."""
+    """Return the routing rule of each layer that has one, keyed by the name of the layer."""
     return {
         name: layer.routing
         for name, layer in model.named_modules()
@@ -265,7 +266,7 @@ def _saved_rules(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
-    """Give every layer its saved rule, unless ``change`` is another rule."""
+    """Set the saved rule of every layer, except where ``change`` is another rule."""
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):

@@ -1,4 +1,4 @@
-"""A small residual network with a capsule head: a network for your own images, and an example for your own backbone."""
+"""A small residual network with a capsule head. It also shows how to put capsules on a backbone of your own."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,20 +18,20 @@ class ResidualCapsNet(nn.Module, Pretrained):
     """Residual network with capsules on its feature maps: convolutional stem, residual blocks and a `CapsuleHead`.
 
     The blocks are as in He et al. 2016 (arXiv 1512.03385): two 3×3 convolutions with BatchNorm, and a shortcut. The
-    stem keeps the size of the image; each block halves it. The number of parameters does not depend on the size of the
-    images.
+    stem keeps the height and width of the image; each block halves them. The number of parameters does not depend on
+    the size of the images.
 
     Arguments:
         image_shape: (channels, height, width) of any size.
         num_classes: number of classes.
-        widths: output channels of the stem and of each block.
+        widths: output channels of the stem, followed by the output channels of each block.
         types: number of capsule types of the primary capsules.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied.
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
-        ValueError: the rule does not fit the class capsules.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
 
 
 class _Block(nn.Module):
-    """Two convolutions and a shortcut, which halve the resolution."""
+    """Residual block of two convolutions and a shortcut. Its output has half the height and width of its input."""
 
     def __init__(self, below: int, above: int) -> None:
         super().__init__()

@@ -21,11 +21,11 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
     Hahn, Pyeon & Kim 2019, the "7-layer CNN" of the authors' code: convolutions 3×3 with width · (1, 2, 2, 4, 4, 8)
     channels → primary capsules 3×3 with BatchNorm → ``capsule_layers`` ConvCaps 3×3, each with BatchNorm on its poses →
     one capsule per class, with one transform per position. Every second convolution has stride 2. The score of a class
-    is the activation of its capsule. With the loss `activation_cross_entropy`, the network trains on the log of the
-    activations, as in the paper. The network has 856,064 parameters on 32×32 stereo images with five classes.
+    is the activation of its capsule. The loss `activation_cross_entropy` is the negative log of the activation of the
+    right class, as in the paper. The network has 856,064 parameters on 32×32 stereo images with five classes.
 
-    The authors' class capsules have no poses. Here their poses have one element, because every layer has transforms.
-    The transforms that compute these poses have 40,960 parameters. The loss does not depend on these parameters.
+    In the authors' code, class capsules have no poses. Here every layer has transforms, so the pose of a class capsule
+    has one element. The transforms that compute these poses have 40,960 parameters, which do not affect the loss.
 
     Arguments:
         image_shape: (channels, height, width); at least 5×5 pixels.
@@ -35,12 +35,12 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         pose_size: number of elements of a pose, except in the class capsules.
         capsule_layers: number of ConvCaps layers between the primary and the class capsules.
         class_pose_size: number of elements of a class capsule's pose.
-        routing: rule of every layer: a rule module (copied per layer), a name in `ROUTINGS`, or a `Routing` (name and
-            options).
+        routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
+            is copied for each layer.
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: the rule does not fit a layer.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> import torch

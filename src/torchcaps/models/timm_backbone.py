@@ -35,14 +35,14 @@ class TimmCapsNet(nn.Module, Pretrained):
         freeze_backbone: train only the capsules. Training changes neither the weights nor the BatchNorm statistics of
             the backbone.
         types: number of capsule types of the primary capsules.
-        routing: rule of the class capsules: a rule module (copied), a name in `ROUTINGS`, or a `Routing` (name and
-            options); see `CapsuleHead`.
+        routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
+            which is copied.
 
     Raises:
-        BadInput: timm is not installed or does not know the backbone; the backbone has no feature map with this stride
+        BadInput: timm is not installed or has no such backbone; the backbone has no feature map with this stride
             or does not accept images of this size; ``image_shape`` is not (channels, height, width); or the routing or
             one of its options is unknown.
-        ValueError: the rule does not fit the class capsules.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
 
     Example:
         >>> network = TimmCapsNet((3, 64, 64), num_classes=5, backbone="resnet18")  # doctest: +SKIP
@@ -89,7 +89,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         return self
 
     def load_backbone(self, source: str) -> str:
-        """Load trained weights into the backbone, and return a sentence that names them.
+        """Load trained weights into the backbone, and return a sentence that says which weights were loaded.
 
         Arguments:
             source: ``timm`` for the weights that timm publishes for the backbone on the Hugging Face Hub, or the path
@@ -142,8 +142,8 @@ def _timm() -> Any:
         import timm
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision was built for another version of torch
         raise BadInput(
-            f"timm cannot be imported ({first_line(error)}): pip install 'torchcaps[timm]', with a torchvision that "
-            f"fits torch {torch.__version__}"
+            f"timm cannot be imported ({first_line(error)}): run pip install 'torchcaps[timm]', with a version of "
+            f"torchvision that matches torch {torch.__version__}"
         ) from error
     return timm
 
@@ -159,7 +159,7 @@ def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) 
         config = timm.get_pretrained_cfg(backbone)
     except RuntimeError as error:
         known = ", ".join(timm.list_pretrained(f"{name}.*")) or "none"
-        raise BadInput(f"timm publishes no weights {backbone}: use {name}, or one of {known}") from error
+        raise BadInput(f"timm publishes no weights named {backbone}: use {name}, or one of {known}") from error
     options: dict[str, Any] = {"in_chans": image_shape[0]}
     if config is not None and config.fixed_input_size:
         options["img_size"] = image_shape[1:]
