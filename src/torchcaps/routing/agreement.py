@@ -40,8 +40,8 @@ class Moments(NamedTuple):
 
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
-    The mean and the variance from the fused kernels may not be contiguous, and elementwise operations keep the memory
-    layout of their input. Use ``reshape`` or ``flatten`` instead of ``view``.
+    Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels may not be
+    contiguous, and the results of elementwise operations have the same memory layout.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

@@ -77,5 +77,5 @@ class AttentionRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network."""
+        """Constructor arguments, as `save_pretrained` saves them."""
         return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}

@@ -84,7 +84,7 @@ def routing_options(name: str) -> dict[str, Any]:
 
 
 def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
-    """Fill in missing options from ``defaults`` if ``routing`` names the same rule as ``defaults``.
+    """If ``routing`` and ``defaults`` name the same rule, add the options that ``routing`` lacks from ``defaults``.
 
     Example:
         >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))
@@ -100,8 +100,8 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
     """Create the rule for a layer from a name or a `Routing`. A rule module is checked and returned unchanged.
 
     Raises:
-        ValueError: ``routing`` is neither a rule module nor a name in `ROUTINGS`, or it was created for a layer with
-            other sizes.
+        ValueError: ``routing`` is not a rule module, a `Routing` or a name in `ROUTINGS`; an option is out of its
+            range; or the rule module was created for a layer with other sizes.
     """
     if isinstance(routing, str):
         routing = Routing(routing)

@@ -81,8 +81,8 @@ def dynamic_routing(
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the agreement of the
-            latest iteration.
+        logits: ``cumulative``: b_ij is the sum of û_ij · v_j over all earlier iterations, as in the paper; ``latest``:
+            b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
@@ -91,7 +91,7 @@ def dynamic_routing(
             iteration as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax, as in the paper's CIFAR-10 network.
         return_couplings: also return the couplings of the last iteration. If the couplings need a gradient, computing
-            them stores all votes, also with ``backend="fused"``.
+            them stores all votes, even with ``backend="fused"``.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
@@ -162,12 +162,12 @@ class DynamicRouting(nn.Module):
             b_ij = b_ij + û_ij · v_j      (cumulative)   or   û_ij · v_j      (latest; Su 2018)
 
     u_i is the pose of child i, W_ij its transform for parent j, û_ij its vote, c_ij its coupling, and v_j the pose of
-    parent j, whose length is the activation.
+    parent j. The length of v_j is the activation of parent j.
 
     Arguments:
         iterations: number of routing iterations, from 1 to 1,000. With 1, the couplings are uniform.
-        logits: ``cumulative``: sum the agreement over iterations (the paper); ``latest``: use only the agreement of the
-            latest iteration.
+        logits: ``cumulative``: b_ij is the sum of û_ij · v_j over all earlier iterations, as in the paper; ``latest``:
+            b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
@@ -242,7 +242,7 @@ class DynamicRouting(nn.Module):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network."""
+        """Constructor arguments, as `save_pretrained` saves them."""
         return {name: getattr(self, name) for name in inspect.signature(DynamicRouting).parameters}
 
     def extra_repr(self) -> str:

@@ -23,7 +23,7 @@ class EMPass(NamedTuple):
     """Result of one iteration of EM routing.
 
     Arguments:
-        couplings: ``[B, J, E, C]``, couplings R_ij with which this iteration began, in the order of the map's edges.
+        couplings: ``[B, J, E, C]``, couplings R_ij at the start of this iteration, in the order of the map's edges.
         mean: ``[B, P, J, R, N]``, mean μ_j of the votes for each parent.
         variance: ``[B, P, J, R, N]``, variance σ_j² of the votes for each parent, including the variance floor.
         activation: ``[B, P, J]``, activation a_j of each parent.
@@ -124,14 +124,14 @@ def em_routing(
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        beta_u: ``[J]``, the negative of the cost of describing a vote without an active parent.
-        beta_a: ``[J]``, the negative of the cost of activating a parent.
+        beta_u: ``[J]``, β_u in the formula of cost_j.
+        beta_a: ``[J]``, β_a in the formula of a_j; a larger β_a gives a parent a higher activation.
         iterations: number of routing iterations, from 1 to 1,000.
-        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete,
-            as in most implementations (R_ij then starts at 1 / J).
+        competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
+            1 over the parent types at each parent site, as in most implementations, and start at 1 / J.
         variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
-            floor; a parent with a single vote then becomes NaN.
-        normalise_data: divide the cost by mean_data, which the paper does not do. If False, mean_data is 1.
+            floor. Without a floor, a parent with a single vote becomes NaN.
+        normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
             ``normalise_data=False``. Gritzman's code uses 1, with ``normalise_data=True``.
         temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
@@ -141,7 +141,7 @@ def em_routing(
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
             as independent, which makes the couplings overconfident; a smaller factor makes the couplings softer.
         return_passes: also return the result of every iteration. If the couplings need a gradient, computing them
-            stores all votes, also with ``backend="fused"``.
+            stores all votes, even with ``backend="fused"``.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
@@ -213,7 +213,7 @@ def em_routing(
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
-    """Compute the log of each parent's share of the layer's mass. Shares are at least the smallest normal number."""
+    """Compute the log of each parent's share of the layer's mass. The smallest share is the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
     some = total >= tiny
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
@@ -287,18 +287,19 @@ class EMRouting(nn.Module):
         parent_types: number of parent types (J). β_u and β_a have one number per parent type. With
             ``parent_activation="mixing"``, β_u and β_a are not trained.
         iterations: number of routing iterations, from 1 to 1,000.
-        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
+        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
+            parent site.
         variance_floor: constant added to the variances σ² of the votes, at least 0.
-        normalise_data: divide the cost by mean_data = number of children / number of parents of the layer.
+        normalise_data: set mean_data to number of children / number of parents of the layer. If False, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0.
         temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
         tempering: factor on the logits of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
-        initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. With a negative β_a,
-            a parent that no child chooses has a low activation, logistic(λ β_a). Training from 0 would reach a strongly
-            negative β_a too slowly, because a training step changes β_a by about the learning rate.
+        initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. A parent to which no
+            child is coupled has the activation logistic(λ β_a), which is low for a negative β_a. Training from 0 would
+            reach a strongly negative β_a too slowly, because a step of Adam changes β_a by about the learning rate.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.
@@ -391,7 +392,7 @@ class EMRouting(nn.Module):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network; β_u and β_a are part of the state dict."""
+        """Constructor arguments, as `save_pretrained` saves them; β_u and β_a are part of the state dict."""
         return {"parent_types": len(self.beta_u), **self.options}
 
     def extra_repr(self) -> str:

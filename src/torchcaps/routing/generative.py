@@ -29,7 +29,7 @@ class GenerativeRouting(Rule):
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
     V_ij is the vote of child i for parent j, and R_ij its coupling. a_i is the activation of the child. D_use_ij is the
-    part of a_i that parent j uses, and D_ign_ij the part that it ignores. μ_j is the pose of the parent. f is the
+    part of a_i that parent j uses, and D_ign_ij the part that parent j ignores. μ_j is the pose of the parent. f is the
     logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits before
     routing. Here layers exchange activations in [0, 1], so f has already been applied to a_i; a parent's activation is
     f(logit_j). β_use and β_ignore are learned, start at 0, and have one value per transform, child type and parent
@@ -84,7 +84,7 @@ class GenerativeRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
-        """Compute the parents, as `Rule.forward` does, from votes to which two elements with β values are appended."""
+        """Compute the parents, as `Rule.forward` does, after columns with the values of β are appended to the votes."""
         check_capsules(children)
         routing_map.check(pose := children.pose, transform)
         if transform.shape[:3] != self.beta_use.shape:
@@ -95,13 +95,13 @@ class GenerativeRouting(Rule):
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
         use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
         betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))
-        if pose.shape[3] > 1:  # with several rows, one column of the vote holds both β
+        if pose.shape[3] > 1:  # with several rows, one column of the vote contains both values of β
             betas = betas.sum(dim=4, keepdim=True)
         child = routing_map.edges_on(pose.device)[:, 0]
         factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
         factors[..., 0, 0] = 1
-        # This factor cancels the uniform couplings of the first iteration, so mass · mean of the last element is then
-        # Σ a_i β_ignore.
+        # This factor is the inverse of the uniform couplings of the first iteration. In this iteration, mass · mean of
+        # the last element of the votes is therefore Σ a_i β_ignore.
         reached = added_at(factors.new_zeros(len(factors)), 0, child, factors.new_ones(len(child)))
         competing = reached if self.competition == "parents" else torch.ones_like(reached)
         factors[..., -1, 1] = transform.shape[2] * competing[:, None]
@@ -111,7 +111,7 @@ class GenerativeRouting(Rule):
         return super().forward(children, torch.cat([transform, betas], dim=3), routing_map, return_couplings)
 
     def route(self, votes: Votes) -> Capsules:
-        """Return the means of the last iteration as poses and f(logit) as activations."""
+        """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""
         agreement = ignore_all = None
         for _ in range(self.iterations):
             mass, mean, variance = votes.moments(agreement)
@@ -132,6 +132,6 @@ class GenerativeRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network; β_use and β_ignore are part of the state dict."""
+        """Constructor arguments, as `save_pretrained` saves them; β_use and β_ignore are part of the state dict."""
         floors = {"variance_floor": self.variance_floor, "mass_floor": self.mass_floor}
         return {**self.sizes, "iterations": self.iterations, **floors}

@@ -20,7 +20,7 @@ class LayerShape(NamedTuple):
         transforms: number of transforms (K).
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        child_pose_shape: rows and columns (R, Q) of a child's pose, with the columns that Coordinate Addition appends.
+        child_pose_shape: rows and columns (R, Q) of a child's pose, including columns that Coordinate Addition appends.
         parent_pose_shape: rows and columns (R, N) of a parent's pose.
     """
 
@@ -34,7 +34,7 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The computation uses the wider of two dtypes, that of the poses and that of the transform, but at least float32;
+    The dtype of the computation is the widest of float32, the dtype of the poses and the dtype of the transform;
     autocast has no effect. A network can be saved if its rule is in ``torchcaps.ROUTINGS`` and has a property
     ``saved_options``.
 
@@ -55,7 +55,7 @@ class Rule(nn.Module):
     weighs_activations = True
     """Whether votes are weighted with the activation of the child."""
     competition: Competition = "parents"
-    """``parents``: all parents of a child compete for it; ``types``: only those at the same site compete."""
+    """``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each site."""
     backend: Backend = "auto"
     """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 
@@ -66,7 +66,7 @@ class Rule(nn.Module):
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
-        """Create the rule for a layer with these sizes. Layers call this method if they get the rule's name."""
+        """Create the rule for a layer. A layer calls this method if its ``routing`` is a name or a `Routing`."""
         return cls(**options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfAttentionRouting(Rule):
-    """Self-attention routing: one iteration; the logit of a vote is its dot product with the sum of the parent's votes.
+    """Self-attention routing: one iteration, with couplings from dot products of each vote and a sum of votes.
 
     Mazzia, Salvetti & Chiaberge 2021, section 3.2::
 
@@ -74,5 +74,5 @@ class SelfAttentionRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network."""
+        """Constructor arguments, as `save_pretrained` saves them."""
         return dict(zip(("transforms", "child_types", "parent_types"), self.bias.shape, strict=True))

@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfRouting(Rule):
-    """Self-routing: one iteration, whose couplings are predicted from the pose of each child, without agreement.
+    """Self-routing: a learned function predicts the couplings of each child from its pose, in one iteration.
 
     Hahn, Pyeon & Kim 2019, equations 3 to 5::
 
@@ -45,7 +45,7 @@ class SelfRouting(Rule):
 
     competition: Competition = "types"
     activation_from_mass = True
-    """The activation of a parent depends only on the mass of its votes. `torchcaps.inspect` reads this attribute."""
+    """Parent activations depend on masses, not on the votes themselves. `torchcaps.inspect` reads this attribute."""
 
     def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SelfRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network."""
+        """Constructor arguments, as `save_pretrained` saves them."""
         transforms, child_types, parent_types, columns, rows = self.weight.shape
         return {
             "transforms": transforms,

@@ -1,4 +1,4 @@
-"""Uniform couplings: the control experiment for every routing rule."""
+"""Uniform couplings: a baseline with which routing rules are compared."""
 
 from typing import Any, get_args
 
@@ -48,5 +48,5 @@ class UniformRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network."""
+        """Constructor arguments, as `save_pretrained` saves them."""
         return {"squash_form": self.squash_form}

@@ -18,9 +18,10 @@ class VariationalBayesRouting(Rule):
     """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
 
     Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
-    and μ_j the mean of the votes V_ij for parent j, with weights w_ij = a_i c_ij: activation times coupling. ψ is the
-    digamma function and σ the logistic function. π_j is the mixing proportion and Λ_j the precision matrix of the
-    Gaussian of parent j. α_j, κ_j, ν_j, m_j and Ψ_j are the parameters of the posterior::
+    and μ_j the mean of the votes V_ij for parent j. A vote has the weight w_ij = a_i c_ij, where a_i is the activation
+    of child i and c_ij its coupling. ψ is the digamma function and σ the logistic function. π_j is the mixing
+    proportion and Λ_j the precision matrix of the Gaussian of parent j. α_j, κ_j, ν_j, m_j and Ψ_j are the parameters
+    of the posterior::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
@@ -41,9 +42,9 @@ class VariationalBayesRouting(Rule):
     0, and β changes the result only in evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
-    a child has several parent sites; only later couplings are shared among sites. Second, their code divides a child's
-    densities by the sum of these densities or by 1e-11, whichever is larger, so a vote far from every parent has less
-    weight. Here the couplings of every child sum to 1.
+    a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
+    their code divides a child's densities by the sum of these densities or by 1e-11, whichever is larger, so a vote far
+    from every parent has less weight. Here the couplings of every child always sum to 1 over its parents.
 
     Arguments:
         parent_types: number of parent types (J). β_a and β_u have one number per type.
@@ -107,17 +108,20 @@ class VariationalBayesRouting(Rule):
 
     @property
     def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as saved with a network; β and the BatchNorm statistics are in the state dict."""
+        """Constructor arguments, as `save_pretrained` saves them; β and BatchNorm statistics are in the state dict."""
         return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
 
 
 def digamma(x: Tensor) -> Tensor:
-    """Compute the digamma function for numbers of at least 1. ONNX has no operator for it: see `written_digamma`."""
+    """Compute the digamma function of numbers of at least 1. An ONNX export uses `written_digamma`."""
     return written_digamma(x) if in_onnx_export() else x.digamma()
 
 
 def written_digamma(x: Tensor) -> Tensor:
-    """Compute ``ψ(x) = ψ(x + 6) - Σ 1 / (x + k)``, k = 0 … 5, with the asymptotic series of ``ψ(x + 6)``."""
+    """Compute the digamma function from operations that ONNX has, for numbers of at least 1.
+
+    The formula is ``ψ(x) = ψ(x + 6) - Σ 1 / (x + k)``, k = 0 … 5, with the asymptotic series of ``ψ(x + 6)``.
+    """
     above = x + 6
     inverse = 1 / above.square()
     series = inverse * (1 / 12 - inverse * (1 / 120 - inverse * (1 / 252 - inverse / 240)))
@@ -126,7 +130,7 @@ def written_digamma(x: Tensor) -> Tensor:
 
 
 def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
-    """Normalise values ``[B, P, J, ...]`` per parent type. The result has the dtype of the values."""
+    """Normalise values ``[B, P, J, ...]`` per parent type with a BatchNorm. The result has the dtype of the values."""
     buffers = dict(norm.named_buffers())
     statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
     types_first = values.transpose(1, 2)

@@ -29,7 +29,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Votes:
-    """Votes of children for parents along every edge of a map, ``V = pose · transform``.
+    """Votes of children for parents along every edge of a routing map, ``V = pose · transform``.
 
     The fused kernels compute a vote each time it is needed, and do not store votes. If the kernels cannot run, PyTorch
     operations compute and store all votes. `torchcaps.capsules` explains the dimension letters.
@@ -39,11 +39,12 @@ class Votes:
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
+        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
+            parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
-        passes: number of calls of `moments` that the rule will make. One loop over the votes computes the gradients of
-            pose, activation and transform for all of these calls. Further calls have correct gradients, but need
-            another loop.
+        passes: number of calls of `moments` that the rule will make. In the backward, one loop over the votes computes
+            the gradients of pose, activation and transform for all of these calls. If there are more calls than
+            ``passes``, the gradients are also correct, but further loops are needed.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
@@ -130,7 +131,7 @@ class Votes:
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
             variance: also compute the variance; without the variance, the computation is faster.
-            constant_couplings: treat the couplings as constants; then the agreement has no gradient.
+            constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
             ValueError: a part of ``agreement`` does not have the shape of the parents.
@@ -166,7 +167,7 @@ class Votes:
         return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Sum the activations of the children of each parent site. No parent at the site can have a larger mass."""
+        """Sum the activations of the children of each parent site. No parent at this site has a mass above the sum."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:
@@ -179,8 +180,8 @@ class Votes:
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.
 
-        The couplings of a child sum to 1 over the parents that compete for it, or to less with ``none_of_the_above``.
-        If the result needs a gradient, all votes are stored, also with ``backend="fused"``.
+        The couplings of a child sum to 1 over each softmax; with ``none_of_the_above``, the sum is below 1. If the
+        result needs a gradient, all votes are stored, even with ``backend="fused"``.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
@@ -203,7 +204,7 @@ class Votes:
         return couplings * self._activation.index_select(1, child)[:, None]
 
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
-        """Compute and return all votes; they need B·J·E·C·R·N numbers of memory."""
+        """Compute and return all votes. The result has B·J·E·C·R·N elements."""
         return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
@@ -223,7 +224,7 @@ class Votes:
         return self._written
 
     def _checked(self, agreement: Agreement | None) -> Agreement:
-        """Check the agreement and convert it to the dtype of the moments; None gives an empty agreement."""
+        """Check the agreement and convert it to the dtype of the moments. Replace None with an empty `Agreement`."""
         if agreement is None:
             return Agreement()
         vectors, dtype = self.parent_shape, self.dtype

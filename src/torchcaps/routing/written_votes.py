@@ -12,15 +12,16 @@ from torchcaps.routing_map import RoutingMap
 class WrittenVotes:
     """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    This class supports every dtype, every kind of differentiation and every exporter. It needs several times the memory
-    of the votes.
+    This class supports every dtype, every kind of differentiation and every exporter. It needs several times as much
+    memory as the votes alone.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        competition: ``parents``: all parents of a child compete for it; ``types``: only those at the same site compete.
+        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
+            parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
 
     Example:
