@@ -1,4 +1,4 @@
-"""Fused kernels, which route without storing votes, and the choice between these kernels and the reference."""
+"""Fused kernels, which route without storing votes, and the choice between them and the reference implementation."""
 
 import sys
 from importlib import import_module
@@ -69,7 +69,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
 
 
 def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
-    """Return the reason why the fused kernels do not support these children with any rule, or None if they do.
+    """Return the reason why the fused kernels cannot route these children, or None if they can.
 
     Arguments:
         pose: poses of the children, ``[B, S, C, R, Q]``.

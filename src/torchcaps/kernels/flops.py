@@ -1,7 +1,7 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count the multiply-adds of the reference implementation. It computes the votes only once, and the formulas
-count this computation in the first routing iteration, which has uniform couplings. The fused kernels compute the votes
+The formulas count the multiply-adds of the reference implementation, which computes the votes only once. This
+computation is counted in the first routing iteration, which has uniform couplings. The fused kernels compute the votes
 again in each later iteration; the formulas do not count these computations.
 """
 

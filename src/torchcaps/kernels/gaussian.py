@@ -1,6 +1,6 @@
-"""Precisions and log volumes of Gaussians, computed by one kernel.
+"""The terms ``1 / 2σ²`` and ``Σ log σ`` of the log density of a Gaussian, computed by one kernel.
 
-Separate PyTorch operations would take a tenth of the time that a call of `Votes.moments` takes.
+Computing them with separate PyTorch operations would make a call of `Votes.moments` about a tenth slower.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def written_out(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def _strides(variance: Tensor) -> tuple[Any, Any]:
-    """Return the strides for vectors and for scalars that belong to the memory layout of `variance`."""
+    """Return the strides of tensors with one vector, and with one number, per parent, in the layout of `variance`."""
     by_sample = has_strides(variance, vector_strides(variance.shape, True))
     return vector_strides(variance.shape, by_sample), scalar_strides(variance.shape, by_sample)
 

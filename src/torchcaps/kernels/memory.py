@@ -78,7 +78,7 @@ def empty(
 
 
 def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
-    """Return the tensor, or a copy if it does not have these strides (None: contiguous)."""
+    """Return the tensor if it has these strides (None: contiguous), otherwise a copy with these strides."""
     return tensor if has_strides(tensor, strides) else _copied(tensor, strides)
 
 

@@ -3,11 +3,11 @@
 `torchcaps.routing.votes` defines the moments. A *pass* computes the moments once; a routing rule runs one pass per
 iteration. Four operators make passes differentiable:
 
-- `open_votes` returns *tokens*: placeholder tensors through which autograd connects passes, children and transforms.
+- `open_votes` returns *tokens*: placeholder tensors through which gradients reach children and transforms.
 - `moments` computes a pass. It takes the tokens of the pass as arguments.
 - `moments_backward` computes the gradients of the couplings and of the agreement of a pass. The backward of `moments`
-  calls it, and returns the *record* of the pass as the gradient of the tokens: a `Record` contains everything that the
-  gradients of children and transforms need.
+  calls it, and returns the *record* of the pass as the gradient of the tokens. A `Record` contains everything that is
+  needed to compute the gradients of children and transforms.
 - `votes_backward` is the backward of `open_votes`. It receives the records of all passes, and computes the gradients of
   children and transforms in one loop over the votes.
 
@@ -330,7 +330,7 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the tokens of all passes: one tensor per pass and field of `Record`, with memory for one number each."""
+    """Return the tokens of all passes, one per pass and field of `Record`. Each token stores only one number."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 

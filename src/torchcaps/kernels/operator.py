@@ -28,7 +28,7 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 
 
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a CPU function to define the operator ``torchcaps::NAME`` with the function's name.
+    """Return a decorator that defines an operator from a CPU function. A function f defines ``torchcaps::f``.
 
     Calling the operator has less overhead than calling a `torch.library.custom_op`, whose checks take longer than the
     kernels need for one image. If nothing needs PyTorch's dispatcher, the CPU function is called directly, which has
@@ -63,6 +63,7 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
         name: name of the operator, without the namespace.
         backward: function that takes the context and the gradients of the outputs, and returns the gradients of the
             inputs.
-        keep: function that takes the context, the inputs and the output. It saves what ``backward`` needs.
+        keep: function that takes the context, the inputs and the output of the operator. It saves in the context what
+            ``backward`` needs.
     """
     torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)

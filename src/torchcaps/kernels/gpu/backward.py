@@ -1,7 +1,7 @@
 """Triton kernels for the gradient of the moments.
 
-The formulas are for one pass. ḡ_x is the gradient of x, V a vote, c a coupling and a an activation. The sum Σ_h is over
-the numbers of a vote, and Σ_j over the parents in one softmax::
+The formulas are for one pass, that is, one call of `moments`. ḡ_x is the gradient of x, V a vote, c a coupling and a
+the activation of a child. Σ_h is a sum over the numbers of a vote, and Σ_j a sum over the parents in one softmax::
 
     e = V - mean        d = V - centre        share = c / mass        w = a c
     c u = share (Σ_h e (ḡ_mean + ḡ_variance e) - Σ_h ḡ_variance variance) + c ḡ_mass       u is the gradient of w
@@ -44,10 +44,9 @@ from torchcaps.kernels.moments import Record
 
 @triton.jit
 def _gradient_scale(a):
-    """Return the factor by which the gradients of a child are multiplied: √tiny for a faint child, otherwise 1.
+    """Return the factor by which the gradients of a child with activation a are multiplied, so that none overflows.
 
-    A child is faint if tiny ≤ a < √tiny, where tiny is the smallest normal number. Without the factor, the gradients of
-    a faint child may overflow.
+    With tiny, the smallest normal number, the factor is √tiny if tiny ≤ a < √tiny, and otherwise 1.
     """
     root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
     return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)

@@ -49,7 +49,9 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 
 @triton.jit
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
-    """Compute the largest log w, Σ w / largest w, and the votes' mean and variance, for each group of children.
+    """Compute, for each group of children: the largest log w, (Σ w) / (largest w), and mean and variance of the votes.
+
+    w is the weight of a vote: activation times coupling.
 
     Each step updates the running mean and variance, which avoids cancellation.
     """

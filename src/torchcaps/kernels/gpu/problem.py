@@ -13,11 +13,11 @@ from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
-"""Total size of the votes in a tile, in numbers. A thread then holds the tile in eight registers."""
+"""Number of vote elements in a tile. Each of the 128 threads of a program keeps eight of these in registers."""
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Number of programs that keeps the largest GPUs busy. With fewer programs, the work of each is split into groups."""
+"""Number of programs that keeps the largest GPUs busy. If there are fewer, the work of each is split into groups."""
 STEPS = 8
 """Smallest number of steps in a group. A step is one iteration of the loop of a program."""
 
@@ -88,7 +88,7 @@ class Shape:
 class Problem:
     """The inputs of one layer, which all kernels share, and the launch grid of each kind of kernel.
 
-    Launch grids are one-dimensional, because CUDA allows 2³¹ programs in the first dimension but 65,535 in the others.
+    Launch grids are one-dimensional: CUDA allows 2³¹ programs in the first dimension, but only 65,535 in the others.
     """
 
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
@@ -118,7 +118,7 @@ class Problem:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
-        """Create a tensor ``[B′, …, G, C]``; see `Record`. It is 0 beyond the batch and uninitialised within."""
+        """Create an uninitialised tensor ``[B′, …, G, C]``, with zeros after the first B samples; see `Record`."""
         values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
         values[self.samples :] = 0
         return values
