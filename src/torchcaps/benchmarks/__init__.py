@@ -25,20 +25,20 @@ Way = Callable[[], object]
 def compare(
     case: str, ways: Mapping[str, Way], *, images: int, repeats: int, warm_ups: int = 2
 ) -> list[dict[str, Any]]:
-    """Time several implementations of the same computation, which take turns.
+    """Time several implementations of the same computation.
 
-    Because they take turns, a slowdown of the machine affects all implementations equally.
+    The implementations take turns, so a slowdown of the machine affects all of them equally.
 
     Arguments:
         case: name of the computation.
-        ways: name → implementation, a function to time; ratios are relative to the first implementation.
+        ways: functions to time, keyed by the name of the implementation. Ratios are relative to the first function.
         images: number of images that one call processes.
         repeats: number of timed calls per implementation.
         warm_ups: number of calls per implementation before the timing starts.
 
     Returns:
-        One row per implementation: the median, the 10th percentile and the 90th percentile of its times in
-        milliseconds; the images per second; and its median time divided by the median time of the first implementation.
+        One row per implementation: the median, the 10th percentile and the 90th percentile of the times in
+        milliseconds; the images per second; and the median time divided by the median time of the first implementation.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
@@ -73,7 +73,7 @@ def progress(line: str) -> None:
 
 
 def peak_bytes(work: Way) -> int:
-    """Return by how many bytes the memory of this process rises, at its peak, during a call of `work`. Linux only.
+    """Return the peak memory of this process during a call of `work`, minus the memory before it, in bytes. Linux only.
 
     Raises:
         BadInput: ``/proc`` or glibc's ``malloc_trim`` is not available.

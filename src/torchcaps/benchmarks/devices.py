@@ -23,9 +23,9 @@ def bench_devices(repeats: int = 10, processes: Sequence[int] = (1, 2), batch: i
     The batch is divided among the processes, which average their gradients (DistributedDataParallel with gloo).
 
     Arguments:
-        repeats: number of timed steps.
+        repeats: number of timed steps for each number of processes.
         processes: numbers of processes to compare.
-        batch: images per step, over all processes.
+        batch: images per step, in all processes together.
 
     Raises:
         BadInput: a process ended early, for example because there is not enough memory.

@@ -21,12 +21,13 @@ WAYS = ("fused", "reference", "materialised votes")
 
 
 def bench_memory() -> list[dict[str, Any]]:
-    """Measure the peak memory of routing in the small network's two ConvCaps layers, and of one training step.
+    """Measure the peak memory of routing in two ConvCaps layers of the small `MatrixCapsNet`, and of a training step.
 
-    The forward and the backward pass of routing are measured. The batch size is 16, except where it is varied.
-    ``peak / minimum`` is the peak memory divided by the memory that every implementation needs: leaf tensors
-    (inputs and parameters), outputs and their gradients. For this ratio, the peak includes the leaf tensors, which are
-    allocated before the measurement.
+    For routing, one forward and backward pass is measured. The batch size is 16, except where it is varied. The
+    training step is that of the base `MatrixCapsNet` with a batch of 4 images of 224×224 pixels. ``peak / minimum`` is
+    the peak memory divided by the memory that every implementation needs: leaf tensors (inputs and parameters),
+    outputs, and the gradients of both. For this ratio, the peak includes the leaf tensors, which are allocated before
+    the measurement.
     """
     rows = []
     for what, points in GROWTH.items():
@@ -62,7 +63,7 @@ def bench_memory() -> list[dict[str, Any]]:
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the peak memory, with one panel for each size that is varied."""
+    """Draw the peak memory to a PNG file, with one panel for each size that is varied."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")

@@ -26,7 +26,7 @@ class Problem(NamedTuple):
 
     Arguments:
         leaves: tensors that require gradients.
-        ways: name → implementation, a function that computes the parent capsules from the leaves.
+        ways: functions that compute the parent capsules from the leaves, keyed by the name of the implementation.
         agreeing: pairs of functions whose outputs and gradients must agree.
         flops: floating-point operations per image; a multiply-add counts as two operations.
     """
@@ -51,7 +51,10 @@ class Layer(NamedTuple):
 def em_stack(
     batch: int, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16), iterations: int = ITERATIONS
 ) -> Problem:
-    """Create the problem of the small network's two ConvCaps layers: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules."""
+    """Create the `Problem` of EM routing in two ConvCaps layers: 14×14×8 → 6×6×16 → 4×4×16 matrix capsules.
+
+    With the default arguments, the layers are those of the small `MatrixCapsNet`.
+    """
     torch.manual_seed(0)
     layers, size = [], (grid, grid)
     for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
@@ -108,7 +111,7 @@ def em_stack(
 def em_materialised_votes(
     pose: Tensor, activation: Tensor, transform: Tensor, grid: tuple[int, int], stride: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute all votes ``[B, P, K · C, J, 16]`` with unfold and one einsum, and the activations of their children."""
+    """Compute all votes ``[B, P, K · C, J, 16]`` with unfold and one einsum, and gather the children's activations."""
     batch, _, types = activation.shape
     planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
     patches = functional.unfold(planes, 3, stride=stride).unflatten(1, (17 * types, 9))
@@ -144,7 +147,7 @@ def em_of_votes(
 
 
 def dynamic_layer(batch: int) -> Problem:
-    """Create the problem of CapsNet's class capsules: 1152 capsules of 8 numbers → 10 capsules of 16 numbers."""
+    """Create the `Problem` of CapsNet's class capsules: 1152 poses with 8 elements → 10 poses with 16 elements."""
     torch.manual_seed(0)
     pose = (0.3 * torch.randn(batch, 36, 32, 1, 8)).requires_grad_()
     transform = (0.05 * torch.randn(36, 32, 10, 8, 16)).requires_grad_()
@@ -230,7 +233,7 @@ def check_agreement(name: str, problem: Problem) -> None:
     """Check that the two functions of each pair in ``problem.agreeing`` compute the same values and gradients.
 
     Raises:
-        BadInput: outputs or gradients of such a pair differ by 1 % of their norm or more.
+        BadInput: the two outputs or gradients of a pair differ by 1 % of their norm or more.
     """
     for one, other in problem.agreeing:
         found, right = (_values_and_gradients(problem.leaves, way) for way in (one, other))
@@ -238,7 +241,8 @@ def check_agreement(name: str, problem: Problem) -> None:
             apart = ((x - y).norm() / y.norm()).item()
             if not apart < 0.01:
                 raise BadInput(
-                    f"{name}: two implementations differ by {apart:.1%}, so nothing was timed: correct one of them"
+                    f"{name}: the results of two implementations differ by {apart:.1%}, so nothing was timed: "
+                    "correct one of the two"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of routing rules on the two ConvCaps layers of the small network.
+"""Benchmark of routing rules on the two ConvCaps layers of the small `MatrixCapsNet`.
 
 Fused kernels are compared with the reference implementation and with materialised votes. Materialised votes are
 computed with unfold and one einsum. The softmax of the couplings runs over the parent types at one site, as in most
@@ -101,7 +101,7 @@ MATERIALISED: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[int, int, int] = (8, 16, 16)) -> Problem:
-    """Create the problem of two ConvCaps layers, 14×14×8 → 6×6×16 → 4×4×16 capsules, for a rule of `MATERIALISED`."""
+    """Create the `Problem` of two ConvCaps layers, 14×14×8 → 6×6×16 → 4×4×16 capsules, for a rule in `MATERIALISED`."""
     torch.manual_seed(0)
     layers: list[Any] = []
     size = (grid, grid)
