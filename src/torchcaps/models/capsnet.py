@@ -43,7 +43,7 @@ class CapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module that was made for other sizes;
+        ValueError: an option of the rule is out of its range; the rule is a module for a layer with other sizes;
             ``stem`` and ``im2col`` are both set; or ``stem`` is set, but ``convolution_channels`` is not a multiple
             of 4.
 

@@ -35,7 +35,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module that was made for other sizes;
+        ValueError: an option of the rule is out of its range; the rule is a module for a layer with other sizes;
             ``channels`` does not have four numbers; or the last number of ``channels`` is not a multiple of
             ``primary_pose_size``.
 

@@ -41,8 +41,8 @@ class GenerativeCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: ``padding`` is not 0 or 1; an option of the rule is out of its range; or the rule is a module that
-            was made for other sizes.
+        ValueError: ``padding`` is not 0 or 1; an option of the rule is out of its range; or the rule is a module for a
+            layer with other sizes.
 
     Example:
         >>> import torch

@@ -33,7 +33,7 @@ class CapsuleHead(nn.Module):
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
         num_classes: number of classes.
-        types: number of capsule types of the primary capsules.
+        types: number of primary capsule types per position.
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
         coordinates: use Coordinate Addition in the class capsules.
         routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,

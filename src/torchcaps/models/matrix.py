@@ -72,7 +72,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
             options is unknown; or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
+        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
 
     Example:
         >>> import torch

@@ -81,7 +81,7 @@ class Pretrained:
         """Save the network as model.safetensors and config.json.
 
         Arguments:
-            folder: folder to write to. It is created if it does not exist; other files in it are not changed.
+            folder: folder to write to. If the folder exists, other files in it are not changed.
             images: shape and preparation of the images, and names of the classes. `Classifier.save_pretrained` passes
                 this argument.
 

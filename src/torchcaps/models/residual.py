@@ -25,13 +25,13 @@ class ResidualCapsNet(nn.Module, Pretrained):
         image_shape: (channels, height, width) of any size.
         num_classes: number of classes.
         widths: output channels of the stem, followed by the output channels of each block.
-        types: number of capsule types of the primary capsules.
+        types: number of primary capsule types per position.
         routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
             which is copied.
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
+        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
 
     Example:
         >>> import torch

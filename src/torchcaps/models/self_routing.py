@@ -40,7 +40,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
+        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
 
     Example:
         >>> import torch

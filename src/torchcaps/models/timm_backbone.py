@@ -21,7 +21,7 @@ from torchcaps.routing import Routing
 class TimmCapsNet(nn.Module, Pretrained):
     """Capsule network whose backbone is any network of timm (Wightman 2019).
 
-    The capsules are a `CapsuleHead` on a feature map of the backbone. The input is images with pixels in [0, 1]; the
+    The capsules are a `CapsuleHead` on a feature map of the backbone. The pixels of input images are in [0, 1]; the
     network subtracts the mean and divides by the standard deviation with which timm trained the backbone. The class
     needs ``pip install 'torchcaps[timm]'``. The initial weights of the backbone are random; `load_backbone` loads
     trained weights.
@@ -34,7 +34,7 @@ class TimmCapsNet(nn.Module, Pretrained):
             this stride is used.
         freeze_backbone: train only the capsules. Training changes neither the weights nor the BatchNorm statistics of
             the backbone.
-        types: number of capsule types of the primary capsules.
+        types: number of primary capsule types per position.
         routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
             which is copied.
 
@@ -42,7 +42,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         BadInput: timm is not installed or has no such backbone; the backbone has no feature map with this stride
             or does not accept images of this size; ``image_shape`` is not (channels, height, width); or the routing or
             one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was made for other sizes.
+        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
 
     Example:
         >>> network = TimmCapsNet((3, 64, 64), num_classes=5, backbone="resnet18")  # doctest: +SKIP
