@@ -1,4 +1,4 @@
-"""Routing rules. To add a rule, add a file next to `dynamic.py` and an entry in the table in `choice.py`."""
+"""Routing rules. To add a rule, add a file next to `dynamic.py` and an entry in `ROUTINGS` in `choice.py`."""
 
 from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.choice import ROUTINGS, Routing, routing_options, rule_for, with_defaults

@@ -1,4 +1,4 @@
-"""The table of all routing rules by name, and `Routing`: the name of a rule with options."""
+"""`ROUTINGS`, the table of all routing rules by name, and `Routing`, the name and options of a rule."""
 
 import inspect
 import math
@@ -76,7 +76,7 @@ class Routing:
 
 
 def routing_options(name: str) -> dict[str, Any]:
-    """Map the name of each option of a rule in `ROUTINGS` to the annotated type of the option."""
+    """Return the annotated type of each option of a rule in `ROUTINGS`, keyed by the name of the option."""
     rule = ROUTINGS[name]
     arguments = inspect.signature(rule).parameters.values()
     options = {argument.name for argument in arguments if argument.default is not argument.empty}
@@ -84,7 +84,7 @@ def routing_options(name: str) -> dict[str, Any]:
 
 
 def with_defaults(routing: nn.Module | Routing | str, defaults: Routing) -> nn.Module | Routing | str:
-    """If ``routing`` and ``defaults`` name the same rule, add the options that ``routing`` lacks from ``defaults``.
+    """Return ``routing``, with missing options taken from ``defaults`` if both name the same rule.
 
     Example:
         >>> with_defaults("em", Routing("em", iterations=2)), with_defaults("uniform", Routing("em", iterations=2))

@@ -213,7 +213,7 @@ def em_routing(
 
 
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
-    """Compute the log of each parent's share of the layer's mass. The smallest share is the smallest normal number."""
+    """Compute the log of each parent's share of the layer's mass. Shares are clamped to the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
     some = total >= tiny
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()

@@ -38,8 +38,8 @@ class VariationalBayesRouting(Rule):
     The priors are as in the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors, no
     variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned parameters.
     They compute one mean and variance per parent type, over samples and sites, and for poses also over the elements of
-    a pose. In training mode, the BatchNorm of the activation cancels β, as in the authors' code: the gradient of β is
-    0, and β changes the result only in evaluation mode.
+    a pose. In training mode, the BatchNorm of the activation cancels β_a and β_u, as in the authors' code: their
+    gradients are 0, and they change the result only in evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
@@ -54,7 +54,7 @@ class VariationalBayesRouting(Rule):
 
     Raises:
         ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
-            called in training mode: the batch has only one sample and the layer only one parent site.
+            the rule is called in training mode: the batch has only one sample, and the layer only one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -113,12 +113,12 @@ class VariationalBayesRouting(Rule):
 
 
 def digamma(x: Tensor) -> Tensor:
-    """Compute the digamma function of numbers of at least 1. An ONNX export uses `written_digamma`."""
+    """Compute the digamma function of numbers of at least 1. ONNX has no such operator: see `written_digamma`."""
     return written_digamma(x) if in_onnx_export() else x.digamma()
 
 
 def written_digamma(x: Tensor) -> Tensor:
-    """Compute the digamma function from operations that ONNX has, for numbers of at least 1.
+    """Compute the digamma function of numbers of at least 1, with operations that ONNX supports.
 
     The formula is ``ψ(x) = ψ(x + 6) - Σ 1 / (x + k)``, k = 0 … 5, with the asymptotic series of ``ψ(x + 6)``.
     """

@@ -134,7 +134,7 @@ class Votes:
             constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
-            ValueError: a part of ``agreement`` does not have the shape of the parents.
+            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
         self._last = agreement
         found = self._moments(self._checked(agreement), variance, constant_couplings)
@@ -180,8 +180,8 @@ class Votes:
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.
 
-        The couplings of a child sum to 1 over each softmax; with ``none_of_the_above``, the sum is below 1. If the
-        result needs a gradient, all votes are stored, even with ``backend="fused"``.
+        The couplings in one softmax sum to 1; with ``none_of_the_above``, their sum is below 1. If the result needs a
+        gradient, all votes are stored, even with ``backend="fused"``.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
