@@ -107,7 +107,8 @@ def in_onnx_export() -> bool:
 def expect_one_device(pose: Tensor, edges: Tensor) -> None:
     """Check that pose and edges are on the same device.
 
-    With edges on the meta device, the dispatcher would run the fake kernel and return empty tensors as results.
+    Without this check, edges on the meta device would make the dispatcher run the fake kernel, and the results would be
+    uninitialised tensors.
 
     Raises:
         ValueError: `pose` and `edges` are on different devices.

@@ -70,7 +70,7 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
 
 
 def let_flops_be_counted() -> None:
-    """Register the formulas in the module of PyTorch's FLOP counter, if it is imported, and in all active counters.
+    """Register the formulas in all active FLOP counters, and in PyTorch's module of FLOP counters if it is imported.
 
     This function does not import the module, because the module imports Triton. A counter copies the formulas when it
     is created, so the formulas are also added to counters that are already active.

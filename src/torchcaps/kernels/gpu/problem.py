@@ -17,7 +17,7 @@ TILE = 1024
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Number of programs that keeps the largest GPUs busy. If there are fewer, the work of each is split into groups."""
+"""Number of programs that keeps the largest GPUs busy. Below it, the work of each program is split into groups."""
 STEPS = 8
 """Smallest number of steps in a group. A step is one iteration of the loop of a program."""
 

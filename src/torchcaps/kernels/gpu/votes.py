@@ -243,7 +243,7 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
         top = tl.load(agreement.log_sums + at, tile.parents.is_sample, 0)
         log_sum = tl.load(agreement.log_sums + z.softmaxes * z.types + at, tile.parents.is_sample, 0)
         log_c = (logits - top[:, None]) - log_sum[:, None]
-        log_c = tl.where(log_c > 0, 0.0, log_c)  # a minimum would turn NaN into 0
+        log_c = tl.where(log_c > 0, 0.0, log_c)  # unlike tl.where, tl.minimum would replace NaN with 0
     return log_c, d
 
 
