@@ -14,7 +14,6 @@ from torch.nn import functional
 from torchcaps.benchmarks import compare
 from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
-from torchcaps.kernels import peak_gflops
 from torchcaps.routing import dynamic_routing, em_routing
 from torchcaps.routing_map import RoutingMap
 
@@ -192,12 +191,10 @@ def bench_routing(
 ) -> list[dict[str, Any]]:
     """Time all implementations of all problems: the forward pass alone, then the forward and the backward pass.
 
-    The peak speed of the processor is measured between the timings; the rows contain the highest measured speed.
-
     Raises:
         BadInput: two implementations that must agree compute different values or gradients.
     """
-    peak, rows = peak_gflops(), []
+    rows = []
     for name, (create, batch) in problems.items():
         problem = create(batch)
         check_agreement(name, problem)
@@ -206,8 +203,7 @@ def bench_routing(
             for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=warm_ups):
                 reached = share * problem.flops * batch / (1e6 * row["median ms"])
                 rows.append({**row, "useful GFLOP/s": round(reached, 1)})
-            peak = max(peak, peak_gflops())
-    return [{**row, "peak GFLOP/s": round(peak, 1)} for row in rows]
+    return rows
 
 
 def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:

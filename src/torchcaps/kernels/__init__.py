@@ -28,7 +28,6 @@ __all__ = [
     "in_onnx_export",
     "obstacle",
     "once",
-    "peak_gflops",
 ]
 
 
@@ -38,14 +37,6 @@ def cpu_instruction_sets() -> list[str]:
     The list is empty if the kernels are not built.
     """
     return [] if _cpu is None else _cpu.instruction_sets()
-
-
-def peak_gflops() -> float:
-    """Measure the peak speed of float32 multiply-adds in registers, in GFLOP/s, with torch's number of threads.
-
-    Returns the best of five measurements, or 0 if the kernels are not built.
-    """
-    return 0.0 if _cpu is None else max(_cpu.peak_gflops(torch.get_num_threads()) for _ in range(5))
 
 
 def chosen_fused(backend: Backend, obstacle: str | None) -> bool:

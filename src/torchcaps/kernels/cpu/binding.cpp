@@ -182,10 +182,6 @@ NB_MODULE(_cpu, m) {
   m.def("instruction_sets", &instruction_sets, "Instruction sets in this build that this processor supports, best first.");
   m.def("use", &use, nb::arg("instruction_set"),
         "Use the kernels of one instruction set from now on. For tests; never call it between forward and backward.");
-  m.def("peak_gflops", [](int threads) {
-    nb::gil_scoped_release released;
-    return chosen->peak_gflops(std::max(1, threads));
-  });
   define<float>(m, "float32");
   define<double>(m, "float64");
 }

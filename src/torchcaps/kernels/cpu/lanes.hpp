@@ -1,4 +1,4 @@
-// SIMD lanes as GCC/Clang vectors, with the width that this translation unit is compiled for (TORCHCAPS_BYTES). Each
+// SIMD lanes as GCC/Clang vectors, with the width that this translation tile is compiled for (TORCHCAPS_BYTES). Each
 // instruction set has its own namespace. Otherwise the linker could merge functions of different instruction sets, and
 // the merged function could use instructions that a processor does not have.
 #pragma once
@@ -33,56 +33,33 @@ template <class T> using Vector = typename Lane<T>::type;
 template <class T> inline constexpr int lanes = TORCHCAPS_BYTES / sizeof(T);
 template <class T> inline constexpr T lowest = -std::numeric_limits<T>::infinity();
 
-template <class T> inline Vector<T> all(T x) { return x - Vector<T>{}; }  // x + 0 would turn -0 into 0
+template <class T> inline Vector<T> splat(T x) { return x - Vector<T>{}; }  // x + 0 would turn -0 into 0
 // A NaN in a is returned; a NaN in b is ignored.
 template <class T> inline Vector<T> larger(Vector<T> a, Vector<T> b) { return a < b ? b : a; }
 template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b < a ? b : a; }
 
-// Combines all lanes into one number, in a binary tree.
-template <class T, int BYTES, class Combine> inline T fold(const T* x, Combine combine) {
-  typedef T Half __attribute__((vector_size(BYTES / 2)));
-  Half low, high;
-  std::memcpy(&low, x, BYTES / 2);
-  std::memcpy(&high, x + BYTES / 2 / sizeof(T), BYTES / 2);
-  const Half joined = combine(low, high);
-  T out[BYTES / 2 / sizeof(T)];
-  std::memcpy(out, &joined, BYTES / 2);
-  if constexpr (BYTES / 2 == sizeof(T)) return out[0];
-  else return fold<T, BYTES / 2>(out, combine);
-}
-template <class T> inline T sum(Vector<T> x) {
-  T in[lanes<T>];
-  std::memcpy(in, &x, sizeof x);
-  return fold<T, TORCHCAPS_BYTES>(in, [](auto a, auto b) { return a + b; });
-}
+// A vector of lanes of a (0 … L - 1) and b (L … 2 L - 1), given by their indices.
+#ifdef __clang__
+#define TORCHCAPS_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define TORCHCAPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, typename Lane<T>::bits{__VA_ARGS__})
+#endif
 
 // The even (ODD = 0) or odd (ODD = 1) lanes of the concatenation of two vectors.
 template <class T, int ODD, int... I>
 inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, (2 * I + ODD)...);
-#else
-  return __builtin_shuffle(a, b, typename Lane<T>::bits{(2 * I + ODD)...});
-#endif
+  return TORCHCAPS_SHUFFLE(a, b, (2 * I + ODD)...);
 }
 
 // BIT is a power of two. Lane I of the result comes from b if I has this bit, and from a otherwise. kept_lanes takes
 // lane I of b or a, crossed_lanes takes lane I ^ BIT.
 template <class T, int BIT, int... I>
 inline Vector<T> kept_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, (I & BIT ? I + int(sizeof...(I)) : I)...);
-#else
-  return __builtin_shuffle(a, b, typename Lane<T>::bits{(I & BIT ? I + int(sizeof...(I)) : I)...});
-#endif
+  return TORCHCAPS_SHUFFLE(a, b, (I & BIT ? I + lanes<T> : I)...);
 }
 template <class T, int BIT, int... I>
 inline Vector<T> crossed_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, ((I ^ BIT) + (I & BIT ? int(sizeof...(I)) : 0))...);
-#else
-  return __builtin_shuffle(a, b, typename Lane<T>::bits{((I ^ BIT) + (I & BIT ? int(sizeof...(I)) : 0))...});
-#endif
+  return TORCHCAPS_SHUFFLE(a, b, ((I ^ BIT) + (I & BIT ? lanes<T> : 0))...);
 }
 
 // Returns a vector whose lane i combines all lanes of x[i]. Overwrites the vectors x[0 … L - 1].
@@ -124,12 +101,12 @@ inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;
   const Vector<float> nan = x;
-  x = smaller<float>(larger<float>(x, all(-87.0f)), all(88.0f));
+  x = smaller<float>(larger<float>(x, splat(-87.0f)), splat(88.0f));
   const float magic = 12582912.0f;
   const Vector<float> shifted = x * 1.44269504088896341f + magic;
   const Vector<float> n = shifted - magic;
   const Vector<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Vector<float> p = all(1.9875691500e-4f);
+  Vector<float> p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
@@ -156,7 +133,7 @@ inline Vector<double> exponential(Vector<double> x) {
 // log x of positive numbers, which are first clamped to at least the smallest normal number.
 inline Vector<float> logarithm(Vector<float> x) {
   using Bits = Lane<float>::bits;
-  x = larger<float>(x, all(std::numeric_limits<float>::min()));
+  x = larger<float>(x, splat(std::numeric_limits<float>::min()));
   const Vector<float> beyond = x;
   const Bits whole = (Bits)x;
   Bits exponent = (whole >> 23) - 126;
@@ -166,7 +143,7 @@ inline Vector<float> logarithm(Vector<float> x) {
   m = m + (Vector<float>)((Bits)m & small) - 1.0f;
   const Vector<float> e = __builtin_convertvector(exponent, Vector<float>);
   const Vector<float> z = m * m;
-  Vector<float> p = all(7.0376836292e-2f);
+  Vector<float> p = splat(7.0376836292e-2f);
   p = p * m - 1.1514610310e-1f;
   p = p * m + 1.1676998740e-1f;
   p = p * m - 1.2420140846e-1f;
@@ -181,7 +158,7 @@ inline Vector<float> logarithm(Vector<float> x) {
 }
 
 inline Vector<double> logarithm(Vector<double> x) {
-  x = larger<double>(x, all(std::numeric_limits<double>::min()));
+  x = larger<double>(x, splat(std::numeric_limits<double>::min()));
   for (int i = 0; i < lanes<double>; ++i) x[i] = std::log(x[i]);
   return x;
 }
@@ -191,16 +168,16 @@ inline Vector<double> logarithm(Vector<double> x) {
 template <class T> class SumOfLogarithms {
   using Bits = typename Lane<T>::bits;
   static constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
-  Vector<T> product = all(T(1)), beyond{};
+  Vector<T> product = splat(T(1)), beyond{};
   Bits exponents{};
 
  public:
   void add(Vector<T> x) {
-    x = larger<T>(x, all(std::numeric_limits<T>::min()));
+    x = larger<T>(x, splat(std::numeric_limits<T>::min()));
     const Bits finite = x <= std::numeric_limits<T>::max();
     beyond += finite ? Vector<T>{} : x;  // the sum is ∞ or NaN if x is
-    const Bits whole = (Bits)(finite ? x : all(T(1)));
-    const Vector<T> fraction = (Vector<T>)((whole & ((typename Lane<T>::integer(1) << FRACTION) - 1)) | (Bits)all(T(1)));
+    const Bits whole = (Bits)(finite ? x : splat(T(1)));
+    const Vector<T> fraction = (Vector<T>)((whole & ((typename Lane<T>::integer(1) << FRACTION) - 1)) | (Bits)splat(T(1)));
     const Bits large = fraction > T(1.41421356237309505);
     exponents += (whole >> FRACTION) - BIAS - large;
     product *= large ? T(0.5) * fraction : fraction;

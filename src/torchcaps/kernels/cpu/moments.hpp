@@ -12,12 +12,12 @@ namespace TORCHCAPS_TARGET {
 
 // Tensors of an agreement, and variances. Kernels are compiled for some combinations of these flags.
 constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: quadratic or centre
-template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
-class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
+template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM>
+class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
  protected:
-  using Base = Votes<T, Order, ROWS, INNER, COLUMNS>;
+  using Base = Votes<T, LaneLayout, ROWS, INNER, COLUMNS>;
   using V = typename Base::V;
-  using Lay = typename Base::Lay;
+  using Layout = typename Base::Layout;
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
@@ -28,41 +28,41 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
-      Base::store_scalar, Base::store_vector, Base::units;
+      Base::store_scalar, Base::store_vector, Base::tiles;
 
-  // The agreement of a unit, one record per block of parents: centre and quadratic [H], linear [H], constant. Tensors
+  // The agreement of a tile, one record per block of parents: centre and quadratic [H], linear [H], constant. Tensors
   // that FORM lacks are omitted. The constant is -∞ in lanes without a parent.
   long centre_at() const { return 0; }
   long quadratic_at() const { return numbers(); }
   long linear_at() const { return quadratic ? 2 * numbers() : 0; }
   long constant_at() const { return linear_at() + (linear ? numbers() : 0); }
   long agreement_size() const { return constant_at() + 1; }
-  void load_agreement(int unit, const Agreement<T>& from, V* records, long size) const {
+  void load_agreement(int tile, const Agreement<T>& from, V* records, long size) const {
     for (int at = 0; at < PB; ++at, records += size) {
-      const auto place = this->place(unit, at);
+      const auto place = this->place(tile, at);
       if (quadratic) load_vector(from.centre, place, records + centre_at());
       if (quadratic) load_vector(from.quadratic, place, records + quadratic_at());
       if (linear) load_vector(from.linear, place, records + linear_at());
-      records[constant_at()] = valid(at % JB) > 0 ? load_scalar(from.constant, place) : all(lowest<T>);
+      records[constant_at()] = valid(at % JB) > 0 ? load_scalar(from.constant, place) : splat(lowest<T>);
     }
   }
 
-  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per unit. They are stored separately:
+  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per tile. They are stored separately:
   // added to a huge logit, the logarithm would be lost by rounding.
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
-  void forward(int unit, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
-    const Child* activation = activations_of(x, unit, arena);
+  void forward(int tile, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
+    const Child* activation = activations_of(x, tile, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
     const bool uniform_couplings = !out.log_sums;
     V* centres = with_variance && uniform_couplings ? arena.take<V>(PB * numbers()) : nullptr;
-    Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * unit;
+    Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * tile;
     if (uniform_couplings) {
-      sum_evenly(pose, activation, sums, centres, arena);
+      sum_uniform(pose, activation, sums, centres, arena);
     } else {
-      load_agreement(unit, agreement, parents, agreement_size());
+      load_agreement(tile, agreement, parents, agreement_size());
       const auto add_up = [&](int group, int, int children, const V* d, const V* w) {
         this->template add_up_of<with_variance>(group, children, d, w, sums);
       };
@@ -71,10 +71,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     for (int at = 0; at < PB; ++at) {
       const V* centre = uniform_couplings || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
       if (uniform_couplings && with_variance) centre = centres + at * numbers();
-      const auto place = this->place(unit, at);
+      const auto place = this->place(tile, at);
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
-        found = computed_again(pose, activation, parents + at * agreement_size(), log_sums, at);
+        found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
       if (with_variance) store_vector(found.variance, out.variance, place);
@@ -83,19 +83,19 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   }
 
   // [B, J, E, C]
-  void couplings(int unit, const Children<T>& x, const Agreement<T>& agreement, T* out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
-    const Child* activation = activations_of(x, unit, arena);
+  void couplings(int tile, const Children<T>& x, const Agreement<T>& agreement, T* out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
+    const Child* activation = activations_of(x, tile, arena);
     V* parents = arena.take<V>(PB * agreement_size());
-    load_agreement(unit, agreement, parents, agreement_size());
+    load_agreement(tile, agreement, parents, agreement_size());
     Child* log_sums = arena.take<Child>(log_sums_size());
-    const long one = long(g.E) * g.C, first = long(unit) * (Lay::by_type ? 1 : L) * g.J * one;
+    const long one = long(g.E) * g.C, first = long(tile) * (Layout::by_type ? 1 : L) * g.J * one;
     visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int c, int together, const V*, const V* w) {
       for (int e = g.group_begin(group); e < g.group_end(group); ++e)
         for (int block = 0; block < JB; ++block, w += together)
           for (int i = 0; i < together; ++i)
-            for (int l = 0; l < this->place(unit, block).rows; ++l)
-              out[first + (Lay::by_type ? (block * L + l) : (long(l) * g.J + block)) * one + long(e) * g.C + c + i] = w[i][l];
+            for (int l = 0; l < this->place(tile, block).rows; ++l)
+              out[first + (Layout::by_type ? (block * L + l) : (long(l) * g.J + block)) * one + long(e) * g.C + c + i] = w[i][l];
     });
   }
 
@@ -104,12 +104,12 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
     V mass, log_mass, mean[MOST], variance[MOST];
   };
 
-  const Child* children_of(const T* from, int unit, long each, Arena& arena) const {
-    V* room = Lay::by_type ? nullptr : arena.template take<V>(children() * each);
-    return this->load_children(from, unit, 0, g.S, g.C * each, room);
+  const Child* children_of(const T* from, int tile, long each, Arena& arena) const {
+    V* room = Layout::by_type ? nullptr : arena.template take<V>(children() * each);
+    return this->load_children(from, tile, 0, g.S, g.C * each, room);
   }
-  const Child* activations_of(const Children<T>& x, int unit, Arena& arena) const {
-    if (x.activation) return children_of(x.activation, unit, 1, arena);
+  const Child* activations_of(const Children<T>& x, int tile, Arena& arena) const {
+    if (x.activation) return children_of(x.activation, tile, 1, arena);
     return this->ones(children(), arena);
   }
 
@@ -174,8 +174,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);
         const long child = long(s) * g.C + c0;
-        V top[MOST_TOGETHER];
-        std::fill_n(top, MOST_TOGETHER, all(g.none_of_the_above ? T(0) : std::numeric_limits<T>::lowest()));
+        V largest[MOST_TOGETHER];
+        std::fill_n(largest, MOST_TOGETHER, splat(g.none_of_the_above ? T(0) : std::numeric_limits<T>::lowest()));
         long i = 0;
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
@@ -184,31 +184,31 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
               V v[MOST];
               vote(pose + (child + c) * pose_size(), weights(g.edge_kernel[e], c0 + c, block), v);
               w[i] = logit(v, record, d + i * numbers());
-              top[c] = larger<T>(w[i], top[c]);
+              largest[c] = larger<T>(w[i], largest[c]);
             }
           }
-        softmax(children, i, top, activation + child, w, log_sums + long(group) * g.C + c0);
+        softmax(children, i, largest, activation + child, w, log_sums + long(group) * g.C + c0);
         use(group, c0, children, d, w);
       }
     }
   }
 
-  // Replaces logits w [block, child] by couplings times activations. `top` holds the largest logits over blocks.
-  void softmax(int children, long blocks, V* top, const Child* activation, V* w, Child* log_sums) const {
+  // Replaces logits w [block, child] by couplings times activations. `largest` holds the largest logits over blocks.
+  void softmax(int children, long blocks, V* largest, const Child* activation, V* w, Child* log_sums) const {
     V total[MOST_TOGETHER]{};
-    alignas(64) Child high[MOST_TOGETHER], sum[MOST_TOGETHER], scale[MOST_TOGETHER];
-    Lay::largest(top, children, high);
+    alignas(64) Child largest_of_child[MOST_TOGETHER], sum[MOST_TOGETHER], scale[MOST_TOGETHER];
+    Layout::largest(largest, children, largest_of_child);
     for (long i = 0; i < blocks; i += children)
-      for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - high[c]);
-    Lay::sums(total, children, sum);
+      for (int c = 0; c < children; ++c) total[c] += w[i + c] = exponential(w[i + c] - largest_of_child[c]);
+    Layout::sums(total, children, sum);
     const auto in_vectors = [](Child* x) { return reinterpret_cast<V*>(x); };
-    for (int i = 0; i < Lay::vectors(children); ++i) {
-      if (g.none_of_the_above) in_vectors(sum)[i] += exponential(-in_vectors(high)[i]);
+    for (int i = 0; i < Layout::vectors(children); ++i) {
+      if (g.none_of_the_above) in_vectors(sum)[i] += exponential(-in_vectors(largest_of_child)[i]);
       in_vectors(scale)[i] = T(1) / in_vectors(sum)[i];
       in_vectors(sum)[i] = logarithm(in_vectors(sum)[i]);
     }
     for (int c = 0; c < children; ++c) {
-      log_sums[c] = high[c];
+      log_sums[c] = largest_of_child[c];
       log_sums[long(g.groups()) * g.C + c] = sum[c];
       scale[c] *= activation[c];
     }
@@ -245,7 +245,7 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
 
   // The sums with equal couplings. With variances, they are centred on the mean of a parent's first votes. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
-  void sum_evenly(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
+  void sum_uniform(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
     Child* site_sums = arena.take<Child>(g.S);
     std::fill_n(site_sums, g.S, Child{});
     for (long child = 0; child < children(); ++child) site_sums[child / g.C] += activation[child];
@@ -260,8 +260,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
-        sums[at * this->template sums_size_of<with_variance>()] = Lay::broadcast(mass);
-        if (with_variance) mean_of_first(pose, activation, p, block, centres + at * numbers());
+        sums[at * this->template sums_size_of<with_variance>()] = Layout::broadcast(mass);
+        if (with_variance) mean_of_first_votes(pose, activation, p, block, centres + at * numbers());
       }
     }
     const long bytes = long(g.C) * inner() * columns() * long(sizeof(Weight));
@@ -270,12 +270,12 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       for (int from = 0; from < most_edges; from += step)
         for (int p = 0; p < g.P; ++p) {
           const long at = long(p) * JB + block;
-          add_evenly(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
+          add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
                      block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
         }
   }
 
-  void mean_of_first(const Child* pose, const Child* activation, int p, int block, V* mean) const {
+  void mean_of_first_votes(const Child* pose, const Child* activation, int p, int block, V* mean) const {
     constexpr long MOST_VOTES = 4;
     const long count = std::min(MOST_VOTES, long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C);
     std::fill_n(reinterpret_cast<T*>(mean), numbers() * L, T(0));
@@ -288,10 +288,10 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
       total += activation[child];
       for (int h = 0; h < numbers(); ++h) mean[h] += activation[child] * v[h];
     }
-    for (int h = 0; h < numbers(); ++h) mean[h] = total > FAINT<T> ? mean[h] / total : V{};
+    for (int h = 0; h < numbers(); ++h) mean[h] = total > SMALL<T> ? mean[h] / total : V{};
   }
 
-  void add_evenly(const Child* pose, const Child* activation, int from, int to, int block, V* sum, const V* centres) const {
+  void add_uniform(const Child* pose, const Child* activation, int from, int to, int block, V* sum, const V* centres) const {
     constexpr int TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
     constexpr int NUMBERS = TOGETHER ? TOGETHER * COLUMNS : MOST;
     const int step = TOGETHER ? TOGETHER : rows(), count = step * columns();
@@ -324,8 +324,8 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
 
   // Computes moments from sums around a centre (null: 0). Returns false if they would be inaccurate.
   bool from_sums(const V* sum, const V* centre, V mask, Found& found) const {
-    const V mass = mask > 0 ? sum[0] : all(T(1));  // lanes that are not in use must not trigger a recomputation
-    if (any(mass < T(10) * FAINT<T>)) return false;
+    const V mass = mask > 0 ? sum[0] : splat(T(1));  // lanes that are not in use must not trigger a recomputation
+    if (any(mass < T(10) * SMALL<T>)) return false;
     const V inverse = T(1) / mass;
     typename Lane<T>::bits lost{};
     found.mass = mass;
@@ -341,42 +341,42 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
   }
 
   // Recomputes the moments of a block of parents by a loop over their edges, with weights relative to the largest.
-  Found computed_again(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
+  Found recomputed(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
     const int p = at / JB, block = at % JB;
-    V d[MOST], top = all(lowest<T>), total{}, centre[MOST]{};
+    V d[MOST], largest = splat(lowest<T>), total{}, centre[MOST]{};
     const auto each_vote = [&](auto use) {
       for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
         const int e = g.parent_edge[i], group = g.group_of(e);
         for (int c = 0; c < g.C; ++c) {
           const long child = long(g.edge_child[e]) * g.C + c;
-          const V a = Lay::broadcast(activation[child]);
+          const V a = Layout::broadcast(activation[child]);
           const auto off = a < TINY<T>;
           V v[MOST];
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
-          V log_c = all(std::log(uniform_coupling(group)));
+          V log_c = splat(std::log(uniform_coupling(group)));
           if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
-          use(off, off ? all(lowest<T>) : logarithm(a) + log_c, v);
+          use(off, off ? splat(lowest<T>) : logarithm(a) + log_c, v);
         }
       }
     };
     each_vote([&](auto off, V log_w, const V* v) {
-      for (int h = 0; h < numbers(); ++h) centre[h] = (log_w > top) & ~off ? v[h] : centre[h];
-      top = larger<T>(log_w, top);
+      for (int h = 0; h < numbers(); ++h) centre[h] = (log_w > largest) & ~off ? v[h] : centre[h];
+      largest = larger<T>(log_w, largest);
     });
-    top = top == lowest<T> ? V{} : top;
+    largest = largest == lowest<T> ? V{} : largest;
     Found found{};
     V second[MOST]{};
     each_vote([&](auto off, V log_w, const V* v) {
-      const V w = off ? V{} : exponential(log_w - top);
+      const V w = off ? V{} : exponential(log_w - largest);
       total += w;
       for (int h = 0; h < numbers(); ++h) found.mean[h] += off ? V{} : w * (v[h] - centre[h]);
     });
     const auto alive = ~(total <= T(0));
-    const V inverse = alive ? T(1) / (alive ? total : all(T(1))) : V{};
+    const V inverse = alive ? T(1) / (alive ? total : splat(T(1))) : V{};
     for (int h = 0; h < numbers(); ++h) found.mean[h] = alive ? centre[h] + found.mean[h] * inverse : V{};
     if (with_variance) {
       each_vote([&](auto off, V log_w, const V* v) {
-        const V w = off ? V{} : inverse * exponential(log_w - top);
+        const V w = off ? V{} : inverse * exponential(log_w - largest);
         for (int h = 0; h < numbers(); ++h) {
           const V x = v[h] - found.mean[h], y = off ? V{} : w * x;
           second[h] += y;
@@ -389,9 +389,9 @@ class Moments : public Votes<T, Order, ROWS, INNER, COLUMNS> {
         found.mean[h] += second[h];
       }
     }
-    const V root = exponential(T(0.5) * top);  // e^top may underflow although the mass does not
+    const V root = exponential(T(0.5) * largest);  // e^largest may underflow although the mass does not
     found.mass = product_below_normal(total * root, root);
-    found.log_mass = alive ? logarithm(total) + top : all(-lowest<T>);
+    found.log_mass = alive ? logarithm(total) + largest : splat(-lowest<T>);
     return found;
   }
 };

@@ -17,26 +17,27 @@
 
 namespace TORCHCAPS_TARGET {
 
-template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM>
-class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
-  using Base = Moments<T, Order, ROWS, INNER, COLUMNS, FORM>;
+template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM>
+class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM> {
+  using Base = Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM>;
   using V = typename Base::V;
-  using Lay = typename Base::Lay;
+  using Layout = typename Base::Layout;
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
       Base::valid, Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
-  static constexpr int PAIR = 2, SIDE_BY_SIDE = 4;  // children that share reads of a parent, in each sweep
-  static constexpr T FAINT_LOG_MASS = -40, MOST_LOG_SHARE = 60;
+  // Children that each sweep processes together, so that they share the reads of a parent.
+  static constexpr int AGREEMENT_CHILDREN = 2, VOTES_CHILDREN = 4;
+  static constexpr T SMALL_LOG_MASS = -40, MOST_LOG_SHARE = 60;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
       Base::store_scalar, Base::store_vector, Base::log_sums_size;
 
   // One record per block of parents: agreement, mean, gradients of mean and variance [H], log mass, 1 / mass, gradient
-  // of mass, Σ variance_grad · variance, and whether any mass is faint.
+  // of mass, Σ variance_grad · variance, and whether the mass of any parent is small.
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
@@ -44,26 +45,26 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   long inverse_at() const { return log_mass_at() + 1; }
   long mass_grad_at() const { return log_mass_at() + 2; }
   long offset_at() const { return log_mass_at() + 3; }
-  long faint_at() const { return log_mass_at() + 4; }
+  long small_mass_at() const { return log_mass_at() + 4; }
   long record_size() const { return log_mass_at() + 5; }
-  void load_pass(int unit, const Record<T>& pass, V* records) const {
-    this->load_agreement(unit, pass.agreement, records, record_size());
+  void load_pass(int tile, const Record<T>& pass, V* records) const {
+    this->load_agreement(tile, pass.agreement, records, record_size());
     for (int at = 0; at < PB; ++at, records += record_size()) {
-      const auto place = this->place(unit, at);
+      const auto place = this->place(tile, at);
       load_vector(pass.mean, place, records + mean_at());
       load_vector(pass.mean_grad, place, records + mean_grad_at());
       if (with_variance) load_vector(pass.variance_grad, place, records + variance_grad_at());
       records[log_mass_at()] = load_scalar(pass.log_mass, place);
       records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
       records[inverse_at()] = exponential(-records[log_mass_at()]);
-      records[faint_at()] = all(T(any(records[log_mass_at()] < FAINT_LOG_MASS)));
+      records[small_mass_at()] = splat(T(any(records[log_mass_at()] < SMALL_LOG_MASS)));
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
   // Σ variance · variance_grad of each parent.
-  void offsets(int unit, const Record<T>& pass, const T* variances, T* out) const {
+  void offsets(int tile, const Record<T>& pass, const T* variances, T* out) const {
     for (int at = 0; out && at < PB; ++at) {
-      const auto place = this->place(unit, at);
+      const auto place = this->place(tile, at);
       V variance[MOST], variance_grad[MOST], sum{};
       load_vector(variances, place, variance);
       load_vector(pass.variance_grad, place, variance_grad);
@@ -72,16 +73,16 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // For one unit: γ of each child, offsets, and the gradients of the agreement.
-  void agreement_grads(int unit, const Children<T>& x, Record<T> pass, const T* variance, const PassGrads<T>& out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, unit, pose_size(), arena);
-    const Child* activation = activations_of(x, unit, arena);
-    const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * unit;
-    Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * unit;
+  // For one tile: γ of each child, offsets, and the gradients of the agreement.
+  void agreement_grads(int tile, const Children<T>& x, Record<T> pass, const T* variance, const PassGrads<T>& out, Arena& arena) const {
+    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
+    const Child* activation = activations_of(x, tile, arena);
+    const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * tile;
+    Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * tile;
     V* parents = arena.take<V>(PB * record_size());
-    offsets(unit, pass, variance, out.offset);
+    offsets(tile, pass, variance, out.offset);
     pass.offset = out.offset;
-    load_pass(unit, pass, parents);
+    load_pass(tile, pass, parents);
     V* sums = zeros(PB * sums_size(), arena);
     const long most = this->most_visited();
     V *d = arena.take<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
@@ -95,12 +96,12 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
-            for (int c = 0; c < children; c += PAIR) {
-              const int pair = std::min(PAIR, children - c);
-              logits_and_brackets(pose + (first + c) * pose_size(), pair, record,
+            for (int c = 0; c < children; c += AGREEMENT_CHILDREN) {
+              const int count = std::min(AGREEMENT_CHILDREN, children - c);
+              logits_and_moments_grads(pose + (first + c) * pose_size(), count, record,
                                   [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
                                   couplings + i, u + i, d + i * numbers());
-              i += pair;
+              i += count;
             }
           }
         V total[MOST_TOGETHER];
@@ -117,7 +118,7 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
             }
           }
         alignas(64) Child gamma[MOST_TOGETHER];
-        Lay::sums(total, children, gamma);
+        Layout::sums(total, children, gamma);
         std::copy_n(gamma, children, gammas + softmax);
         if (!wanted) continue;
         for (long at = 0; at < i; at += children)
@@ -127,84 +128,84 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
         add_up(group, children, d, u, sums);
       }
     }
-    if (wanted) store_agreement_grads(unit, parents, sums, out);
+    if (wanted) store_agreement_grads(tile, parents, sums, out);
   }
 
-  // A pass of one unit, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the
+  // A pass of one tile, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the
   // previous pass. Both passes then share the differences between votes and this mean.
   struct Pass {
     const V* records;
     const Child *log_sums, *coupling_grads;
     bool around_earlier_mean;
   };
-  Pass pass_of(int unit, Record<T> from, const Record<T>* earlier, Arena& arena) const {
+  Pass pass_of(int tile, Record<T> from, const Record<T>* earlier, Arena& arena) const {
     V* records = arena.take<V>(PB * record_size());
     const bool around_earlier_mean = earlier && from.agreement.centre && from.agreement.centre == earlier->mean;
     if (around_earlier_mean) from.agreement.centre = nullptr;
-    load_pass(unit, from, records);
-    const auto of_unit = [&](const T* x, long size) { return x ? reinterpret_cast<const Child*>(x) + size * unit : nullptr; };
-    return {records, of_unit(from.log_sums, log_sums_size()), of_unit(from.coupling_grads, long(g.groups()) * g.C),
+    load_pass(tile, from, records);
+    const auto of_tile = [&](const T* x, long size) { return x ? reinterpret_cast<const Child*>(x) + size * tile : nullptr; };
+    return {records, of_tile(from.log_sums, log_sums_size()), of_tile(from.coupling_grads, long(g.groups()) * g.C),
             around_earlier_mean};
   }
 
-  // For child site s of several units: writes the gradients of pose and activation, and adds to the gradients of the
-  // transforms, which are in lanes by type. `passes` is [unit, pass].
-  void votes_grads(int s, int first_unit, int count, const Children<T>& x, const Pass* passes, int pass_count,
+  // For child site s of several tiles: writes the gradients of pose and activation, and adds to the gradients of the
+  // transforms, which are in lanes by type. `passes` is [tile, pass].
+  void votes_grads(int s, int first_tile, int count, const Children<T>& x, const Pass* passes, int pass_count,
                    const ChildrenGrads<T>& out, void* transform_grad, Arena& arena) const {
     arena.clear();
     const long size = pose_size(), poses_size = g.C * size;
     const Child** poses = arena.take<const Child*>(count);
     const Child** activations = arena.take<const Child*>(count);
-    for (int unit = 0; unit < count; ++unit) {
-      V* room = Lay::by_type ? nullptr : arena.take<V>(poses_size + g.C);
-      poses[unit] = this->load_children(x.pose, first_unit + unit, s, s + 1, poses_size, room);
-      activations[unit] = x.activation ? this->load_children(x.activation, first_unit + unit, s, s + 1, g.C, room + poses_size)
+    for (int tile = 0; tile < count; ++tile) {
+      V* room = Layout::by_type ? nullptr : arena.take<V>(poses_size + g.C);
+      poses[tile] = this->load_children(x.pose, first_tile + tile, s, s + 1, poses_size, room);
+      activations[tile] = x.activation ? this->load_children(x.activation, first_tile + tile, s, s + 1, g.C, room + poses_size)
                                        : this->ones(g.C, arena);
     }
     V *pose_grads = zeros(count * poses_size + L, arena), *totals = zeros(long(count) * g.C + L, arena);
-    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * SIDE_BY_SIDE * MOST));
+    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * VOTES_CHILDREN * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
       const T uniform_value = uniform_coupling(g.group_of(e)), log_uniform_value = std::log(uniform_value);
       for (int block = 0; block < JB; ++block)
-        for (int c = 0; c < g.C; c += SIDE_BY_SIDE) {
-          const int children = std::min(SIDE_BY_SIDE, g.C - c);
+        for (int c = 0; c < g.C; c += VOTES_CHILDREN) {
+          const int children = std::min(VOTES_CHILDREN, g.C - c);
           const long at = long(g.edge_parent[e]) * JB + block;
-          for (int unit = 0; unit < count; ++unit) {
-            V(*grads)[MOST] = v + long(unit) * SIDE_BY_SIDE;
-            for (int i = 0; i < SIDE_BY_SIDE; ++i) {  // indices beyond the last child use the last child
+          for (int tile = 0; tile < count; ++tile) {
+            V(*grads)[MOST] = v + long(tile) * VOTES_CHILDREN;
+            for (int i = 0; i < VOTES_CHILDREN; ++i) {  // indices beyond the last child use the last child
               const int there = std::min(c + i, g.C - 1);
-              vote(poses[unit] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
+              vote(poses[tile] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
-            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, log_uniform_value, activations[unit],
-                     passes + long(unit) * pass_count, pass_count, totals + long(unit) * g.C + c, factors, grads);
+            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, log_uniform_value, activations[tile],
+                     passes + long(tile) * pass_count, pass_count, totals + long(tile) * g.C + c, factors, grads);
             for (int i = 0; i < children; ++i)
               this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i],
-                                  pose_grads + unit * poses_size + (c + i) * size);
+                                  pose_grads + tile * poses_size + (c + i) * size);
           }
           for (int i = 0; i < children; ++i) {
             const long to = weights(g.edge_kernel[e], c + i, block) - this->transform;
-            if constexpr (Lay::by_type)
+            if constexpr (Layout::by_type)
               this->add_transform_grad(poses[0] + (c + i) * size, v[i], static_cast<V*>(transform_grad) + to);
             else add_over_samples(poses, (c + i) * size, v[i], count, static_cast<T*>(transform_grad) + to);
           }
         }
     }
-    for (int unit = 0; unit < count; ++unit)
-      store_children_grads(s, first_unit + unit, activations[unit], passes + long(unit) * pass_count, pass_count,
-                           pose_grads + unit * poses_size, totals + long(unit) * g.C, out, arena);
+    for (int tile = 0; tile < count; ++tile)
+      store_children_grads(s, first_tile + tile, activations[tile], passes + long(tile) * pass_count, pass_count,
+                           pose_grads + tile * poses_size, totals + long(tile) * g.C, out, arena);
   }
 
  private:
   static Child child(T x) {
-    if constexpr (Lay::by_type) return x;
-    else return all(x);
+    if constexpr (Layout::by_type) return x;
+    else return splat(x);
   }
-  // Gradients of a faint child's activation are multiplied by FAINT, because they may exceed the largest number.
-  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < FAINT<T>) ? child(FAINT<T>) : child(T(1)); }
+  // If a child's activation is small, its gradient is multiplied by SMALL, because it may exceed the largest number.
+  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < SMALL<T>) ? child(SMALL<T>) : child(T(1)); }
   // a · x, but 0 if the activation is 0, even for infinite x.
   static V scaled(Child a, V x) {
-    if constexpr (Lay::by_type) return a == 0 ? V{} : a * x;
+    if constexpr (Layout::by_type) return a == 0 ? V{} : a * x;
     else return a == T(0) ? V{} : a * x;
   }
 
@@ -212,23 +213,23 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
   struct WeightGrad {
     V share, c_u;
   };
-  WeightGrad weight_grad(Child a, const V* record, V bracket, V c, V log_c) const {
+  WeightGrad weight_grad(Child a, const V* record, V moments_grad, V c, V log_c) const {
     const Child scale = gradient_scale(a);
     const V log_mass = record[log_mass_at()];
     V share = scale * c * record[inverse_at()];
-    if (record[faint_at()][0] != 0) {
-      const V log_share = log_c - log_mass, log_scaled_share = log_share + logarithm(Lay::broadcast(scale));
-      share = exponential(Lay::broadcast(a) < TINY<T> ? smaller<T>(log_share, all(MOST_LOG_SHARE)) : log_scaled_share);
+    if (record[small_mass_at()][0] != 0) {
+      const V log_share = log_c - log_mass, log_scaled_share = log_share + logarithm(Layout::broadcast(scale));
+      share = exponential(Layout::broadcast(a) < TINY<T> ? smaller<T>(log_share, splat(MOST_LOG_SHARE)) : log_scaled_share);
     }
-    return {share, share * (bracket - record[offset_at()]) + scale * c * record[mass_grad_at()]};
+    return {share, share * (moments_grad - record[offset_at()]) + scale * c * record[mass_grad_at()]};
   }
 
-  // For `count` children, at most PAIR: logits, brackets Σ e (mean_grad + variance_grad e), and d.
+  // For `count` children, at most AGREEMENT_CHILDREN: logits, moments_grads Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
-  void logits_and_brackets(const Child* pose, int count, const V* record, Weights weights, V* logits, V* brackets,
+  void logits_and_moments_grads(const Child* pose, int count, const V* record, Weights weights, V* logits, V* moments_grads,
                            V* d) const {
-    V v[PAIR][MOST], *distance[PAIR], logit[PAIR]{}, bracket[PAIR]{};
-    for (int k = 0; k < PAIR; ++k) {
+    V v[AGREEMENT_CHILDREN][MOST], *distance[AGREEMENT_CHILDREN], logit[AGREEMENT_CHILDREN]{}, moments_grad[AGREEMENT_CHILDREN]{};
+    for (int k = 0; k < AGREEMENT_CHILDREN; ++k) {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
       distance[k] = d + there * numbers();
@@ -236,24 +237,24 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     for (int h = 0; h < numbers(); ++h) {
       const V centre = quadratic ? record[centre_at() + h] : V{}, mean = record[mean_at() + h];
       const V mean_grad = record[mean_grad_at() + h], variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
-      for (int k = 0; k < PAIR; ++k) {
+      for (int k = 0; k < AGREEMENT_CHILDREN; ++k) {
         const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
         distance[k][h] = x;
         logit[k] += this->logit_of_number(x, record, h);
-        bracket[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
+        moments_grad[k] += with_variance ? y * (mean_grad + variance_grad * y) : y * mean_grad;
       }
     }
-    for (int k = 0; k < count; ++k) logits[k] = record[constant_at()] + logit[k], brackets[k] = bracket[k];
+    for (int k = 0; k < count; ++k) logits[k] = record[constant_at()] + logit[k], moments_grads[k] = moments_grad[k];
   }
 
   long sums_size() const { return this->template sums_size_of<quadratic>(); }
   void add_up(int group, int children, const V* d, const V* w, V* sums) const {
     this->template add_up_of<quadratic>(group, children, d, w, sums);
   }
-  void store_agreement_grads(int unit, const V* parents, const V* sums, const PassGrads<T>& out) const {
+  void store_agreement_grads(int tile, const V* parents, const V* sums, const PassGrads<T>& out) const {
     for (int at = 0; at < PB; ++at) {
       const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
-      const auto place = this->place(unit, at);
+      const auto place = this->place(tile, at);
       V negative[MOST], centre_grad[MOST];
       for (int h = 0; h < numbers(); ++h) {
         negative[h] = quadratic ? -sum[1 + numbers() + h] : V{};
@@ -270,13 +271,13 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
 
   // For several children and one pass: share = w / mass, 2 share, logit_grad and -2 logit_grad.
   struct Factors {
-    V share[SIDE_BY_SIDE], twice_share[SIDE_BY_SIDE], logit_grad[SIDE_BY_SIDE], minus_twice_logit_grad[SIDE_BY_SIDE];
+    V share[VOTES_CHILDREN], twice_share[VOTES_CHILDREN], logit_grad[VOTES_CHILDREN], minus_twice_logit_grad[VOTES_CHILDREN];
   };
 
   // Replaces the votes of several children for one block of parents by their gradients.
   void replace_by_grads(long group, int c0, int children, long at, T uniform_value, T log_uniform_value, const Child* activation,
                         const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
-    constexpr int N = SIDE_BY_SIDE;
+    constexpr int N = VOTES_CHILDREN;
     const long softmax = group + c0;
     Child scaled_activation[N];  // activation / gradient_scale(activation)
     for (int i = 0; i < N; ++i) {
@@ -288,13 +289,13 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       const Pass& pass = passes[t];
       const V* record = pass.records + at * record_size();
       const V* next = t + 1 < count && passes[t + 1].around_earlier_mean ? passes[t + 1].records + at * record_size() : nullptr;
-      V next_logit[N]{}, bracket[N]{};
+      V next_logit[N]{}, moments_grad[N]{};
       for (int h = 0; h < numbers(); ++h) {
         const V mean = record[mean_at() + h], mean_grad = record[mean_grad_at() + h];
         const V variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
         for (int i = 0; i < N; ++i) {
           const V e = v[i][h] - mean;
-          bracket[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
+          moments_grad[i] += with_variance ? e * (mean_grad + variance_grad * e) : e * mean_grad;
           if (quadratic && next) next_logit[i] += this->logit_of_number(e, next, h);
         }
         if (!pass.log_sums || pass.around_earlier_mean) continue;
@@ -304,9 +305,9 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       for (int i = 0; i < N; ++i) {
         V share{}, logit_grad{};
         if (i < children) {
-          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : all(log_uniform_value);
-          const V c = pass.log_sums ? exponential(log_c) : all(uniform_value);
-          const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, bracket[i], c, log_c);
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : splat(log_uniform_value);
+          const V c = pass.log_sums ? exponential(log_c) : splat(uniform_value);
+          const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, moments_grad[i], c, log_c);
           share = scaled_activation[i] * of_vote;
           if (pass.coupling_grads) logit_grad = scaled(scaled_activation[i], c_u - c * pass.coupling_grads[softmax + i]);
           else totals[i] += c_u;
@@ -321,15 +322,15 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
       for (int t = 0; t < count; ++t) {
         const Factors& f = factors[t];
         const V* record = passes[t].records + at * record_size() + h;
-        const bool chained = quadratic && t + 1 < count && passes[t + 1].around_earlier_mean;
+        const bool next_around_mean = quadratic && t + 1 < count && passes[t + 1].around_earlier_mean;
         const V mean = record[mean_at()], mean_grad = record[mean_grad_at()];
         const V variance_grad = with_variance ? record[variance_grad_at()] : V{};
-        const V next_square = chained ? passes[t + 1].records[at * record_size() + h + quadratic_at()] : V{};
+        const V next_square = next_around_mean ? passes[t + 1].records[at * record_size() + h + quadratic_at()] : V{};
         for (int i = 0; i < N; ++i) {
           sum[i] += f.share[i] * mean_grad;
-          if (!with_variance && !chained) continue;
+          if (!with_variance && !next_around_mean) continue;
           V factor = f.twice_share[i] * variance_grad;
-          if (chained) factor += factors[t + 1].minus_twice_logit_grad[i] * next_square;
+          if (next_around_mean) factor += factors[t + 1].minus_twice_logit_grad[i] * next_square;
           sum[i] += factor * (v[i][h] - mean);
         }
         if (!passes[t].coupling_grads) continue;
@@ -343,15 +344,15 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  // By sample: Σ pose · vote_grad over the rows of a pose, the lanes and the units.
+  // By sample: Σ pose · vote_grad over the rows of a pose, the lanes and the tiles.
   void add_over_samples(const Child* const* poses, long pose_at, const V* vote_grads, int count, T* out) const {
     const int all_of_them = inner() * columns();
     for (int from = 0; from < all_of_them; from += L) {
       const int here = std::min(L, all_of_them - from);
       V x[L]{};
-      for (int unit = 0; unit < count; ++unit) {
-        const Child* pose = poses[unit] + pose_at;
-        const V* grads = vote_grads + long(unit) * SIDE_BY_SIDE * MOST;
+      for (int tile = 0; tile < count; ++tile) {
+        const Child* pose = poses[tile] + pose_at;
+        const V* grads = vote_grads + long(tile) * VOTES_CHILDREN * MOST;
         for (int r = 0; r < rows(); ++r, pose += inner(), grads += columns())
           if constexpr (COLUMNS && L % COLUMNS == 0) {
             const int q = from / COLUMNS;
@@ -366,18 +367,18 @@ class MomentsBackward : public Moments<T, Order, ROWS, INNER, COLUMNS, FORM> {
     }
   }
 
-  void store_children_grads(int s, int unit, const Child* activation, const Pass* passes, int pass_count, V* pose_grad,
+  void store_children_grads(int s, int tile, const Child* activation, const Pass* passes, int pass_count, V* pose_grad,
                             V* total, const ChildrenGrads<T>& out, Arena& arena) const {
     const long poses_size = g.C * pose_size();
     Child* sums = arena.take<Child>(std::max<long>(poses_size, g.C) + L);
     const auto store = [&](T* to, int count) {
-      if constexpr (Lay::by_type) std::copy_n(sums, count, to + (long(unit) * g.S + s) * count);
-      else store_lanes(sums, count, to + (long(unit) * L * g.S + s) * count, long(g.S) * count, this->samples_of(unit));
+      if constexpr (Layout::by_type) std::copy_n(sums, count, to + (long(tile) * g.S + s) * count);
+      else store_lanes(sums, count, to + (long(tile) * L * g.S + s) * count, long(g.S) * count, this->samples_of(tile));
     };
-    Lay::sums(pose_grad, int(poses_size), sums);
+    Layout::sums(pose_grad, int(poses_size), sums);
     store(out.pose, int(poses_size));
     if (!out.activation) return;
-    Lay::sums(total, g.C, sums);
+    Layout::sums(total, g.C, sums);
     for (int t = 0; t < pass_count; ++t)
       for (int e = g.child_begin[s]; passes[t].coupling_grads && e < g.child_begin[s + 1]; e = g.types ? e + 1 : g.child_begin[s + 1])
         for (int c = 0; c < g.C; ++c) sums[c] += passes[t].coupling_grads[long(g.group_of(e)) * g.C + c];

@@ -79,5 +79,4 @@ struct Target {
   const char* name;
   Kernels<float> in_float;
   Kernels<double> in_double;
-  double (*peak_gflops)(int threads);
 };

@@ -1,9 +1,8 @@
-// The kernels for one instruction set: choice of lane layout and compiled shape, and distribution of units over
+// The kernels for one instruction set: choice of lane layout and compiled shape, and distribution of tiles over
 // threads.
 #include "moments_backward.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
 
 #include <omp.h>
@@ -71,20 +70,20 @@ template <class T, class Kernel> void transforms_from_lanes(const Problem& g, co
                   std::min(lanes<T>, g.J - block * lanes<T>));
 }
 
-// Sums the `size` numbers that work(unit, sum, arena) adds to over all units. The units are split into groups, whose
+// Sums the `size` numbers that work(tile, sum, arena) adds to over all tiles. The tiles are split into groups, whose
 // number does not depend on the number of threads, so that results are bitwise independent of it.
-template <class T, class Work> T* sum_in_groups(int units, long size, int threads, Arena& memory, Work work) {
+template <class T, class Work> T* sum_in_groups(int tiles, long size, int threads, Arena& memory, Work work) {
   constexpr int MOST_GROUPS = 16;
   constexpr long MOST_BYTES = 64L << 20;
   const long affordable = MOST_BYTES / std::max(1L, size * long(sizeof(T)));
-  const int groups = int(std::max<long>(1, std::min<long>(std::min(units, MOST_GROUPS), affordable)));
+  const int groups = int(std::max<long>(1, std::min<long>(std::min(tiles, MOST_GROUPS), affordable)));
   T* sums = memory.take<T>(size * groups);
   on_threads(groups, threads, [&](int group, Arena& arena) {
     T* sum = sums + size * group;
     std::fill_n(sum, size, T(0));
-    for (int unit = int(long(units) * group / groups); unit < int(long(units) * (group + 1) / groups); ++unit) {
+    for (int tile = int(long(tiles) * group / groups); tile < int(long(tiles) * (group + 1) / groups); ++tile) {
       arena.clear();
-      work(unit, sum, arena);
+      work(tile, sum, arena);
     }
   });
   for (int group = 1; group < groups; ++group)
@@ -92,9 +91,9 @@ template <class T, class Work> T* sum_in_groups(int units, long size, int thread
   return sums;
 }
 
-template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS, int FORM> struct Batch {
-  using Kernel = MomentsBackward<T, Order, ROWS, INNER, COLUMNS, FORM>;
-  static constexpr bool by_type = Order<T>::by_type;
+template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM> struct Batch {
+  using Kernel = MomentsBackward<T, LaneLayout, ROWS, INNER, COLUMNS, FORM>;
+  static constexpr bool by_type = LaneLayout<T>::by_type;
 
   // Number of elements beyond the batch. The operators pad the batch to fill the widest vectors, 64 bytes.
   static long padding(const Problem& g, long each) {
@@ -112,40 +111,40 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
       if (const long beyond = padding(g, kernel.log_sums_size()); out.log_sums)  // padding is not used by type
         std::fill_n(out.log_sums + g.B * kernel.log_sums_size(), beyond, T(0));
-      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.forward(unit, x, agreement, out, arena); });
+      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.forward(tile, x, agreement, out, arena); });
     });
   }
 
   static void couplings(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.couplings(unit, x, agreement, out, arena); });
+      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.couplings(tile, x, agreement, out, arena); });
     });
   }
 
   static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const T* variance, const PassGrads<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
       if (!out.coupling_grads)
-        return on_threads(kernel.units(), g.threads, [&](int unit, Arena&) { kernel.offsets(unit, pass, variance, out.offset); });
+        return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.offsets(tile, pass, variance, out.offset); });
       const long each = long(g.groups()) * g.C;
       std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
-      on_threads(kernel.units(), g.threads, [&](int unit, Arena& arena) { kernel.agreement_grads(unit, x, pass, variance, out, arena); });
+      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, variance, out, arena); });
     });
   }
 
   static void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
     using Pass = typename Kernel::Pass;
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      const auto read_passes = [&](int unit, Pass* to, Arena& arena) {
-        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(unit, passes[t], t ? passes + t - 1 : nullptr, arena);
+      const auto read_passes = [&](int tile, Pass* to, Arena& arena) {
+        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(tile, passes[t], t ? passes + t - 1 : nullptr, arena);
       };
       if (!by_type && g.own_transforms) {
         // Sites run in parallel, because each writes the gradients of its own transforms.
         std::fill_n(out.transform, kernel.transform_size(), T(0));
         constexpr long MOST_BYTES = 16L << 20;
         const long bytes = long(count) * kernel.PB * kernel.record_size() * long(sizeof(Vector<T>));
-        const int chunk = int(std::max(1L, std::min<long>(kernel.units(), MOST_BYTES / std::max(1L, bytes))));
-        for (int first = 0; first < kernel.units(); first += chunk) {
-          const int here = std::min(chunk, kernel.units() - first);
+        const int chunk = int(std::max(1L, std::min<long>(kernel.tiles(), MOST_BYTES / std::max(1L, bytes))));
+        for (int first = 0; first < kernel.tiles(); first += chunk) {
+          const int here = std::min(chunk, kernel.tiles() - first);
           std::vector<Pass> read(std::size_t(here) * count);
           std::vector<Arena> memory(here);
           on_threads(here, g.threads, [&](int i, Arena&) { read_passes(first + i, &read[std::size_t(i) * count], memory[i]); });
@@ -157,11 +156,11 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
       }
       Arena memory;
       const long size = kernel.transform_size() * (by_type ? lanes<T> : 1);
-      const T* sum = sum_in_groups<T>(kernel.units(), size, g.threads, memory, [&](int unit, T* sum, Arena& arena) {
+      const T* sum = sum_in_groups<T>(kernel.tiles(), size, g.threads, memory, [&](int tile, T* sum, Arena& arena) {
         std::vector<Pass> read(count);
-        read_passes(unit, read.data(), arena);
+        read_passes(tile, read.data(), arena);
         Arena scratch;
-        for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, unit, 1, x, read.data(), count, out, sum, scratch);
+        for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, tile, 1, x, read.data(), count, out, sum, scratch);
       });
       if constexpr (by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(sum), out.transform);
       else std::copy_n(sum, size, out.transform);
@@ -251,32 +250,11 @@ template <class T> constexpr Kernels<T> kernels_in() {
   };
 }
 
-// Speed of multiply-adds in registers, in GFLOP/s.
-double peak_gflops(int threads) {
-  constexpr int CHAINS = 12, STEPS = 4'000'000;
-  float sink = 0;
-  const auto start = std::chrono::steady_clock::now();
-#pragma omp parallel num_threads(threads) reduction(+ : sink)
-  {
-    volatile float seeds[2] = {0.999f, 0.001f};
-    const Vector<float> x = all(float(seeds[0])), y = all(float(seeds[1]));
-    Vector<float> chains[CHAINS];
-    for (int i = 0; i < CHAINS; ++i) chains[i] = all(float(i));
-    for (int step = 0; step < STEPS; ++step)
-#pragma GCC unroll 12
-      for (int i = 0; i < CHAINS; ++i) chains[i] = chains[i] * x + y;
-    for (int i = 1; i < CHAINS; ++i) chains[0] += chains[i];
-    sink += chains[0][0];
-  }
-  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  return sink > 0 ? 2.0 * threads * STEPS * CHAINS * lanes<float> / seconds.count() / 1e9 : 0;
-}
-
 }  // namespace
 
 #define TORCHCAPS_TEXT(name) TORCHCAPS_TEXT_OF(name)
 #define TORCHCAPS_TEXT_OF(name) #name
 extern const Target kernels;
-const Target kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), kernels_in<float>(), kernels_in<double>(), peak_gflops};
+const Target kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), kernels_in<float>(), kernels_in<double>()};
 
 }  // namespace TORCHCAPS_TARGET

@@ -1,7 +1,7 @@
 // The two lane layouts of a capsule layer, and its votes.
 //
 // By type, the lanes of a vector hold parent types at one site of one sample. By sample, they hold samples of one
-// parent. Kernels are written once for both layouts. A unit is one sample by type, and as many samples as lanes by
+// parent. Kernels are written once for both layouts. A tile is one sample by type, and as many samples as lanes by
 // sample. A block of parents is one vector of parent types by type, and a single parent type by sample.
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace TORCHCAPS_TARGET {
 
-// A child is on if its activation is at least TINY. Below FAINT = √TINY, sums use logarithms.
+// A child is on if its activation is at least TINY. Below SMALL = √TINY, sums use logarithms.
 template <class T> inline constexpr T TINY = std::numeric_limits<T>::min();
-template <class T> inline constexpr T FAINT = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
+template <class T> inline constexpr T SMALL = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
 
 // The lane layouts. Child holds a number of a child, Weight a number of a transform.
 template <class T> struct ByType {
@@ -20,7 +20,7 @@ template <class T> struct ByType {
   using Child = T;
   using Weight = V;
   static constexpr bool by_type = true;
-  static V broadcast(Child x) { return all(x); }
+  static V broadcast(Child x) { return splat(x); }
   // Combines the lanes of each vector. The memory of x and out must have room for a multiple of the lanes.
   template <class Combine> static void over_lanes(V* x, int count, Child* out, Combine combine) {
     for (int i = 0; i < count; i += lanes<T>) {
@@ -44,12 +44,12 @@ template <class T> struct BySample {
 };
 
 // ROWS, INNER and COLUMNS are R, Q and N if they are known at compile time, and 0 otherwise.
-template <class T, template <class> class Order, int ROWS, int INNER, int COLUMNS> class Votes {
+template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS> class Votes {
  protected:
   using V = Vector<T>;
-  using Lay = Order<T>;
-  using Child = typename Lay::Child;
-  using Weight = typename Lay::Weight;
+  using Layout = LaneLayout<T>;
+  using Child = typename Layout::Child;
+  using Weight = typename Layout::Weight;
   static constexpr int L = lanes<T>;
   static constexpr int MOST = ROWS * COLUMNS ? ROWS * COLUMNS : MOST_NUMBERS;
   static constexpr int BLOCK = !ROWS ? 1 : MOST % 8 == 0 ? 8 : MOST % 4 == 0 ? 4 : 1;  // numbers of a vote whose sums stay in registers
@@ -61,9 +61,9 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   const int H, JB, PB;  // numbers per vote, blocks of parents per site, blocks of parents in total
 
   Votes(const Problem& problem, const Weight* transform)
-      : g(problem), transform(transform), H(g.R * g.N), JB(Lay::by_type ? (g.J + L - 1) / L : g.J), PB(g.P * JB) {}
+      : g(problem), transform(transform), H(g.R * g.N), JB(Layout::by_type ? (g.J + L - 1) / L : g.J), PB(g.P * JB) {}
 
-  int units() const { return Lay::by_type ? g.B : (g.B + L - 1) / L; }
+  int tiles() const { return Layout::by_type ? g.B : (g.B + L - 1) / L; }
   long children() const { return long(g.S) * g.C; }
   long transform_size() const { return long(g.K) * g.C * JB * g.Q * g.N; }
 
@@ -73,17 +73,17 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
     long scalar, scalar_stride, vector, vector_stride;
     int rows;  // lanes in use
   };
-  Place place(int unit, int at) const {
+  Place place(int tile, int at) const {
     const long p = at / JB, block = at % JB;
-    if constexpr (Lay::by_type) {
-      const long site = unit * long(g.P) + p, rest = g.J - block * L;
+    if constexpr (Layout::by_type) {
+      const long site = tile * long(g.P) + p, rest = g.J - block * L;
       return {site * g.J + block * L, 1, site * H * g.J + block * L, g.J, int(std::min<long>(L, rest))};
     } else {
-      const long each = long(g.P) * g.J, sample = long(unit) * L;
-      return {sample * each + at, each, at * long(H) * g.B + sample, g.B, samples_of(unit)};
+      const long each = long(g.P) * g.J, sample = long(tile) * L;
+      return {sample * each + at, each, at * long(H) * g.B + sample, g.B, samples_of(tile)};
     }
   }
-  int samples_of(int unit) const { return Lay::by_type ? 1 : std::min(L, g.B - unit * L); }
+  int samples_of(int tile) const { return Layout::by_type ? 1 : std::min(L, g.B - tile * L); }
   // Load and store a block of parents. Lanes without a parent are 0, and a null tensor is 0.
   V load_scalar(const T* from, const Place& at) const { return from ? load_some(from + at.scalar, at.rows, at.scalar_stride) : V{}; }
   void load_vector(const T* from, const Place& at, V* to) const {
@@ -97,11 +97,11 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   }
   // The numbers of the children of sites first … last - 1, `each` per site. By type they stay in place, by sample they
   // are copied into lanes in `room`.
-  const Child* load_children(const T* from, int unit, int first, int last, long each, V* room) const {
-    const long start = long(unit) * (Lay::by_type ? 1 : L) * g.S * each + first * each;
-    if constexpr (Lay::by_type) return from + start;
+  const Child* load_children(const T* from, int tile, int first, int last, long each, V* room) const {
+    const long start = long(tile) * (Layout::by_type ? 1 : L) * g.S * each + first * each;
+    if constexpr (Layout::by_type) return from + start;
     else {
-      load_lanes(from + start, g.S * each, samples_of(unit), int((last - first) * each), room);
+      load_lanes(from + start, g.S * each, samples_of(tile), int((last - first) * each), room);
       return room;
     }
   }
@@ -124,7 +124,7 @@ template <class T, template <class> class Order, int ROWS, int INNER, int COLUMN
   // 1 in lanes that hold a parent. By sample, lanes without a sample are also 1, because nothing is read from them.
   V valid(int block) const {
     V x{};
-    for (int i = 0; i < L; ++i) x[i] = !Lay::by_type || block * L + i < g.J;
+    for (int i = 0; i < L; ++i) x[i] = !Layout::by_type || block * L + i < g.J;
     return x;
   }
   T uniform_coupling(int group) const {
