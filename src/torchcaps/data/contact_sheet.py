@@ -23,7 +23,7 @@ LONGEST_PICTURE = 6_000
 def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int = 0) -> str:
     """Draw random images of each class as a PNG file, one row per class.
 
-    At most 100 classes are drawn. Only the image of the first camera is drawn of a stereo pair.
+    At most 100 classes are drawn. Of a stereo pair, only the image of the first camera is drawn.
 
     Arguments:
         images: images to choose from, with one label per image.

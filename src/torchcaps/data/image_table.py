@@ -31,7 +31,7 @@ LABEL_COLUMNS = ("label", "labels", "class", "category")
 MOST_COLUMNS = 20
 """An error message lists at most this many columns."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-"""Split of torchcaps for each accepted name of a split."""
+"""Keys are the accepted names of splits; values are "train", "validation" or "test"."""
 
 
 def is_table(name: str) -> bool:
@@ -122,7 +122,7 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
     lines: dict[Path, int] = {}
     for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
         if None in row or None in row.values():
-            raise BadInput(f"{path}, line {line}: has another number of columns than the first line; correct it")
+            raise BadInput(f"{path}, line {line}: the number of columns differs from the first line; correct the line")
         for column in (image_column, label_column):
             if not row[column].strip():
                 raise BadInput(

@@ -2,8 +2,8 @@
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
 The page of smallNORB calls the format "binary matrix". A file consists of a magic number for the type of the elements,
-the number of dimensions, one size per dimension (at least three sizes are stored), and the elements, row-major. All
-numbers are little-endian.
+the number of dimensions, one size per dimension (arrays with fewer than three dimensions still store three sizes),
+and the elements, row-major. All numbers are little-endian.
 """
 
 import math
@@ -184,7 +184,7 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
 
     Arguments:
         data_dir: data folder; the six files, raw or gzipped, are in `data_dir/smallnorb/`.
-        size: height and width in pixels, a divisor of the published 96. Hinton, Sabour & Frosst 2018 use 48.
+        size: height and width in pixels, a divisor of 96, the published size. Hinton, Sabour & Frosst 2018 use 48.
         stereo: True for both cameras as two channels, False for the first camera only.
     Raises:
         BadInput: `size` does not divide 96, or a file has a wrong checksum, cannot be read, or cannot be downloaded.
@@ -254,8 +254,8 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
         declared = " x ".join(map(str, sizes))
         raise BadInput(
-            f"{name}: the header declares an array of {declared} elements, which is empty or larger than 16 GiB; download"
-            " it again"
+            f"{name}: the header declares an array of {declared} elements, which is empty or larger than 16 GiB;"
+            " download it again"
         )
     return TYPES[magic], sizes, start
 

@@ -46,8 +46,8 @@ class Variation(NamedTuple):
 class Preparation:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
-    Pixels are scaled to [0, 1]. With the default arguments, this is the only step. Rotation, squeeze and erase are the
-    augmentation of Mazzia, Salvetti & Chiaberge 2021.
+    Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
+    and erase are the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
         shift: training only; largest shift in each direction, in pixels, with zero padding (Sabour, Frosst & Hinton
@@ -64,11 +64,11 @@ class Preparation:
         contrast: training only; the difference of each pixel from the mean of its image is multiplied by a random
             factor from 1 - contrast to 1 + contrast. The range of this option is 0 to 1.
         rotation: training only; largest angle in degrees, 0 to 180. Each image is rotated with probability 0.5. Angles
-            are normally distributed, with a standard deviation of a third of the largest angle, and clipped to the
-            largest angle.
-        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Fractions are
-            absolute values of normally distributed numbers, with a standard deviation of a third of the largest
-            fraction, and clipped to the largest fraction.
+            are normally distributed and clipped to the largest angle. The standard deviation is a third of the largest
+            angle.
+        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Each
+            fraction is the absolute value of a normally distributed number, clipped to the largest fraction. The
+            standard deviation is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the

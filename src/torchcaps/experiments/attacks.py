@@ -71,9 +71,9 @@ def bim(
 ) -> Float[Tensor, "B C H W"]:
     """Attack images with the basic iterative method.
 
-    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` `steps` times, with
-    a step size of ε / steps. After each step, every pixel is clipped to [0, 1] and to at most ε from its original
-    value.
+    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` repeatedly, in
+    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to at most ε from its
+    original value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.

@@ -152,7 +152,8 @@ class Study:
         """Return the recipe `name` with the given seed, number of images, number of epochs, and options.
 
         `decay_steps` is scaled so that the learning rate decays as far as in the unchanged recipe. The full training
-        split is assumed to have 90 % of 24,300 images for smallNORB and the toys, and 90 % of 60,000 images for MNIST.
+        split is assumed to have 21,870 images (90 % of 24,300) for smallNORB and the toys, and 54,000 images (90 % of
+        60,000) for other datasets.
         """
         recipe = replace(RECIPES[name](), seed=seed)
         whole = 0.9 * (24_300 if recipe.data in TOYS else 60_000)
@@ -191,8 +192,8 @@ class Study:
         """Return a recipe with a cosine schedule for MNIST digits.
 
         The `network` ``capsules`` is CapsNet with a stem. ``uniform couplings`` is the same network with one routing
-        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule covers the whole training
-        for any number of `images`.
+        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule always covers the
+        whole training; `images` is not used.
         """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
@@ -264,7 +265,7 @@ class Study:
         """Return the recipe of `network` (``CNN``, ``capsules``, ``uniform couplings``) with settings of later papers.
 
         The settings are as in the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain a
-        whole toy. The cosine schedule covers the whole training for any number of `images`.
+        whole toy. The cosine schedule always covers the whole training; `images` is not used.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
@@ -273,7 +274,7 @@ class Study:
         return replace(recipe, routing_options={**recipe.routing_options, "iterations": 1})
 
     def notes_on_toys(self) -> list[str]:
-        """Return a note that the data are the rendered toys, or no note for smallNORB."""
+        """Return a note that the images are rendered toys; no note for smallNORB."""
         if self.data == "smallnorb":
             return []
         return [

@@ -84,7 +84,7 @@ class Traced(NamedTuple):
 
     Arguments:
         lengths: lengths of the class capsules.
-        couplings: c_ij for each class capsule j and each position i of the feature map.
+        couplings: coupling c_ij of each position i of the feature map with each class capsule j.
         contributions: ``c_ij û_ij · s_j / |s_j|`` for each class capsule j and each position i. Here ``û_ij`` is the
             vote of position i for class capsule j, and ``s_j = Σ_i c_ij û_ij`` is the class capsule before squashing.
             The sum of the contributions over all positions is ``|s_j|``.
