@@ -321,7 +321,7 @@ def test_load_splits_cuts_validation_from_training_and_leaves_the_test_alone(tmp
 
 
 def test_load_splits_refuses_what_it_does_not_know(tmp_path):
-    with refused("minst", "did you mean 'mnist'?", "a folder or a table of images"):
+    with refused("minst", "did you mean 'mnist'?", "no folder or table exists at this path"):
         load_splits("minst", tmp_path)
     with refused("/no/such/place", "mnist-5k"):
         load_splits("/no/such/place", tmp_path)

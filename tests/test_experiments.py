@@ -114,7 +114,7 @@ def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("recipe_of", [Study.of_digits, Study.recent_of_digits])
+@pytest.mark.parametrize("recipe_of", [Study.digit_recipe, Study.recent_digit_recipe])
 def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
     digits = plain_images()
     splits = Splits(*(overlaid(digits, count, seed) for seed, count in enumerate((60, 20, 20))))
@@ -231,8 +231,8 @@ def test_what_was_found_of_a_training_goes_with_its_folder(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
     for value in (1, 2):
         (tmp_path / "net-seed0").mkdir()
-        assert study.once("net-seed0", "strips", lambda value=value: value) == value
-        assert study.once("net-seed0", "strips", lambda: 3) == value
+        assert study.cached("net-seed0", "strips", lambda value=value: value) == value
+        assert study.cached("net-seed0", "strips", lambda: 3) == value
         shutil.rmtree(tmp_path / "net-seed0")
 
 
@@ -246,7 +246,7 @@ def test_the_papers_tables_are_made_with_the_papers_settings(name, tmp_path):
 
 def test_recent_networks_of_toys_share_all_but_the_network(tmp_path):
     study = Study("quick", "smallnorb", 1, tmp_path, tmp_path)
-    cnn, capsules, uniform = (study.recent_of_toys(name, 1, images=1_000, epochs=3) for name in NETWORKS)
+    cnn, capsules, uniform = (study.recent_toy_recipe(name, 1, images=1_000, epochs=3) for name in NETWORKS)
     assert uniform == replace(capsules, routing_options={**capsules.routing_options, "iterations": 1})
     assert {recipe.data for recipe in (cnn, capsules)} == {"smallnorb"}
     assert cnn.preparation() == capsules.preparation()
@@ -256,7 +256,7 @@ def test_recent_networks_of_toys_share_all_but_the_network(tmp_path):
 def test_recent_networks_of_digits_share_all_but_the_network(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
     cnn, capsules, uniform = (
-        study.recent_of_digits(name, 1, data="mnist-5k", shift=6, images=60, epochs=3) for name in NETWORKS
+        study.recent_digit_recipe(name, 1, data="mnist-5k", shift=6, images=60, epochs=3) for name in NETWORKS
     )
     assert uniform == replace(capsules, routing_options={"iterations": 1})
     assert cnn.preparation() == capsules.preparation()
@@ -288,7 +288,7 @@ def test_experiments_refuse_what_they_do_not_know(call, refused, tmp_path):
     assert "Known: quick, standard, paper" in refused(
         "experiment", "two-digits", "--budget", "huge", "--out", tmp_path / "runs", "--results", tmp_path / "results"
     )
-    assert "run `torchcaps experiment NAME` first" in refused("experiment", "report", "--results", tmp_path)
+    assert "first run `torchcaps experiment NAME`" in refused("experiment", "report", "--results", tmp_path)
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_files_that_are_no_datasets_are_named(tmp_path):
     refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
     refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
     datasets.DatasetDict({"trial": dataset(4)}).save_to_disk(tmp_path / "saved")
-    refused(lambda: load_image_table(tmp_path / "saved"), "has no split train, but trial")
+    refused(lambda: load_image_table(tmp_path / "saved"), "has no split train (its splits: trial)")
 
 
 def test_a_damaged_table_gives_one_sentence_or_images(tmp_path):

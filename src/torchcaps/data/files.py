@@ -16,7 +16,7 @@ from torchcaps.errors import BadInput
 
 CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the errors of a full disk, and of limits on the size of a file or of all files of a user."""
+"""Error numbers (errno) of a full disk, of an exceeded disk quota, and of a file that is too large."""
 
 
 def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
@@ -25,7 +25,8 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) 
     Arguments:
         path: the file, raw or gzipped.
         header_bytes: length of the header in bytes.
-        promised: function that takes the header and returns the length of the uncompressed file in bytes.
+        promised: function that takes the header and returns the length in bytes that it declares for the uncompressed
+            file, including the header.
     Raises:
         BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or `promised` rejects the header.
     """
@@ -128,5 +129,9 @@ def _uncompressed(path: Path) -> BufferedIOBase:
 
 
 def _unreadable(path: Path, error: Exception) -> BadInput:
-    cure = "allow it to be read" if isinstance(error, PermissionError) else "delete it and download it again"
+    cure = (
+        "change its permissions so that you can read it"
+        if isinstance(error, PermissionError)
+        else "delete it and download it again"
+    )
     return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); {cure}")

@@ -45,12 +45,12 @@ def fingerprint(
 
     Arguments:
         splits: training, validation and test images.
-        before: earlier summary, with which the new one will be compared. If the earlier summary contains checksums of
-            pixels, the new summary does too.
+        before: earlier summary of the same run, to be compared with the new summary. If the earlier summary contains
+            checksums of pixels, the new summary contains checksums of pixels too.
     Returns:
-        The summary, which is saved in recipe.json, and a dict with a checksum of every image. For splits in memory, the
-        keys "train", "validation" and "test" hold the `image_digests`. For splits that were read from files, the keys
-        "train files", "validation files" and "test files" hold checksums of the encoded files.
+        The summary, which is saved in recipe.json, and a dict with a checksum of every image. The keys "train",
+        "validation" and "test" contain the `image_digests` of the splits that are in memory. The keys "train files",
+        "validation files" and "test files" contain checksums of the encoded files, for splits read from files.
     Example:
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]

@@ -1,4 +1,4 @@
-"""Read the IDX file format of MNIST, for uint8 only. Format: LeCun, Cortes, Burges, "The MNIST database"."""
+"""Read uint8 arrays from IDX files, the file format of MNIST. Format: LeCun, Cortes, Burges, "The MNIST database"."""
 
 import math
 import struct

@@ -44,8 +44,8 @@ class Facts(NamedTuple):
         grey: True if the file is greyscale.
         deep: True if the file is greyscale with more than 8 bits per pixel.
         several: True if the file contains more than one frame or page.
-        largest: largest pixel value of a 16-bit greyscale image, before scaling; None for other images, and if only the
-            header was read.
+        largest: largest pixel value of a 16-bit greyscale image, before scaling. None for other images, or if the
+            pixels were not decoded.
     """
 
     height: int
@@ -131,7 +131,7 @@ def decode(
 def header(content: bytes, name: Path | str) -> Facts:
     """Read the `Facts` of an image from its header, without decoding the pixels.
 
-    Height and width are exchanged if the EXIF orientation turns the image by 90°.
+    If the EXIF orientation turns the image by 90° or 270°, height and width are exchanged.
     """
     with _opened(content, name) as file:
         from PIL.ExifTags import Base
@@ -145,7 +145,7 @@ def header(content: bytes, name: Path | str) -> Facts:
 
 @contextmanager
 def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
-    """Open an image, and convert every error of the block to a `BadInput` that names the image."""
+    """Open an image; any error raised in the `with` block becomes a `BadInput` that names the image."""
     if find_spec("PIL") is None:
         raise BadInput(f"{name}: reading images needs Pillow; install torchcaps[train]")
     from PIL import Image, UnidentifiedImageError

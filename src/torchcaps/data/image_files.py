@@ -28,7 +28,7 @@ class Source(Protocol):
 
 
 class Paths:
-    """The `Source` of image files on disk.
+    """A `Source` that reads image files from disk.
 
     Arguments:
         paths: paths of the files.
@@ -85,7 +85,7 @@ class ImageFiles:
             shape: `(C, H, W)` of the decoded images.
             resize: resize images of another size; otherwise, such an image raises `BadInput`.
         Raises:
-            BadInput: an image cannot be read, or has another size.
+            BadInput: an image cannot be read, or has another size and `resize` is False.
         """
         pixels = torch.empty(len(self), *shape, dtype=torch.uint8)
         for row, index in enumerate(self.indices.tolist()):

@@ -28,7 +28,7 @@ DISTORTION = 1.05
 SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
-"""Number of 16-bit images that are decoded to check their range, if images are not held in memory."""
+"""If images are not held in memory, at most this many 16-bit images are decoded to check the range of their values."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +58,8 @@ class ImageList:
         Arguments:
             test_fraction: fraction of each class to hold out for testing if there is no test split.
             seed: seed for choosing the test images.
-            validation: `(fraction, seed)` for holding out validation images if there is no validation split. None
-                leaves the validation split empty.
+            validation: `(fraction, seed)` for holding out validation images if there is no validation split. With None,
+                no images are held out.
         Raises:
             BadInput: there is no test split, and a class has only one image; or `test_fraction` is out of its range.
         """
@@ -72,7 +72,7 @@ class ImageList:
                     only = self.source.name(int(train[self.labels[train] == label]))
                     raise BadInput(
                         f"{only} is the only image of class {self.class_names[label]}, but the training and test splits"
-                        " need one each; add an image"
+                        " need one image each; add an image"
                     )
             rest, chosen = cut_indices(self.labels[train], test_fraction, seed)
             train, test = train[rest], train[chosen]
@@ -97,12 +97,13 @@ def read_list(
     """Read the images of a list; returns the splits and the texts of the warnings.
 
     Arguments:
-        images: the list.
+        images: the encoded images with their labels.
         splits: indices of the training, validation and test images.
         image_size, channels, progress: as for `load_image_folder`.
         cache: "memory" decodes all images now. "none" reads only their headers now, and decodes images each time they
             are used. "auto" is "memory" if the decoded images take at most half of the free memory, else "none".
-        processes: number of processes that each hold all images. Used only to estimate the memory for "auto".
+        processes: number of processes that each store a copy of all images. "auto" multiplies the memory of the decoded
+            images by this number; other values of `cache` ignore it.
     Raises:
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.
@@ -145,7 +146,7 @@ def train_and_test(images: ImageList, test_fraction: float, seed: int, **options
     """Read the training and test images of a list into memory, and issue the warnings.
 
     Arguments:
-        images: the list; its validation split is not returned.
+        images: the encoded images with their labels; images of a validation split are not read.
         test_fraction, seed: as for `ImageList.split`.
         options: as for `read_list`.
     """
@@ -166,7 +167,7 @@ def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] |
 def _contents(
     source: Source, indices: Iterable[int], digests: np.ndarray, progress: bool
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the index and the content of the encoded images at `indices`, and store the checksum of each."""
+    """Yield the index and the content of each encoded image at `indices`, and write its checksum to `digests`."""
     if progress and len(source) > MANY and find_spec("rich") is not None:
         from rich.console import Console
         from rich.progress import track
@@ -229,13 +230,13 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
     except RuntimeError as error:
         raise BadInput(
             f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"
-            " the free memory; reduce them with --set data.image_size=N (in Python, image_size=N), or decode them in"
-            ' each epoch with --cache none (in Python, cache="none")'
+            " the free memory; make them smaller with --set data.image_size=N (in Python, image_size=N), or decode them"
+            ' in each epoch with --cache none (in Python, cache="none")'
         ) from error
 
 
 def _with_largest(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
-    """Add the largest value to some of the 16-bit images."""
+    """Decode at most `CHECKED` 16-bit images, and add their largest pixel values to their `Facts`."""
     deep = [index for index, found in facts.items() if found.deep]
     for index in deep[:: math.ceil(len(deep) / CHECKED) or 1]:
         facts[index] = decode(source.read(index), source.name(index), None, None)[1]

@@ -25,13 +25,13 @@ HUB = "hf:"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 """Separator of the columns for each extension of a text file."""
 IMAGE_COLUMNS = ("image", "img", "path", "file", "filename", "file_name")
-"""Names of columns that are taken for the images if `image_column` is not given."""
+"""If `image_column` is not given, a column with one of these names is used as the column of images."""
 LABEL_COLUMNS = ("label", "labels", "class", "category")
-"""Names of columns that are taken for the labels if `label_column` is not given."""
+"""If `label_column` is not given, a column with one of these names is used as the column of labels."""
 MOST_COLUMNS = 20
-"""Largest number of columns that an error names."""
+"""An error message lists at most this many columns."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-"""Accepted names of splits."""
+"""Keys are the accepted names of splits; values are "train", "validation" or "test"."""
 
 
 def is_table(name: str) -> bool:
@@ -61,8 +61,8 @@ def load_image_table(
     optional column ``split`` contains train, validation or test.
 
     Parquet files, folders saved by ``datasets.save_to_disk``, and datasets on the Hugging Face Hub have a column with
-    the encoded images and a column of labels. Splits are used as stored. Reading these sources needs the extra
-    ``torchcaps[datasets]``.
+    the encoded images and a column of labels. If the source has splits, they are used unchanged. Reading these sources
+    requires the extra ``torchcaps[datasets]``.
 
     If there is no test split, the fraction `test_fraction` of each class is held out. Images are rotated upright by
     their EXIF orientation, transparent pixels are blended with black, and only the first frame or page is read. This
@@ -82,10 +82,10 @@ def load_image_table(
         label_column: name of the column of labels. None chooses the only column that contains class labels or has a
             usual name, such as ``label`` or ``class``.
     Raises:
-        BadInput: the source cannot be read; a column is missing, or several columns fit; a row has no image or no
-            label; the same file is listed twice; a split has an unknown name; there are fewer than two classes; an
-            image cannot be read; the images have different sizes and `image_size` is None; an argument is out of its
-            range; or the images do not fit into memory.
+        BadInput: the source cannot be read; the column of images or of labels is missing, or several columns could be
+            meant; a row has no image or no label; the same file is listed twice; a split has an unknown name; there are
+            fewer than two classes; an image cannot be read; the images have different sizes and `image_size` is None;
+            an argument is out of its range; or the images do not fit into memory.
     Warns:
         DataWarning: a split of a dataset is skipped; a file has several frames; resizing changes the aspect ratio by
             more than 5 %; or 16-bit images are nearly black.
@@ -122,7 +122,7 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
     lines: dict[Path, int] = {}
     for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
         if None in row or None in row.values():
-            raise BadInput(f"{path}, line {line}: has another number of columns than the first line; correct it")
+            raise BadInput(f"{path}, line {line}: the number of columns differs from the first line; correct the line")
         for column in (image_column, label_column):
             if not row[column].strip():
                 raise BadInput(
@@ -141,11 +141,11 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
 
 
 class Rows:
-    """The `Source` of the rows of a dataset.
+    """A `Source` that reads one image per row of a Hugging Face dataset.
 
     Arguments:
-        dataset: dataset with one column of images that are not decoded.
-        column: name of the column of images.
+        dataset: dataset with a column of encoded images.
+        column: name of this column.
         names: name of each image for messages.
     """
 
@@ -208,7 +208,7 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
         splits[SPLITS[split]] = [*range(len(names), len(names) + len(dataset))]
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
     if "train" not in splits:
-        raise BadInput(f"{name}: has no split train, but {', '.join(found)}; rename one of them to train")
+        raise BadInput(f"{name}: has no split train (its splits: {', '.join(found)}); rename a split to train")
     for row, one in enumerate(labels):
         if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
             raise BadInput(f"{names[row]}: has no label; remove the row")
@@ -244,7 +244,7 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
             for dataset in [found] if isinstance(found, datasets.Dataset) else found.values():
                 dataset.data.table.validate(full=True)  # reading a damaged Arrow file can crash the process
     except Exception as error:  # the library and the Hub raise many kinds of errors
-        reason = error.__cause__ or error  # the library's own error may say only that there was one
+        reason = error.__cause__ or error  # the error of `datasets` itself may say only that an error occurred
         full = isinstance(reason, OSError) and reason.errno in FULL
         cure = "free disk space, or set HF_HOME to another folder" if full else "check the name or the files"
         raise BadInput(f"{name}: cannot be opened as a dataset ({reason}); {cure}") from error
@@ -262,7 +262,7 @@ def _parquet_files(folder: Path) -> list[Path]:
 def _column(
     name: str | Path, option: str, given: str | None, usual: Sequence[str], columns: Sequence[str] | Any
 ) -> str:
-    """Return the name of the column `given`, or of the only column with a usual name."""
+    """Return `given` if it is the name of a column. If it is None, return the only column whose name is in `usual`."""
     known = ", ".join(printable(column) for column in islice(columns, MOST_COLUMNS)) or "none"
     known += f" and {len(columns) - MOST_COLUMNS:,} more" if len(columns) > MOST_COLUMNS else ""
     if given is not None:

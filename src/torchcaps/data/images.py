@@ -1,4 +1,4 @@
-"""Hold labelled images in memory or on disk, split them into parts, and shift them."""
+"""Labelled images in memory or on disk, and functions that split and shift them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,9 @@ class Images:
         pixels: `[N, C, H, W]`, uint8, 0 to 255.
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`; or `[N, k]` if each image shows k classes.
         class_names: names of the classes, in the order of the labels.
-        attributes: other properties of the images, such as the azimuth of the camera: name → int64 tensor `[N]`.
-        files: the N encoded images from which the pixels were read; None if the pixels do not come from single files.
+        attributes: other properties of the images, such as the azimuth of the camera: int64 tensors `[N]`, keyed by
+            name.
+        files: the N encoded images, such as PNG files, from which the pixels were decoded; None if there are none.
     Raises:
         BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
             attribute values differ; or a label is not an index of `class_names`.
@@ -76,7 +77,7 @@ class Images:
         """Return the images whose attributes have the given values.
 
         Arguments:
-            allowed: accepted values of each attribute, such as `azimuth=[0, 2, 34]`.
+            allowed: accepted values, as one keyword argument per attribute, such as `azimuth=[0, 2, 34]`.
         Raises:
             BadInput: `allowed` names an attribute that the images do not have.
         Example:
@@ -103,7 +104,8 @@ class ImagesOnDisk(Images):
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
         class_names: names of the classes, in the order of the labels.
         image_shape: `(C, H, W)` of the decoded images.
-        resize: resize images of another size. If False, `batch` and `pixels` raise `BadInput` for such an image.
+        resize: resize images of another size. If False, `batch` and `pixels` raise `BadInput` for an image of another
+            size.
     """
 
     files: ImageFiles
@@ -241,7 +243,7 @@ def shift(pixels: Shaped[Tensor, "N C H W"], offsets: Int64[Tensor, "N 2"]) -> S
     `shifted[n, c, y, x] = pixels[n, c, y - offsets[n, 0], x - offsets[n, 1]]`
 
     Arguments:
-        pixels: images `[N, C, H, W]`, of any type.
+        pixels: images `[N, C, H, W]`, of any dtype.
         offsets: shifts down and to the right, in pixels, `[N, 2]`, on the device of `pixels`.
     Example:
         >>> shift(torch.ones(1, 1, 2, 2), torch.tensor([[1, 0]]))

@@ -22,7 +22,7 @@ MD5 = "0cd4811c2299d4ab19eccdaa4a07fa59"
 def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
     """Load 5,000 digits of MNIST as `(train, test)`: 4,000 and 1,000 digits, uint8 `[N, 1, 28, 28]`, ten classes.
 
-    Every fifth digit of each class is in the test split. All 5,000 digits are training digits of MNIST.
+    Every fifth digit of each class is in the test split. All 5,000 digits are from the training split of MNIST.
 
     Arguments:
         data_dir: not used; nothing is downloaded.

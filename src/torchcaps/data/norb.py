@@ -2,8 +2,8 @@
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
 The page of smallNORB calls the format "binary matrix". A file consists of a magic number for the type of the elements,
-the number of dimensions, one size per dimension (at least three sizes are stored), and the elements, row-major. All
-numbers are little-endian.
+the number of dimensions, one size per dimension (arrays with fewer than three dimensions still store three sizes),
+and the elements, row-major. All numbers are little-endian.
 """
 
 import math
@@ -34,7 +34,8 @@ ATTRIBUTES = ("instance", "elevation", "azimuth", "lighting")
 30° + 5° · n, an azimuth n means 10° · n."""
 CATEGORIES = ("animal", "human", "airplane", "truck", "car")
 PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2x{0}x{0}-testing"}
-"""Middle of the file names of each split: categories, instances, elevations, azimuths, lightings, cameras, size."""
+"""Middle part of the file names of each split: number of categories, instances, numbers of elevations, azimuths,
+lightings and cameras, height and width of the images, separated by x. Each digit of the second part is an instance."""
 KINDS = ("dat", "cat", "info")
 
 MIRRORS = ("https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",)
@@ -149,7 +150,7 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
 
 
 def norb_file(prefix: str, split: str, size: int, kind: str) -> str:
-    """Return the published name of the file with the given prefix, split, size and kind (dat, cat or info)."""
+    """Return the name of a file, formed as in smallNORB: `kind` is dat, cat or info; `size` is the side in pixels."""
     return f"{prefix}-{PARTS[split].format(size)}-{kind}.mat"
 
 
@@ -183,7 +184,7 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
 
     Arguments:
         data_dir: data folder; the six files, raw or gzipped, are in `data_dir/smallnorb/`.
-        size: height and width in pixels, a divisor of the published 96; 48 as in Hinton, Sabour & Frosst 2018.
+        size: height and width in pixels, a divisor of 96, the published size. Hinton, Sabour & Frosst 2018 use 48.
         stereo: True for both cameras as two channels, False for the first camera only.
     Raises:
         BadInput: `size` does not divide 96, or a file has a wrong checksum, cannot be read, or cannot be downloaded.
@@ -252,7 +253,10 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
     sizes = struct.unpack_from(f"<{dimensions}I", content, 8)
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
         declared = " x ".join(map(str, sizes))
-        raise BadInput(f"{name}: the header declares an array of {declared}, empty or above 16 GiB; download it again")
+        raise BadInput(
+            f"{name}: the header declares an array of {declared} elements, which is empty or larger than 16 GiB;"
+            " download it again"
+        )
     return TYPES[magic], sizes, start
 
 

@@ -46,8 +46,8 @@ class Variation(NamedTuple):
 class Preparation:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
-    Pixels are scaled to [0, 1]. With the default arguments, this is the only step. Rotation, squeeze and erase are the
-    augmentation of Mazzia, Salvetti & Chiaberge 2021.
+    Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
+    and erase are the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
         shift: training only; largest shift in each direction, in pixels, with zero padding (Sabour, Frosst & Hinton
@@ -57,17 +57,18 @@ class Preparation:
             in the code of the same authors; "none": never.
         crop: height and width of the crop, in pixels. The crop is at a random position in training, else in the centre.
             0 keeps the whole image.
-        flip: training only; mirror half of the images left to right. If an image is a stereo pair, its two channels are
-            swapped too, because a mirror swaps left and right cameras.
+        flip: training only; mirror each image left to right with probability 0.5. The two channels of a mirrored stereo
+            pair are swapped too, because mirroring exchanges the left and the right camera.
         brightness: training only; a random number from -brightness to brightness is added to all pixels of an image.
             The range of this option is 0 to 10.
         contrast: training only; the difference of each pixel from the mean of its image is multiplied by a random
             factor from 1 - contrast to 1 + contrast. The range of this option is 0 to 1.
-        rotation: training only; largest angle in degrees, 0 to 180. Half of the images are rotated. Angles are normally
-            distributed, with a standard deviation of a third of the largest angle, and clipped to the largest angle.
-        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Fractions are
-            absolute values of normally distributed numbers, with a standard deviation of a third of the largest
-            fraction, and clipped to the largest fraction.
+        rotation: training only; largest angle in degrees, 0 to 180. Each image is rotated with probability 0.5. Angles
+            are normally distributed and clipped to the largest angle. The standard deviation is a third of the largest
+            angle.
+        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Each
+            fraction is the absolute value of a normally distributed number, clipped to the largest fraction. The
+            standard deviation is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
@@ -103,7 +104,7 @@ class Preparation:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Preparation":
-        """Create a preparation from those settings that are arguments of `Preparation`; ignore the others."""
+        """Create a preparation from a mapping of settings; ignore settings that `Preparation` does not have."""
         return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
 
     def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -126,7 +127,7 @@ class Preparation:
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
         """Draw the random numbers for the augmentation of `count` images in one epoch.
 
-        Row i of each tensor depends only on `seed`, `epoch` and i.
+        The same preparation and the same arguments always give the same numbers.
         """
         varied = self.crop or self.brightness or self.contrast
         uniform = np.random.default_rng([seed, epoch, 2]).random((count, 4), dtype=np.float32) if varied else None
@@ -232,7 +233,7 @@ def _scaled(pixels: Tensor) -> Tensor:
 
 
 def _places(count: int) -> list[float]:
-    """Return the numbers of torch.linspace(0, 1, count), count > 1. torch.export cannot trace linspace(…).tolist()."""
+    """Compute torch.linspace(0, 1, count).tolist() for count > 1, in a way that torch.export can trace."""
     step = float(np.float32(1 / (count - 1)))
     places = [step * k if 2 * k < count - 1 else 1 - step * (count - 1 - k) for k in range(count)]
     return np.array(places, np.float32).tolist()

@@ -17,10 +17,10 @@ Vector = tuple[float | int, float | int, float | int]
 
 @dataclass(frozen=True)
 class Solid:
-    """A part of a toy.
+    """A part of a toy: an ellipsoid, a box or a cylinder.
 
     Arguments:
-        kind: shape; a cylinder has its axis along z.
+        kind: shape. The axis of a cylinder is along z before the rotation.
         centre: position `(x, y, z)`.
         half_sizes: half of the size along x, y and z, before the rotation.
         angles: rotation in degrees, about x, then y, then z.

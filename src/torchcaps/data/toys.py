@@ -38,10 +38,10 @@ VIEWS_AT_ONCE = 18
 def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool = True) -> Path:
     """Render toys with the structure and file format of smallNORB: 24,300 stereo pairs each for training and test.
 
-    Five categories with ten toys each are seen from 9 elevations and 18 azimuths under 6 lightings. The same `size` and
-    `seed` always give the same bytes. The rows of a file cycle through the five categories; within a category, they are
-    ordered by instance, elevation, azimuth and lighting. A file of checksums is written last. If this file
-    is missing, the rendering is incomplete, and `load_toys` repeats it.
+    There are five categories with ten toys each. Every toy is rendered from 9 elevations and 18 azimuths under 6
+    lightings. The same `size` and `seed` always give the same bytes. The rows of a file cycle through the five
+    categories; within a category, they are ordered by instance, elevation, azimuth and lighting. A file of checksums is
+    written last. If this file is missing, the rendering is incomplete, and `load_toys` repeats it.
 
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
@@ -115,8 +115,8 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
     """Load the rendered toys as `(train, test)`: 24,300 stereo pairs each, uint8 `[N, 2, size, size]`, five classes.
 
     The two splits show different toys. Each image has the attributes of smallNORB: instance, elevation, azimuth and
-    lighting. `camera_rotation` converts them to the exact viewpoint. Missing toys are rendered first, and the checksums
-    are verified on every load.
+    lighting. `camera_rotation` converts elevation and azimuth to the exact viewpoint. Missing toys are rendered first,
+    and the checksums are verified on every load.
 
     Arguments:
         data_dir: data folder; the files are in its subfolder `toys`, or `toys-seedN` for a render_seed N above 0.
@@ -197,7 +197,7 @@ def cast(
     Arguments:
         solids: solids of one toy.
         cameras: for each camera, its position and three unit vectors: right, up, and from the toy towards the camera.
-        width: rays per row and per column.
+        width: number of rays per row and per column.
     Returns:
         For each ray, the unit normal of the surface that it hits, and whether it hits a surface.
     """

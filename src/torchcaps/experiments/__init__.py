@@ -75,7 +75,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         partial(
             multimnist.run,
             networks=multimnist.NETWORKS[:2],
-            recipe_of=Study.recent_of_digits,
+            recipe_of=Study.recent_digit_recipe,
             sizes=multimnist.RECENT_SIZES,
         ),
         "Two overlapping digits, recognised by CapsNet with a stem",
@@ -89,7 +89,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "affnist-recent": Experiment(
-        partial(affnist.run, recipe_of=Study.recent_of_digits),
+        partial(affnist.run, recipe_of=Study.recent_digit_recipe),
         "Trained on translated digits, tested on affine-transformed digits: CapsNet with a stem",
         "Sabour, Frosst & Hinton 2017, section 5.1",
         standard=True,
@@ -118,7 +118,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "novel-viewpoints-recent": Experiment(
-        partial(novel_viewpoints.run, recipe_of=Study.recent_of_toys),
+        partial(novel_viewpoints.run, recipe_of=Study.recent_toy_recipe),
         "Trained on some viewpoints, tested on others, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, table 2",
         standard=True,
@@ -130,7 +130,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "adversarial-recent": Experiment(
-        partial(adversarial.run, recipe_of=Study.recent_of_toys, sizes=adversarial.RECENT_SIZES),
+        partial(adversarial.run, recipe_of=Study.recent_toy_recipe, sizes=adversarial.RECENT_SIZES),
         "White-box and black-box attacks, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, figure 3",
         standard=True,
@@ -173,7 +173,7 @@ def run_experiment(
 
     Arguments:
         name: a key of `EXPERIMENTS`.
-        budget: ``quick``, ``standard`` or ``paper``.
+        budget: numbers of training images and epochs: ``quick`` (fewest), ``standard`` or ``paper`` (most).
         data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
         seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.

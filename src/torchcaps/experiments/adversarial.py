@@ -18,9 +18,9 @@ from torchcaps.recipe import Recipe
 
 EPSILONS = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 TARGETED_EPSILON = 0.25
-"""ε for which the paper's text reports targeted attacks."""
+"""The ε at which the text of the paper reports the success of targeted attacks."""
 LOSSES: dict[str, Loss] = {"CNN": functional.cross_entropy, "capsules": partial(spread_loss, margin=1.0)}
-"""Losses that the attacks use. With a margin below 1, the spread loss has no gradient for confident predictions."""
+"""Losses that the attacks use. With a margin below 1, the spread loss of a confident prediction has no gradient."""
 ATTACKS: dict[str, Callable[..., Tensor]] = {"FGSM": fgsm, "BIM": bim}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 UNTARGETED = {
@@ -93,7 +93,7 @@ RECENT_SIZES = ((2_000, 5, 200), (21_870, 4, 200), (21_870, 4, None))
 
 def run(
     study: Study,
-    recipe_of: Callable[..., Recipe] = Study.of_toys,
+    recipe_of: Callable[..., Recipe] = Study.toy_recipe,
     sizes: Sequence[tuple[int, int, int | None]] = PAPER_SIZES,
 ) -> Outcome:
     """Attack the capsules, the capsules with uniform couplings, and the CNN.
@@ -115,7 +115,7 @@ def run(
                 loss = LOSSES["CNN" if name == "CNN" else "capsules"]
                 return measured(classifier(model, preparation), loss, images, classifier(second, preparation))
 
-            found[name].append(study.once(part(name, seed), "attacked", compute))
+            found[name].append(study.cached(part(name, seed), "attacked", compute))
     rows = []
     for name, results in found.items():
         for attack in ATTACKS:

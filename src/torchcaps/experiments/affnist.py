@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchcaps.data import Images, Splits, shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.experiments.mat_file import read_struct
-from torchcaps.experiments.study import RECENT_OF_DIGITS, Outcome, Row, Study, accuracy_of, part, some
+from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, accuracy_of, part, some
 from torchcaps.recipe import Recipe
 
 SIZE = 40
@@ -65,7 +65,10 @@ def read_affnist(path: Path) -> Images:
     """
     pixels, labels = read_struct(path, "affNISTdata", ["image", "label_int"])
     if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.size != pixels.shape[1]:
-        raise BadInput(f"{path}: images are {pixels.dtype} {pixels.shape}, not uint8 ({SIZE**2}, N): download it again")
+        raise BadInput(
+            f"{path}: contains {pixels.dtype} images of shape {pixels.shape} and {labels.size} labels, not uint8"
+            f" images of shape ({SIZE**2}, N) and N labels: download it again"
+        )
     if not np.isin(labels, range(10)).all():
         raise BadInput(f"{path}: a label is not a digit from 0 to 9: download it again")
     rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
@@ -99,8 +102,8 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
     return torch.maximum(torch.minimum(offsets[:, axis], room), -torch.where(ink.any(dim=1), first, 0))
 
 
-def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Outcome:
-    """Compare the networks at epochs in which they are equally accurate on translated digits, as in the paper."""
+def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> Outcome:
+    """Compare the networks at epochs after which they are equally accurate on translated digits, as in the paper."""
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     train = study.at_most(train, source)
@@ -126,7 +129,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
             splits = Splits(moved(digits.train, None), translated, moved(digits.test, 2))
             folder = part(f"{name}, on affNIST" if real else name, seed)
             study.trained(folder, recipe, splits, watch)
-            every[name] = study.watched(folder, "translated_percent", "affine_percent")
+            every[name] = study.epoch_metrics(folder, "translated_percent", "affine_percent")
         level = min(max(pair[0] for pair in pairs) for pairs in every.values())
         for name, pairs in every.items():
             found[name].append(min(pairs, key=lambda pair: abs(pair[0] - level)))
@@ -148,7 +151,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_digits) -> Out
         )
     ]
     assert examples is not None
-    notes += study.notes_on_width() if recipe_of is Study.of_digits else [RECENT_OF_DIGITS]
+    notes += study.notes_on_width() if recipe_of is Study.digit_recipe else [RECENT_DIGITS_NOTE]
     return Outcome(rows, draw(curves, examples), [*notes, *study.notes_on_data(source)])
 
 

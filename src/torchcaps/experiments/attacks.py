@@ -17,7 +17,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def input_gradient(
     classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
-    """Return the gradient of each image's own loss with respect to its pixels."""
+    """Return, for each image, the gradient of the loss of this image with respect to its pixels."""
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         total = len(images) * loss(classifier(images), labels)
@@ -71,9 +71,9 @@ def bim(
 ) -> Float[Tensor, "B C H W"]:
     """Attack images with the basic iterative method.
 
-    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` `steps` times, with
-    a step size of ε / steps. After each step, every pixel is clipped to [0, 1] and to at most ε from its original
-    value.
+    Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` repeatedly, in
+    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to at most ε from its
+    original value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
@@ -97,7 +97,7 @@ def bim(
 
 
 class GradientHealth(NamedTuple):
-    """Statistics of the gradients of the loss with respect to the images, on which `fgsm` and `bim` depend.
+    """Statistics of the gradients of the loss with respect to the images. `fgsm` and `bim` use these gradients.
 
     Arguments:
         zero: percentage of pixels with a gradient of exactly 0.
@@ -116,7 +116,7 @@ def gradient_health(
 ) -> GradientHealth:
     """Measure the gradients of the loss with respect to the images.
 
-    A classifier whose input gradients vanish only seems robust: gradient attacks fail, but other attacks can succeed.
+    If these gradients vanish, gradient attacks fail, but other attacks can still succeed.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.

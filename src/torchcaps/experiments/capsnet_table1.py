@@ -33,7 +33,7 @@ def run(study: Study) -> Outcome:
             if name != "baseline CNN":
                 network = "capsules" if name.startswith("T = 3") else "uniform couplings"
                 options = {"decoder": name.endswith(", decoder"), **wider}
-            recipe = study.of_digits(network, seed, data=data, shift=2, images=images, epochs=epochs, **options)
+            recipe = study.digit_recipe(network, seed, data=data, shift=2, images=images, epochs=epochs, **options)
             if not options.get("decoder"):
                 recipe = replace(recipe, reconstruction_weight=0.0)
             splits = study.splits(recipe, study.choose(images, None, None))

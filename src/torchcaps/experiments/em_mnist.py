@@ -26,7 +26,7 @@ def cifar10(study: Study) -> Outcome:
 
 
 def compared(study: Study, data: str, images: int, epochs: int, paper: str, channels: int) -> Outcome:
-    """Compare two routing iterations against uniform couplings."""
+    """Train the network with two routing iterations and with uniform couplings, and compare the test accuracies."""
     images = study.at_most(images, study.data or data)
     rows, wrong = [], None
     for name, iterations in (("T = 2", 2), ("uniform couplings", 1)):

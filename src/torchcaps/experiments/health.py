@@ -21,11 +21,12 @@ DEAD = 0.01
 
 
 def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Measure dead parents, the normalised entropy of couplings and the gradient norm of transforms in each layer.
+    """Measure the dead parent capsules, the entropy of the couplings and the gradient of the transforms of each layer.
 
-    A parent type at a site is dead if its activation is at most 0.01 for every image. The normalised entropy of a
-    child's couplings is their entropy divided by the entropy of uniform couplings; the mean over the children is
-    weighted by their activations. This mean is 1 for uniform couplings, and 0 if each child couples to one parent only.
+    A parent capsule (one type at one position) is dead if its activation is at most 0.01 for every image. The
+    normalised entropy of the couplings of a child is their entropy, divided by the entropy of uniform couplings. It is
+    1 for uniform couplings, and 0 if the child couples to one parent only. The result is the mean over the children,
+    weighted by their activations.
     """
     found: dict[str, dict[str, float]] = {}
     most: dict[str, Tensor] = {}
@@ -63,17 +64,17 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
 
 
 def run(study: Study) -> Outcome:
-    """Measure CapsNet on digits and matrix capsules on toys, each with routing and with uniform couplings."""
+    """Measure CapsNet on digits and matrix capsules on toys, each network with routing and with uniform couplings."""
     images, epochs = study.choose((2_000, 4), (21_870, 8), (21_870, 20))
     digits = study.choose("capsnet-mnist-5k", "capsnet-mnist-5k", "capsnet-mnist")
     toys = study.toys("matrix-capsnet")
-    epochs_of_digits = study.choose(3, 8, 10)
+    digit_epochs = study.choose(3, 8, 10)
     recipes = {
         "CapsNet, T = 3": study.recipe(
-            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 3}
+            digits, 0, images=60_000, epochs=digit_epochs, routing_options={"iterations": 3}
         ),
         "CapsNet, uniform couplings": study.recipe(
-            digits, 0, images=60_000, epochs=epochs_of_digits, routing_options={"iterations": 1}
+            digits, 0, images=60_000, epochs=digit_epochs, routing_options={"iterations": 1}
         ),
         "matrix capsules, T = 2": study.recipe(
             toys, 0, images=images, epochs=epochs, routing_options={"iterations": 2}
@@ -95,7 +96,7 @@ def run(study: Study) -> Outcome:
             accuracies.append(metrics["test_accuracy_percent"])
             sample = some(splits.validation, 200)
             healths.append(
-                study.once(part(name, seed), "health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r))
+                study.cached(part(name, seed), "health", lambda m=model, s=sample, r=recipe: layers_of(m, s, r))
             )
         rows.append(Row(f"{name}: accuracy", accuracies))
         for layer in healths[0]:

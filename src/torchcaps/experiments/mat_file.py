@@ -17,7 +17,7 @@ STRUCT = 2
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 """NumPy dtype of the stored numbers, by element type."""
 CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
-"""NumPy dtype of the values, by matrix class. MATLAB stores a double whose value is an integer in fewer bytes."""
+"""NumPy dtype of the values, by matrix class. MATLAB can store the values in a smaller dtype, one of `STORED`."""
 
 
 class DamagedFile(ValueError):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
-from torchcaps.experiments.study import RECENT_OF_DIGITS, Outcome, Row, Study, part, percent, scores_of
+from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, part, percent, scores_of
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
 from torchcaps.models import CapsNet
@@ -88,12 +88,12 @@ RECENT_SIZES = ((6_000, 1_000, 4), (500_000, 10_000, 4), (540_000, 10_000, 20))
 def run(
     study: Study,
     networks: Sequence[str] = NETWORKS,
-    recipe_of: Callable[..., Recipe] = Study.of_digits,
+    recipe_of: Callable[..., Recipe] = Study.digit_recipe,
     sizes: Sequence[tuple[int, int, int]] = PAPER_SIZES,
 ) -> Outcome:
-    """Train networks on pairs with the paper's shifts.
+    """Train networks on pairs of overlapping digits, which are shifted as in the paper.
 
-    Test the networks with the paper's shifts and with the shifts of the authors' code.
+    The networks are tested on pairs with the paper's shifts, and on pairs with the larger shifts of the authors' code.
     """
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     count, tested, epochs = study.choose(*sizes)
@@ -113,7 +113,7 @@ def run(
             def compute(model=model, tests=tests) -> dict[str, float]:
                 return {way: pair_accuracy(model, images) for way, images in tests.items()}
 
-            found[name].append(study.once(folder, "pairs", compute))
+            found[name].append(study.cached(folder, "pairs", compute))
             if name == "capsules" and shown is None:
                 shown = (cast(CapsNet, model), tests["paper"])
     rows = [
@@ -131,7 +131,7 @@ def run(
         "only in the test."
     ]
     assert shown is not None
-    notes += study.notes_on_width() if recipe_of is Study.of_digits else [RECENT_OF_DIGITS]
+    notes += study.notes_on_width() if recipe_of is Study.digit_recipe else [RECENT_DIGITS_NOTE]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(source)])
 
 

@@ -14,7 +14,7 @@ FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
     "elevation": ("elevation", (0, 1, 2)),
 }
-"""Kind of viewpoint → attribute of the images, and the values of this attribute in training, in smallNORB's units."""
+"""For each kind of viewpoint: attribute of the images, and its values in training. Units are those of smallNORB."""
 PAPER = {
     ("azimuth", "CNN"): ("96.3", "80.0"),
     ("azimuth", "capsules"): ("96.3", "86.5"),
@@ -31,7 +31,7 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
     return images.where(**{attribute: values}), images.where(**{attribute: others})
 
 
-def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outcome:
+def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Outcome:
     """Compare the capsules against the CNN on novel viewpoints.
 
     The capsules are evaluated at the epoch whose accuracy on familiar viewpoints is closest to the CNN's accuracy.
@@ -70,9 +70,9 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.of_toys) -> Outco
 
                 folder = part(f"{split}, {name}", seed)
                 model, _ = study.trained(folder, recipe, Splits(train, validation, familiar), watch)
-                every = study.watched(folder, "familiar_percent", "novel_percent")
+                every = study.epoch_metrics(folder, "familiar_percent", "novel_percent")
                 if name == "CNN":
-                    chosen = study.once(
+                    chosen = study.cached(
                         folder, "viewpoints", lambda model=model, watch=watch: list(watch(model).values())
                     )
                 else:

@@ -12,9 +12,9 @@ from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
 UNNORMALISED: dict[str, Any] = {"normalise_data": False, "inverse_temperature": 0.01, "initial_beta_a": -1500.0}
-"""Options that switch off the normalisation by the number of data, with the paper's inverse temperature λ = 0.01.
+"""Options that switch off `normalise_data` of `EMRouting`, with the inverse temperature λ = 0.01 of the paper.
 
-The initial β_a is -1500, so that λ β_a is -15, as with normalised data (β_a = -15, λ = 1).
+The initial β_a is -1500, so that λ β_a is -15, as with `normalise_data`, where β_a starts at -15 and λ is 1.
 """
 OFF: dict[str, dict[str, Any]] = {
     "all corrections": {},
@@ -47,7 +47,7 @@ def run(study: Study) -> Outcome:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
                     broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {str(error).partition(';')[0]}.")
-                ours = ours or [value for (value,) in study.watched(folder, "test_accuracy_percent")]
+                ours = ours or [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
             curves[iterations, name] = ours or []
             paper = PAPER[iterations] if name == "all corrections" else None
             rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []

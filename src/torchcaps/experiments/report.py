@@ -1,4 +1,4 @@
-"""Writes the tables of the README and the documentation from the files in results/."""
+"""Write the tables of the README and of the documentation from the files in results/."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
     """
     path = results / "tables.toml"
     if not path.is_file():
-        raise BadInput(f"{path} is missing: give the folder of results/tables.toml with --results")
+        raise BadInput(f"{path} is missing: give the folder that contains tables.toml with --results")
     entries = _toml(path)
     written = {}
     for page in pages:
@@ -56,7 +56,9 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
         if not count:
             raise BadInput(f"{page} contains no table: add <!-- table: NAME --> and <!-- end of table --> to it")
         if count != begun:
-            raise BadInput(f"{page}: {begun - count} tables have no <!-- end of table -->: add it after each of them")
+            raise BadInput(
+                f"{page}: {begun - count} of {begun} tables lack <!-- end of table -->: add it after each table"
+            )
         written[page] = text
     for page, text in written.items():
         with atomically(page) as stream:
@@ -87,7 +89,7 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _json(path: Path) -> Any:
     if not path.is_file():
-        raise BadInput(f"{path} is missing: run the experiment or training that writes it first")
+        raise BadInput(f"{path} is missing: first run the experiment or the training that writes it")
     return json.loads(path.read_text())
 
 
@@ -98,7 +100,7 @@ def _accuracy(entry: Entry, results: Path) -> str:
 
 
 def _row(entry: Entry, what: str, results: Path) -> Row:
-    """Return the row `what` of the .json file with the experiment result of an entry."""
+    """Return the row named `what` from the result file, ``RESULT.json``, of an entry."""
     found = {row["what"]: Row(**row) for row in _json(results / f"{entry['result']}.json")["rows"]}
     if what not in found:
         raise BadInput(f"{entry['result']}.json contains no row {what!r}{nearest(what, found)}")
@@ -161,7 +163,7 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
-        raise BadInput(f"{path} is missing: run `make bench` first")
+        raise BadInput(f"{path} is missing: first run `make bench`")
     with path.open(newline="", encoding="utf-8") as stream:
         rows = [*csv.DictReader(stream)]
     if not rows:
@@ -199,7 +201,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
     Arguments:
         results: folder of the results.
         report: page to write.
-        titles: name of an experiment → its title and its paper, in the order of the page.
+        titles: title and paper of each experiment, keyed by name. The page has the same order.
 
     Returns:
         Number of results on the page.
@@ -231,7 +233,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
         lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]
     if not best:
-        raise BadInput(f"{results} contains no result: run `torchcaps experiment NAME` first, or change --results")
+        raise BadInput(f"{results} contains no result: first run `torchcaps experiment NAME`, or change --results")
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomically(report) as stream:
         stream.write("\n".join(lines).encode())

@@ -1,4 +1,4 @@
-"""The options of an experiment, and its finished parts, which are saved so that the experiment can be resumed."""
+"""Options, recipes and results of an experiment. Finished parts are saved, so that the experiment can be resumed."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from torchcaps.training_module import TrainingModule
 Budget = Literal["quick", "standard", "paper"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
 TOYS = ("toys", "smallnorb")
-RECENT_OF_DIGITS = (
+RECENT_DIGITS_NOTE = (
     "CapsNet has a stem of four convolutions with BatchNorm, 128 channels and 16 primary capsule types. The CNN is the "
     "baseline of Hinton, Sabour & Frosst 2018."
 )
@@ -72,7 +72,7 @@ class Study:
     """The options of an experiment, and the folder of its finished parts.
 
     Arguments:
-        budget: ``quick``, ``standard`` or ``paper``.
+        budget: numbers of training images and epochs: ``quick`` (fewest), ``standard`` or ``paper`` (most).
         data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
         seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.
@@ -86,7 +86,7 @@ class Study:
     folder: Path
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
-        """Return the argument that belongs to this study's budget."""
+        """Return the argument that is named after the budget of this study."""
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:
@@ -116,7 +116,7 @@ class Study:
         on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
         module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Train a network, or resume or load an earlier run. Return the model and its metrics.
+        """Train a network, resume an interrupted run or load a finished run; returns the model and its metrics.
 
         Raises:
             BadInput: the folder contains a run with other settings or other data, or `fit` rejects the recipe.
@@ -125,10 +125,12 @@ class Study:
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
         run = existing_run(folder, resume=True)
         if run is not None and run.recipe.plain() != recipe.plain():
-            raise BadInput(f"{folder} holds a run with other settings: remove it, or choose another folder with --out")
+            raise BadInput(
+                f"{folder} contains a run with other settings: remove the folder, or choose another with --out"
+            )
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
             raise BadInput(
-                f"{folder} holds a run on other data ({changed}): remove it, or choose another folder with --out"
+                f"{folder} contains a run on other data ({changed}): remove the folder, or choose another with --out"
             )
         metrics = None if run is None else finished(folder, recipe)
         if metrics is None:
@@ -150,7 +152,8 @@ class Study:
         """Return the recipe `name` with the given seed, number of images, number of epochs, and options.
 
         `decay_steps` is scaled so that the learning rate decays as far as in the unchanged recipe. The full training
-        split is assumed to have 90 % of 24,300 images for smallNORB and the toys, and 90 % of 60,000 images for MNIST.
+        split is assumed to have 21,870 images (90 % of 24,300) for smallNORB and the toys, and 54,000 images (90 % of
+        60,000) for other datasets.
         """
         recipe = replace(RECIPES[name](), seed=seed)
         whole = 0.9 * (24_300 if recipe.data in TOYS else 60_000)
@@ -162,14 +165,14 @@ class Study:
         recipe = replace(recipe, model_options=options, routing_options=routing)
         return replace(recipe, epochs=epochs, decay_steps=max(1, round(steps)))
 
-    def of_digits(
+    def digit_recipe(
         self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
     ) -> Recipe:
         """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) for MNIST digits.
 
         With the budgets ``quick`` and ``standard``, CapsNet has a quarter of the paper's width and the CNN has an
         eighth, unless `model_options` set the width. The learning rate is multiplied by 0.96 a hundred times during
-        training, because short trainings converge only if the learning rate ends near 0.
+        training, because networks converge in a short training run only if the learning rate ends near 0.
         """
         cnn = network == "CNN"
         routing = {} if cnn else {"iterations": 3 if network == "capsules" else 1}
@@ -183,14 +186,14 @@ class Study:
         steps = -(-images // batch_size) * epochs
         return replace(recipe, batch_size=batch_size, decay_steps=max(1, round(steps / 100)))
 
-    def recent_of_digits(
+    def recent_digit_recipe(
         self, network: str, seed: int, *, data: str, shift: int, images: int, epochs: int, **model_options: Any
     ) -> Recipe:
         """Return a recipe with a cosine schedule for MNIST digits.
 
         The `network` ``capsules`` is CapsNet with a stem. ``uniform couplings`` is the same network with one routing
-        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule covers the whole training
-        for any number of `images`.
+        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule always covers the
+        whole training; `images` is not used.
         """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
@@ -210,7 +213,7 @@ class Study:
         )
 
     def notes_on_width(self) -> list[str]:
-        """Return a note on the width of the digit networks, unless they have the paper's width."""
+        """Return a note that the digit networks are narrower than the paper's; no note for the budget ``paper``."""
         if self.budget == "paper":
             return []
         return [
@@ -228,7 +231,7 @@ class Study:
             raise BadInput(f"seeds is {self.seeds}, but this experiment runs one seed: omit --seeds")
 
     def notes_on_data(self, data: str, papers: str = "mnist") -> list[str]:
-        """Return a note on the data, unless they are the paper's."""
+        """Return a note that the dataset differs from the dataset of the paper; no note if they are the same."""
         if data == papers:
             return []
         return [f"The paper's numbers are for {papers}, ours for {data}: compare rankings, not absolute values."]
@@ -244,25 +247,25 @@ class Study:
         return self.data or "toys"
 
     def toys(self, name: str) -> str:
-        """Return the name of the recipe with the paper's settings, for the toys or for smallNORB.
+        """Return the name of a recipe with the paper's settings: ``NAME-toys-paper`` or ``NAME-smallnorb``.
 
         Raises:
             BadInput: `data` is neither None, ``toys`` nor ``smallnorb``.
         """
         return f"{name}-smallnorb" if self.toys_or_smallnorb() == "smallnorb" else f"{name}-toys-paper"
 
-    def of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
+    def toy_recipe(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
         """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with the paper's settings."""
         if network == "CNN":
             return self.recipe(self.toys("cnn-baseline"), seed, images=images, epochs=epochs)
         routing = {"iterations": 2 if network == "capsules" else 1}
         return self.recipe(self.toys("matrix-capsnet"), seed, images=images, epochs=epochs, routing_options=routing)
 
-    def recent_of_toys(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
-        """Return the recipe of ``CNN``, ``capsules`` or ``uniform couplings`` with the settings of later papers.
+    def recent_toy_recipe(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
+        """Return the recipe of `network` (``CNN``, ``capsules``, ``uniform couplings``) with settings of later papers.
 
         The settings are as in the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain a
-        whole toy. The cosine schedule covers the whole training for any number of `images`.
+        whole toy. The cosine schedule always covers the whole training; `images` is not used.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")
@@ -271,20 +274,20 @@ class Study:
         return replace(recipe, routing_options={**recipe.routing_options, "iterations": 1})
 
     def notes_on_toys(self) -> list[str]:
-        """Return a note that the data are the rendered toys, or no note for smallNORB."""
+        """Return a note that the images are rendered toys; no note for smallNORB."""
         if self.data == "smallnorb":
             return []
         return [
             "The paper's numbers are for smallNORB, ours for the rendered toys: compare rankings, not absolute values."
         ]
 
-    def watched(self, part: str, *names: str) -> list[tuple[float, ...]]:
-        """Return the columns `names` of the metrics.csv of the run `part`, as one tuple per epoch."""
+    def epoch_metrics(self, part: str, *names: str) -> list[tuple[float, ...]]:
+        """Return the metrics `names` of each epoch of the run `part`, read from its metrics.csv."""
         rows = read_rows(self.folder / part / "metrics.csv")
         return [tuple(float(row[name]) for name in names) for row in rows]
 
-    def once(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`, or read it from ``what.json`` in the run's folder if it was saved there."""
+    def cached(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
+        """Return the result of `compute`, which is saved as ``WHAT.json`` in the run's folder and computed once."""
         path = self.folder / part / f"{what}.json"
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
@@ -324,7 +327,7 @@ def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
 
 
 def part(name: str, seed: int) -> str:
-    """Return the folder name of the training run of a table row.
+    """Return the folder name of the training run with a seed, for a row of a table.
 
     Example:
         >>> part("T = 3, no decoder", 0)
@@ -366,5 +369,5 @@ def _loaded(
 
 
 def percent(right: Tensor | Sequence[bool]) -> float:
-    """Return how many of the values are true, in per cent."""
+    """Return the percentage of values that are true."""
     return round(100 * torch.as_tensor(right).double().mean().item(), 4)

@@ -46,8 +46,8 @@ def run(study: Study) -> Outcome:
         splits = study.splits(recipe)
         folder = part(name, 0)
         study.trained(folder, recipe, splits)
-        watched = study.watched(folder, "validation_accuracy_percent", "seconds")
-        accuracies, seconds = zip(*watched, strict=True)
+        per_epoch = study.epoch_metrics(folder, "validation_accuracy_percent", "seconds")
+        accuracies, seconds = zip(*per_epoch, strict=True)
         minutes = [passed / 60 for passed in accumulate(seconds)]
         curves[name] = [*zip(minutes, accuracies, strict=True)]
         epochs = epochs_until(target, accuracies)
@@ -62,7 +62,7 @@ def run(study: Study) -> Outcome:
         ways = {"reference": capsnet_step("reference")}
         return float(compare("CapsNet, batch 100", ways, images=100, repeats=study.choose(2, 10, 10))[0]["median ms"])
 
-    step = study.once(part(PORT, 0), "step", compute) / 1000
+    step = study.cached(part(PORT, 0), "step", compute) / 1000
     rows.append(
         Row(
             f"{PORT}: training steps only, float32 with materialised votes on the CPU, {step:.2f} s per step",

@@ -53,7 +53,7 @@ def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
 
 
 def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n length"]) -> Tensor:
-    """Return, per sample, whether the ``length`` classes with the highest scores are the labels, in any order."""
+    """Return, per image with n labels, whether the n classes with the highest scores are the labels, in any order."""
     best = scores.topk(labels.shape[1], dim=1).indices
     return (best.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
 
@@ -84,7 +84,7 @@ class Traced(NamedTuple):
 
     Arguments:
         lengths: lengths of the class capsules.
-        couplings: c_ij for each class capsule j and each position i of the feature map.
+        couplings: coupling c_ij of each position i of the feature map with each class capsule j.
         contributions: ``c_ij û_ij · s_j / |s_j|`` for each class capsule j and each position i. Here ``û_ij`` is the
             vote of position i for class capsule j, and ``s_j = Σ_i c_ij û_ij`` is the class capsule before squashing.
             The sum of the contributions over all positions is ``|s_j|``.
@@ -148,7 +148,10 @@ def recent_recipe(study: Study, network: str, seed: int, data: str) -> Recipe:
 
 
 def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = paper_recipe) -> Outcome:
-    """Test Su's CNN, Su's shared capsules and the same capsules with uniform couplings on strips of digits."""
+    """Train networks on single digits and test them on strips of digits.
+
+    The networks are Su's CNN, Su's capsules, and the same capsules with uniform couplings.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     shown: tuple[PooledCapsNet, Images] | None = None
     data = study.data or "mnist"
@@ -176,7 +179,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
                     ]
                 return result
 
-            strip = study.once(part(name, seed), "strips", evaluate)
+            strip = study.cached(part(name, seed), "strips", evaluate)
             found[name].append({"single": metrics["test_accuracy_percent"], **strip})
             if name == "capsules" and shown is None:
                 shown = (cast(PooledCapsNet, model), splits.test)
@@ -208,7 +211,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
 
 
 def draw(model: PooledCapsNet, images: Images) -> Figure:
-    """Draw strips of two and three digits, the class capsules' lengths, and the couplings of the longest ones."""
+    """Draw strips of two and three digits, the lengths of the class capsules, and the couplings of the longest."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
     for row, length in enumerate((2, 2, 3, 3)):
