@@ -202,7 +202,7 @@ def test_evaluating_on_images_of_the_training_is_said(call, images, finished, tm
     shutil.copytree(images, tmp_path / "photos" / "train")
     code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
     assert code == 0, error
-    assert re.search(r"warning: of these 80 images, .* has seen 58 train and 6 validation images", error)
+    assert re.search(r"warning: 58 train and 6 validation images of .* are among these 80 images: ", error)
     everything = load_file(finished[0] / "image-digests.safetensors")
     counts = {"train": 58, "validation": 6, "test": 16}
     assert {name: len(digests) for name, digests in everything.items()} == {
@@ -219,7 +219,7 @@ def test_splits_without_images_are_refused_before_training(tmp_path):
         ("validation", Splits(digits(20), nothing, digits(20))),
         ("test", Splits(digits(20), digits(20), nothing)),
     ):
-        with pytest.raises(BadInput, match=f"no {name} images"):
+        with pytest.raises(BadInput, match=f"the {name} split has no images"):
             fit(tiny(1), splits, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -328,7 +328,7 @@ def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
         assert "another process is training in" in train(refused, images, out, "--epochs", 200, "--resume")
         process.send_signal(signal.SIGKILL)
     assert read_run(out).recipe.epochs == 200
-    assert "already holds a run" in train(refused, images, out)
+    assert "already contains a run" in train(refused, images, out)
 
 
 @pytest.mark.filterwarnings("ignore")
