@@ -238,7 +238,7 @@ def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
 def validation_rank(reached_percent: Number, loss: Number) -> Number:
     """Compute the rank of an epoch; the epoch with the highest rank is the best.
 
-    The accuracy (with class weights: the mean recall) decides; the loss decides only between epochs with equal accuracy.
+    The accuracy (with class weights: the mean recall) decides; among equals, the loss decides.
     """
     # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
     return -(100 - reached_percent) - 0.001 * loss / (1 + loss)
