@@ -151,7 +151,9 @@ def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert metrics["best_epoch"] == json.loads((tmp_path / "whole" / "metrics.json").read_text())["best_epoch"]
-    assert "has already trained 4 epochs" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
+    assert "has already been trained for 4 epochs" in train(
+        refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume"
+    )
     assert read_run(run).recipe.epochs == 4
 
 

@@ -56,7 +56,7 @@ def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def meanings(described: Callable[..., Any]) -> dict[str, str]:
-    """Map the name of each option of a function or class to the first sentence of its description.
+    """Map the name of each option of a function or class to the first sentence of the option's description.
 
     The descriptions are the entries of ``Arguments:`` in the docstring of the function, the class, or the class's
     constructor. Options without a description are left out.

@@ -314,7 +314,8 @@ class RoutingMap:
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
                 f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
-                f"{pose.shape[1]} sites and transform has {transform.shape[0]} matrices: create a map with these sizes"
+                f"{pose.shape[1]} sites and transform has size {transform.shape[0]} in dimension 0: create a map for "
+                "these sizes"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(

@@ -213,7 +213,7 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
         )
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:
-        raise BadInput(f"{folder} has already trained {trained} epochs: use --epochs {trained} or more")
+        raise BadInput(f"{folder} has already been trained for {trained} epochs: use --epochs {trained} or more")
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
