@@ -59,7 +59,7 @@ def test_recipes_are_listed_by_data_and_explained_by_name(call, refused):
     assert re.search(r"learning_rate *│ 0\.0002 ", out)
     assert "torchcaps train capsnet-images --data FOLDER --set SETTING=VALUE" in out
     assert "did you mean 'capsnet-images'?" in refused("recipes", "capsnet-image")
-    assert "no recipe for the data 'toy'; did you mean 'toys'?" in refused("recipes", "--data", "toy")
+    assert "no recipe trains on the data 'toy'; did you mean 'toys'?" in refused("recipes", "--data", "toy")
     assert "not both" in refused("recipes", "capsnet-mnist", "--data", "own")
 
 

@@ -159,7 +159,7 @@ def test_the_command_writes_the_file_and_says_how_it_compares(format, command, f
     assert (done.returncode, done.stderr) == (0, "")
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
     assert f"{runtime}, 6 random images: the scores differ by at most " in done.stdout
-    assert "6 of 6 have the same class" in done.stdout
+    assert "6 of 6 have the same predicted class" in done.stdout
     classifier = Classifier.from_pretrained(folder)
     images = torch.randint(0, 256, (3, *classifier.image_shape), dtype=torch.uint8)
     right = classifier.predict(images).scores
@@ -174,7 +174,7 @@ def test_the_command_compares_on_validation_images(command, finished, images, tm
     count = json.loads((folder / "metrics.json").read_text())["validation_images"]
     assert (done.returncode, done.stderr) == (0, "")
     assert f"onnxruntime, {count} validation images: " in done.stdout
-    assert f"{count} of {count} have the same class" in done.stdout
+    assert f"{count} of {count} have the same predicted class" in done.stdout
     assert "images/s" not in done.stdout  # too few images
 
 

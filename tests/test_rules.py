@@ -311,13 +311,13 @@ def test_the_check_for_rules_finds_what_is_wrong():
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
-        (TwoFaced, "on the dense map, this does not hold: The fused kernels and the reference give"),
-        (Leaking, "on the dense map, this does not hold: A sample gives the same result"),
+        (TwoFaced, "violated property on the dense map: The fused kernels and the reference give"),
+        (Leaking, "violated property on the dense map: A sample gives the same result"),
         (
             Undefined,
-            "on the dense map, this does not hold: (A sample|Values and gradients are finite if all poses)",
+            "violated property on the dense map: (A sample|Values and gradients are finite if all poses)",
         ),
-        (Detached, "on the dense map, this does not hold: Gradients match"),
+        (Detached, "violated property on the dense map: Gradients match"),
     ):
         with pytest.raises(AssertionError, match=law):
             check_rule(lambda layer, rule=rule: rule())

@@ -151,7 +151,9 @@ def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert metrics["best_epoch"] == json.loads((tmp_path / "whole" / "metrics.json").read_text())["best_epoch"]
-    assert "has already trained 4 epochs" in train(refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume")
+    assert "has already been trained for 4 epochs" in train(
+        refused, images, run, "--epochs", 2, "--batch-size", 2, "--resume"
+    )
     assert read_run(run).recipe.epochs == 4
 
 
@@ -202,7 +204,7 @@ def test_evaluating_on_images_of_the_training_is_said(call, images, finished, tm
     shutil.copytree(images, tmp_path / "photos" / "train")
     code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
     assert code == 0, error
-    assert re.search(r"warning: of these 80 images, .* has seen 58 train and 6 validation images", error)
+    assert re.search(r"warning: 58 train and 6 validation images of .* are among these 80 images: ", error)
     everything = load_file(finished[0] / "image-digests.safetensors")
     counts = {"train": 58, "validation": 6, "test": 16}
     assert {name: len(digests) for name, digests in everything.items()} == {
@@ -219,7 +221,7 @@ def test_splits_without_images_are_refused_before_training(tmp_path):
         ("validation", Splits(digits(20), nothing, digits(20))),
         ("test", Splits(digits(20), digits(20), nothing)),
     ):
-        with pytest.raises(BadInput, match=f"no {name} images"):
+        with pytest.raises(BadInput, match=f"the {name} split has no images"):
             fit(tiny(1), splits, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -328,7 +330,7 @@ def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
         assert "another process is training in" in train(refused, images, out, "--epochs", 200, "--resume")
         process.send_signal(signal.SIGKILL)
     assert read_run(out).recipe.epochs == 200
-    assert "already holds a run" in train(refused, images, out)
+    assert "already contains a run" in train(refused, images, out)
 
 
 @pytest.mark.filterwarnings("ignore")

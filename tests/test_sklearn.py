@@ -187,7 +187,7 @@ def test_wrong_images_are_refused_in_one_line():
             short(**settings).fit(given, y)
     with pytest.raises(BadInput, match="one class, 'left'"):
         short().fit(X, ["left"] * 40)
-    with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give \(12, 12, 1\)"):
+    with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give images of shape \(12, 12, 1\)"):
         short(epochs=1).fit(X, y).predict(X[:, :10])
     with pytest.raises(Diverged, match="use a lower learning_rate"):
         short(learning_rate=1e30).fit(X, y)

@@ -1,4 +1,4 @@
-"""Publishing of a trained network: its weights without the decoder, and a model card with data, recipe and accuracy."""
+"""Publish a trained network: write its weights without the decoder, and a model card with data, recipe and accuracy."""
 
 import json
 from pathlib import Path
@@ -53,10 +53,10 @@ PUBLISHED = (
 
 
 def publish(run: Path, folder: Path) -> Path:
-    """Write the network of a run, without its decoder, and a model card in README.md.
+    """Write the network of a run, without the decoder, to a folder, with a model card in README.md.
 
     Arguments:
-        run: the folder of a finished training.
+        run: run folder of a finished training run.
         folder: folder for the weights, created if it does not exist. It must not be a run folder. Existing files
             model.safetensors, config.json and README.md are replaced.
 
@@ -67,12 +67,15 @@ def publish(run: Path, folder: Path) -> Path:
         BadInput: the run is not finished or is damaged; or `folder` is a run folder or cannot be written to.
     """
     if (folder / "recipe.json").exists():
-        raise BadInput(f"{folder} is the folder of a run: use another folder for the weights")
+        raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
     if not (run / "metrics.json").is_file():
         raise BadInput(f"{run} has no metrics.json: finish the training with --resume first")
     classifier, saved, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
     if missing := [name for name in PUBLISHED if name not in metrics]:
-        raise BadInput(f"{run / 'metrics.json'} has no {missing[0]}: restore a copy, or train again in another folder")
+        raise BadInput(
+            f"{run / 'metrics.json'} has no entry {missing[0]!r}: restore it from a copy, or train again in "
+            "another folder"
+        )
     model: Any = classifier.model
     has_decoder = getattr(model, "decoder", None) is not None
     if has_decoder:

@@ -24,15 +24,18 @@ LATER: dict[str, tuple[str, ...]] = {
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
-"""For each kind of saved settings, the options that were added after the current file format was introduced. A file
-without such an option is read with the default of the option, which keeps the earlier behaviour."""
+"""For each kind of saved settings, the options that the first version of the file format lacked.
+
+If a file lacks one of these options, the option gets its default value, with which torchcaps behaves as it did before
+the option was added.
+"""
 
 
 def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]:
     """List the required options that a saved file lacks.
 
     Arguments:
-        owner: kind of settings: a key of `LATER`, or any other name if all options are required.
+        owner: kind of settings. If it is not a key of `LATER`, all options are required.
         known: names of all options.
         given: names of the options in the file.
 
@@ -45,24 +48,25 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Map the name of each option of a function or class to its annotated type."""
-    constructed = isinstance(function, type) and not issubclass(function, tuple)  # a NamedTuple annotates its fields
+    # The fields of a NamedTuple are annotated in the class, not in __init__.
+    constructed = isinstance(function, type) and not issubclass(function, tuple)
     annotated = get_type_hints(function.__init__ if constructed else function)
     names = inspect.signature(function).parameters
     return {name: annotated.get(name, Any) for name in names}
 
 
 def meanings(described: Callable[..., Any]) -> dict[str, str]:
-    """Map the name of each option of a function or class to the first sentence of its description.
+    """Map the name of each option of a function or class to the first sentence of the option's description.
 
     The descriptions are the entries of ``Arguments:`` in the docstring of the function, the class, or the class's
     constructor. Options without a description are left out.
 
     Example:
         >>> meanings(meanings)
-        {'described': 'function or class, whose docstring lists the options under ``Arguments:``.'}
+        {'described': 'function or class whose docstring lists the options under ``Arguments:``.'}
 
     Arguments:
-        described: function or class, whose docstring lists the options under ``Arguments:``.
+        described: function or class whose docstring lists the options under ``Arguments:``.
     """
     found: dict[str, str] = {}
     for text in (inspect.getdoc(described), inspect.getdoc(getattr(described, "__init__", None))):

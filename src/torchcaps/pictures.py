@@ -1,4 +1,4 @@
-"""Pictures of a training: learning curves, reconstructions, and the test images with the worst scores."""
+"""Pictures of a training run: learning curves, reconstructions, and the test images with the worst scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +25,8 @@ def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence
     Arguments:
         rows: rows of metrics.csv, one per epoch.
         path: PNG file to write.
-        margins: margin of the spread loss at the end of each epoch. It is drawn in the panel of the loss, because the
-            loss rises with the margin.
+        margins: margin of the spread loss at the end of each epoch, drawn as a dashed line in the panel of the loss,
+            because the loss rises with the margin; if empty, no line is drawn.
     """
     from matplotlib.figure import Figure
 
@@ -61,10 +61,10 @@ def save_reconstructions(
 
     Arguments:
         model: network that takes images and returns a `Prediction`.
-        preparation: how stored images become the model's input.
-        images: a split, from which images at regular intervals are chosen.
+        preparation: conversion of the stored images to the model's input.
+        images: images of a split, of which up to `count` are drawn, at regular intervals.
         path: PNG file to write.
-        count: largest number of images.
+        count: largest number of images to draw.
 
     Returns:
         True if a picture was written, False if the model has no decoder.
@@ -86,12 +86,12 @@ def save_worst(
 
     Arguments:
         model: network that takes images and returns a `Prediction`.
-        preparation: how stored images become the model's input.
-        images: the split.
+        preparation: conversion of the stored images to the model's input.
+        images: N images of a split.
         margins: for each image, the score of its true class minus the highest other score.
-        predicted: per image, the index of the predicted class.
+        predicted: for each image, the index of the predicted class.
         path: PNG file to write.
-        count: largest number of images.
+        count: largest number of images to draw.
     """
     worst = margins.argsort(stable=True)[:count]
     _draw(model, preparation, images.subset(worst), path, predicted[worst])
@@ -139,9 +139,10 @@ def _draw(
 
 
 def as_picture(image: Float[Tensor, "C H W"]) -> Any:
-    """Convert an image to an array for matplotlib: three channels become a colour image, else the first becomes grey.
+    """Convert an image to an array for matplotlib.
 
-    If values are outside [0, 1], as in standardised images, all values are scaled linearly to [0, 1].
+    An image with three channels becomes a colour image. Of any other image, the first channel becomes a grey image. If
+    a value is outside [0, 1], as in standardised images, all values are scaled linearly to [0, 1].
 
     Example:
         >>> as_picture(torch.tensor([[[0.0, 0.5]], [[9.0, 9.0]]])).tolist()

@@ -1,4 +1,4 @@
-"""Primary capsules, and BatchNorm on poses."""
+"""Primary capsules, and BatchNorm of poses."""
 
 import math
 from typing import Literal
@@ -16,7 +16,7 @@ class PrimaryCaps(nn.Module):
 
     In Sabour, Frosst & Hinton 2017, section 4, a pose is a squashed vector of ``pose_size`` *channels at one position*;
     its length is the activation. In Hinton, Sabour & Frosst 2018, section 4, a pose is a matrix, computed by a linear
-    function from the features, and the activation is a sigmoid. For such capsules, use ``pose_size=(4, 4),
+    function from the features, and the activation is a sigmoid. For matrix capsules, use ``pose_size=(4, 4),
     kernel_size=1, squash_form="none", activation="sigmoid", bias=False``.
 
     Arguments:
@@ -27,8 +27,8 @@ class PrimaryCaps(nn.Module):
         squash_form: how poses are squashed: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
         activation: ``length`` of the pose, or ``sigmoid`` of the output of a second convolution.
         im2col: use `Im2colConv2d`, which computes the convolution as one matrix product and needs more memory.
-        normalise: BatchNorm on poses, and on the logits of a sigmoid activation: ``none``, ``plain``, or ``affine``
-            (learned scale and offset).
+        normalise: BatchNorm of the poses, and of the logits of a sigmoid activation: ``none`` (no BatchNorm), ``plain``
+            (without learned parameters) or ``affine`` (with a learned scale and offset).
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values.
@@ -82,7 +82,8 @@ class PrimaryCaps(nn.Module):
 
 def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
     """Number the positions row by row."""
-    # Not maps.flatten(2).mT: with its strides, BatchNorm of torch 2.13 on CPUs computes wrong gradients of one image.
+    # Not maps.flatten(2).mT: in torch 2.13 on CPUs, BatchNorm of a tensor with such strides computes wrong gradients if
+    # the batch has one image.
     return maps.permute(0, 2, 3, 1).flatten(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The memory of this process: what is free for it, what it uses, and its peak."""
+"""Memory of this process: available, used now, and peak."""
 
 import ctypes
 import sys
@@ -21,10 +21,10 @@ def free_memory() -> int | None:
 
 
 def release_free_memory() -> bool:
-    """Give the memory that the process has freed back to the operating system.
+    """Ask the C library to return the freed memory of this process to the operating system.
 
     Returns:
-        True if the C library can do this, as glibc can.
+        True if the C library supports this, as glibc does.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
     if trim is not None:
@@ -55,4 +55,4 @@ def _status(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"no {name} in /proc/self/status")
+    raise OSError(f"/proc/self/status has no entry {name}")

@@ -1,4 +1,4 @@
-"""`Recipe`: the settings of a training."""
+"""`Recipe`: the settings of a training run."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 FUSED = ("adam", "adamw", "sgd")
 """Optimisers with a fused kernel, which updates all weights at once.
 
-Lightning cannot clip gradients if the fused kernel is used.
+Training with gradient clipping does not use the fused kernel, because Lightning does not support both together.
 """
 LARGEST = 2**53
 """Largest integer in a recipe. Every JSON reader represents integers up to this value exactly."""
@@ -36,7 +36,7 @@ PRECISIONS = {"bf16": "bf16-mixed", "float32": "32-true"}
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a training: model, data, loss, augmentation, optimiser and schedule. Immutable.
+    """All settings of a training run: model, data, loss, augmentation, optimiser and schedule. Immutable.
 
     Arguments:
         name: name of the recipe.
@@ -48,7 +48,8 @@ class Recipe:
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
         pretrained: folder of weights with which the training starts; if empty, the initial weights are random. All
-            tensors whose name and shape match the model are loaded.
+            tensors whose name and shape match the model are loaded, with one exception: if the weights were trained on
+            other classes, tensors whose shape depends on the number of classes are not loaded.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
@@ -70,7 +71,7 @@ class Recipe:
             their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
         squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
-        erase: side in pixels of a square that is set to 0 in each training image; 0 is off.
+        erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
@@ -89,15 +90,15 @@ class Recipe:
             from Beta(α, α) once per batch.
         gradient_clip: largest norm of the gradient, to which larger gradients are scaled down; 0 is off.
         batch_size: images per step, over all devices together.
-        epochs: number of epochs, in each of which the training uses every training image once.
-        patience: number of epochs without a better validation accuracy after which training stops; 0 is off.
+        epochs: number of epochs. Each epoch is one pass over all training images.
+        patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
+            ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
-        validation_attribute: attribute by which validation images are held out, such as ``instance`` of the toys and
-            smallNORB. If empty, images are held out at random. Otherwise the seed chooses one value of the attribute
+        validation_attribute: attribute by which validation images are held out, such as ``instance`` of smallNORB. If
+            empty, images are held out at random. Otherwise the seed chooses one value of the attribute
             per class, and all images of the class with this value are held out. The validation split then shows objects
             that are not in the training split, as the test split does.
-        choose: epoch to keep: ``best`` keeps the epoch with the best validation accuracy, ``last`` keeps the last
-            epoch.
+        choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
             supports bf16 natively, else float32.
@@ -178,8 +179,8 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}: it needs loss=spread and no loss.margin; otherwise, set "
-                "margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread without loss.margin: "
+                "change the loss, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)
@@ -197,7 +198,7 @@ class Recipe:
             )
 
     def plain(self) -> dict[str, Any]:
-        """Return the settings as a dict of JSON values, as they are after writing to JSON and reading."""
+        """Return the settings as a dict of JSON values, in which tuples have become lists."""
         return json.loads(json.dumps(asdict(self)))
 
     def preparation(self) -> Preparation:
@@ -223,10 +224,10 @@ def batch_starts(images: int, batch_size: int) -> range:
 
 
 def resolve_precision(precision: str) -> str:
-    """Resolve ``auto`` to bf16 if the hardware supports it natively, else to float32.
+    """Resolve ``auto`` to bf16 if the hardware supports bf16 natively, else to float32.
 
     Arguments:
-        precision: auto, bf16 or float32; the last two are returned unchanged.
+        precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.
 
     Raises:
         BadInput: `precision` is not auto, bf16 or float32.

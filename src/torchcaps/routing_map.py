@@ -54,7 +54,7 @@ class TransformModule(nn.Module):
     """Base class of layers with transforms. It makes ``model.to(memory_format=torch.channels_last)`` possible.
 
     Without this class, PyTorch would try to convert the transforms too, and fail: channels_last exists for four
-    dimensions only, and transforms have five. This class keeps the memory layout of the transforms.
+    dimensions only, and transforms have five. This class leaves the memory layout of the transforms unchanged.
     """
 
     def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
@@ -134,7 +134,9 @@ class RoutingMap:
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "constant", Constant(edges))
         if in_onnx_export():
-            return  # exports run the reference, which needs no lists, and ONNX has no operators to create the lists
+            # Exported networks run the reference implementation, which does not use the lists. ONNX has no operators to
+            # create them.
+            return
         with torch.inference_mode(False) if has_values(edges) else nullcontext():
             order = edges[:, 0].argsort(stable=True)
             object.__setattr__(self, "edge_lists", Constant(self._sorted(edges[order])))
@@ -205,7 +207,8 @@ class RoutingMap:
     def shared(cls, child_sites: int, device: torch.device | None = None) -> "RoutingMap":
         """Create a map with one parent site and one transform for all child sites (K = 1).
 
-        Because the transform does not depend on the child site, it fits any number of child sites.
+        The transform does not depend on the child site, so a trained transform also works with another number of child
+        sites.
 
         Arguments:
             child_sites: number of child sites S.
@@ -223,11 +226,10 @@ class RoutingMap:
 
     @classmethod
     def conv(cls, child_grid: tuple[int, int], kernel_size: int, stride: int = 1, padding: int = 0) -> "RoutingMap":
-        """Create a convolutional map: each parent site sees a window of child sites.
+        """Create a convolutional map: each parent site has edges from a window of child sites.
 
         Each position in the window has its own transform (K = kernel_size²). Sites and positions are numbered row by
-        row.
-        Padding adds no edges: a window that extends beyond the child grid has fewer children.
+        row. Padding adds no edges: a window that extends beyond the child grid has fewer children.
 
         Arguments:
             child_grid: (height, width) of the grid of child sites.
@@ -278,7 +280,7 @@ class RoutingMap:
             transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
 
         Raises:
-            ValueError: ``pose`` or ``transform`` does not fit the map, or their shapes do not fit each other.
+            ValueError: the shape of ``pose`` or ``transform`` does not match the map, or the two shapes do not match.
         """
         self.check(pose, transform)
         child, _, kernel = self.edges_on(pose.device).unbind(1)
@@ -286,10 +288,10 @@ class RoutingMap:
         return torch.einsum("becrq,ecjqn->bjecrn", *at_edges).contiguous()
 
     def check(self, pose: Tensor, transform: Tensor) -> None:
-        """Check that pose ``[B, S, C, R, Q]`` and transform ``[K, C, J, Q, N]`` fit the map.
+        """Check that the shapes of pose ``[B, S, C, R, Q]`` and transform ``[K, C, J, Q, N]`` match the map.
 
         Raises:
-            ValueError: the shapes do not fit the map or each other; ``pose`` or ``transform`` is not a floating-point
+            ValueError: the shapes do not match the map or each other; ``pose`` or ``transform`` is not a floating-point
                 tensor; or the two tensors are on different devices.
         """
         if not isinstance(pose, Tensor):
@@ -312,7 +314,8 @@ class RoutingMap:
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
                 f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
-                f"{pose.shape[1]} sites and transform has {transform.shape[0]} transforms: make the map for these sizes"
+                f"{pose.shape[1]} sites and transform has size {transform.shape[0]} in dimension 0: create a map for "
+                "these sizes"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
@@ -326,7 +329,7 @@ class RoutingMap:
         """Compute the log-softmax of each child's logits over all parent types at all parent sites of the child.
 
         Arguments:
-            logits: ``[B, J, E, C]``.
+            logits: ``[B, J, E, C]``, one logit per parent type, edge and child type.
             none_of_the_above: include an extra parent with logit 0 in each softmax, but not in the result (leaky
                 routing).
         """

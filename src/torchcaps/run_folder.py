@@ -84,7 +84,7 @@ def read_run(folder: Path) -> Run:
         run = {name: content[name] for name in Run.__annotations__}
         return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error!s}): restore a copy, or train again in another folder") from error
+        raise BadInput(f"{path} is damaged ({error!s}): restore it from a copy, or train again elsewhere") from error
 
 
 @contextmanager
@@ -112,20 +112,19 @@ def existing_run(folder: Path, resume: bool) -> Run | None:
     """Read the run in a folder; return None if the folder is empty or does not exist.
 
     Raises:
-        BadInput: the folder contains a run and `resume` is False, or the folder contains files that do not belong to a
-            run.
+        BadInput: the folder contains a run and `resume` is False, or the folder contains files but no recipe.json.
     """
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     others = [name for name in names if not name.startswith(".") and not LEFTOVER.fullmatch(name)]
     if (folder / "recipe.json").is_file():
         run = read_run(folder)
         if not resume:
-            raise BadInput(f"{folder} already holds a run: continue it with --resume, or use another --out")
+            raise BadInput(f"{folder} already contains a run: continue it with --resume, or use another --out")
         return run
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise BadInput(
-            f"{folder} holds files that do not belong to a run ({others[0]}{more}): use a new or empty --out folder"
+            f"{folder} contains files that do not belong to a run ({others[0]}{more}): use a new or empty --out folder"
         )
     return None
 
@@ -137,7 +136,7 @@ class Begun(NamedTuple):
         run: content of recipe.json.
         digests: for each split, the checksums of its images.
         last: checkpoint to resume from; None to start with the first epoch.
-        trained: number of epochs that the checkpoint `last` has been trained for.
+        trained: number of epochs after which the checkpoint `last` was written; 0 without a checkpoint.
     """
 
     run: Run
@@ -150,16 +149,17 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     """Check that a run can be started or resumed in a folder. Nothing is written.
 
     Raises:
-        BadInput: the folder contains a run and `resume` is False; the folder contains files that do not belong to a
-            run; the run was started with other settings, or with other data that it has used; a checkpoint or
+        BadInput: the folder contains a run and `resume` is False; the folder contains files but no recipe.json; the run
+            was started with other settings; images that the run has already used have changed; a checkpoint or
             metrics.csv is missing or damaged.
 
     Warns:
-        DataWarning: the data have changed, but the training has not used what has changed.
+        DataWarning: images have changed that the run has not used yet.
     """
     before = existing_run(folder, resume)
     last, rows = folder / "last.ckpt", read_rows(folder / "metrics.csv")
-    # The process may have been killed after it wrote the row of epoch 1 and before it wrote the checkpoint of epoch 1.
+    # A run with one row and no checkpoint starts again: the process was killed after it wrote the row of epoch 1 and
+    # before it wrote the checkpoint.
     first = len(rows) < 2 and not last.exists()
     data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         changed = difference(before.data, data)
         only_test = difference({**before.data, "test": data["test"]}, data) is None
         if changed and (first or (only_test and not (folder / "metrics.json").exists())):
-            message = f"{folder}: {changed}; the training has not used these images yet, so it goes on"
+            message = f"{folder}: {changed}; the training has not used these images yet, so it continues"
             warnings.warn(message, DataWarning, stacklevel=3)
         elif changed:
             raise BadInput(
@@ -183,8 +183,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         load_best(folder, module)
     if len(rows) < trained:
         raise BadInput(
-            f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore a copy, or train "
-            "again in another folder"
+            f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore metrics.csv from a "
+            "copy, or train again in another folder"
         )
     return Begun(run, digests, last, trained)
 
@@ -201,7 +201,7 @@ def begin_run(folder: Path, begun: Begun) -> None:
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
     one, other = before.plain(), recipe.plain()
-    for key in one.keys() - {"epochs", "data"}:  # the data may be in another folder: `check_run` compares checksums
+    for key in one.keys() - {"epochs", "data"}:  # the data may have moved: `check_run` compares checksums
         if one[key] != other[key]:
             raise BadInput(f"{folder} was started with {key}={one[key]}, not {other[key]}: resume with the same value")
     if one["epochs"] == other["epochs"]:
@@ -213,13 +213,14 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
         )
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:
-        raise BadInput(f"{folder} has already trained {trained} epochs: use --epochs {trained} or more")
+        raise BadInput(f"{folder} has already been trained for {trained} epochs: use --epochs {trained} or more")
 
 
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
-    """Read metrics.json of a finished run.
+    """Return the content of metrics.json if the run in a folder is finished, else None.
 
-    Return None if a result file is missing or the recipe has another number of epochs.
+    A run is finished if metrics.json, model.safetensors and config.json exist, and if it was trained with the number of
+    epochs in the recipe.
 
     Raises:
         BadInput: metrics.json is damaged.
@@ -246,13 +247,13 @@ def read_metrics(folder: Path) -> dict[str, Any]:
 
 
 def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
-    """Count the images that are among a run's training or validation images.
+    """Count how many of the given images are in the training split of a run, and how many in its validation split.
 
-    Images on disk are compared as files if possible, because a comparison of pixels would decode all of them.
+    For images on disk, checksums of the files are compared if possible, because checksums of the pixels require
+    decoding every image.
 
     Returns:
-        The number of images per split, with the keys ``train`` and ``validation``; empty if the images cannot be
-        compared.
+        The two numbers, with the keys ``train`` and ``validation``; empty if the images cannot be compared.
 
     Raises:
         BadInput: the run's image digests are missing or damaged.
@@ -278,7 +279,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
             return {}
         return {name: int(np.isin(digests, known[name + kind]).sum()) for name in ("train", "validation")}
     except (OSError, LookupError, SafetensorError) as error:
-        raise BadInput(f"{path} is missing or damaged ({error}): restore a copy") from error
+        raise BadInput(f"{path} is missing or damaged ({error}): restore it from a copy") from error
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -297,7 +298,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
                 raise ValueError(f"row {number} is incomplete")
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
-        raise BadInput(f"{path} is damaged ({error}): restore a copy, or train again in another folder") from error
+        raise BadInput(f"{path} is damaged ({error}): restore it from a copy, or train again elsewhere") from error
 
 
 class EpochLog(Callback):

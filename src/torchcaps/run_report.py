@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs no other file."""
+"""Report of a run: one HTML page that contains its pictures."""
 
 import base64
 import html
@@ -27,28 +27,28 @@ STYLE = (
 
 
 def write_run_report(folder: Path, out: Path) -> None:
-    """Write a page with the metrics, pictures, recipe and environment of a run.
+    """Write an HTML page with the metrics, pictures, recipe and environment of a run.
 
-    If the run is not finished, or continues with more epochs, the page shows the metrics of the epochs so far and no
-    test metrics.
+    If the training is not finished, or is being continued for more epochs, the page shows the metrics of the epochs so
+    far and no test metrics.
 
     Arguments:
         folder: run folder of `torchcaps train`.
         out: HTML file to write.
 
     Raises:
-        BadInput: the folder holds no run with a finished epoch, or a file in the folder is damaged.
+        BadInput: the folder contains no run with a finished epoch, or a file in the folder is damaged.
     """
     run = existing_run(folder, resume=True) if (folder / "recipe.json").is_file() else None
     rows = read_rows(folder / "metrics.csv") if run is not None else []
     if run is None or not rows:
-        raise BadInput(f"{folder} holds no run with a finished epoch: give a run folder of `torchcaps train`")
+        raise BadInput(f"{folder} contains no run with a finished epoch: give a run folder of `torchcaps train`")
     metrics = finished(folder, run.recipe) or {}
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"
     headline = (
         f"Test accuracy {metrics['test_accuracy_percent']} % of {metrics['test_images']:,} images, "
-        f"evaluated {metrics['test_evaluations']} times"
+        f"test evaluations: {metrics['test_evaluations']}"
         if metrics
         else f"Not finished: {state}; validation accuracy {rows[-1]['validation_accuracy_percent']} %"
     )

@@ -18,9 +18,9 @@ BINS = 15
 def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
     """Convert the scores of a split to numbers that sum to 1 for each image.
 
-    If all scores are in [0, 1], they are activations of class capsules or of sigmoid units: the scores of each image
-    are divided by their sum. A softmax would be wrong for activations: for ten classes, it never exceeds 0.24. Other
-    scores are logits, and their softmax is returned.
+    If all scores are in [0, 1], they are treated as activations of class capsules or of sigmoid units: the scores of
+    each image are divided by their sum. A softmax of activations would be nearly uniform: for ten classes, it never
+    exceeds 0.24. If a score is outside [0, 1], all scores are treated as logits, and their softmax is returned.
 
     Example:
         >>> import torch
@@ -34,10 +34,11 @@ def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
 
 
 def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> float:
-    """Compute the expected calibration error of scores that are converted by `probabilities`, in percent.
+    """Compute the expected calibration error in percent. `probabilities` converts the scores to probabilities first.
 
-    Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3, with 15 bins: the mean difference between the
-    highest probability of an image and the share of correct predictions among images with about the same probability.
+    Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3. The confidence of a prediction is the highest
+    probability of the image. The images are divided into 15 bins by confidence. The error is the mean over all images
+    of the absolute difference between the mean confidence and the accuracy in the bin of the image.
 
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.
@@ -59,8 +60,8 @@ def write_scores(path: Path, images: Images, scores: Float[Tensor, "N K"]) -> No
 
     Arguments:
         path: file to write.
-        images: the split. The column of files is empty if the images were not read from files.
-        scores: ``[N, K]``, the scores of the split's images.
+        images: N images of a split. The column ``file`` is empty if the images were not read from files.
+        scores: ``[N, K]``, the scores of the images.
 
     Raises:
         BadInput: the file cannot be written.
@@ -82,9 +83,9 @@ def write_predictions(
     Arguments:
         path: file to write.
         columns: names of the known properties, such as ``["file"]``.
-        known: for each of the N images, the values of these properties.
+        known: for each of the N images, the values of the known properties.
         class_names: names of the K classes.
-        scores: ``[N, K]``.
+        scores: ``[N, K]``, the scores of the images.
 
     Raises:
         BadInput: the file cannot be written.

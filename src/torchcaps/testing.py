@@ -1,7 +1,7 @@
 """Tests for routing rules: those of this library and your own. A rule must pass each test on every routing map.
 
-A ``Routed`` function takes (pose, transform, routing_map) and returns (Capsules, couplings). A `Case` holds the three
-arguments of such a function.
+A ``Routed`` function applies a routing rule: it takes (pose, transform, routing_map) and returns (parent capsules,
+couplings). A `Case` contains the three arguments.
 """
 
 import copy
@@ -20,7 +20,7 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """Arguments of a ``Routed`` function. The function computes the activations of the children from their poses.
+    """Arguments of a ``Routed`` function, which computes the activations of the children from their poses.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def tolerance(case: Case) -> dict[str, Any]:
-    """Return the tolerances for two results that differ only by rounding."""
+    """Return the tolerances for comparing two results that differ only by rounding."""
     return {"rtol": 1e-4, "atol": 1e-5} if case.pose.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-10}
 
 
@@ -47,7 +47,7 @@ def couplings_of_children(rule: Routed, case: Case) -> Tensor:
 
 
 def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """Check that the couplings of a child sum to 1 over all its parents, or to less with leaky routing."""
+    """Check that the couplings of each child sum to 1 over all its parents; with leaky routing, to at most 1."""
     total = couplings_of_children(rule, case)
     reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
     reached[case.routing_map.edges[:, 0]] = True
@@ -101,7 +101,7 @@ def zero_poses_are_finite(rule: Routed, case: Case) -> None:
 
 
 def inactive_child_has_no_effect(rule: Routed, case: Case) -> None:
-    """Check that removing children with zero poses, and so activation 0, does not change the parents."""
+    """Check that a child with pose 0, and therefore activation 0, does not change the parents."""
     silent = case.pose.clone()
     silent[:, 0] = 0
     kept = case.routing_map.edges[case.routing_map.edges[:, 0] != 0]
@@ -138,8 +138,7 @@ ALL = [
     inactive_child_has_no_effect,
     same_input_same_bits,
 ]
-"""Tests whose arguments are only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have a third
-argument."""
+"""Tests that take only a rule and a case. `couplings_sum_to_one` and `gradients_are_right` have a third argument."""
 
 
 MAPS = {"dense": RoutingMap.dense(4), "shared": RoutingMap.shared(4), "conv": RoutingMap.conv((3, 3), kernel_size=2)}
@@ -156,7 +155,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
     - A child with activation 0 has no effect, if the rule weights votes with activations.
     - Two calls with the same input give bitwise equal results.
     - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
-      ``backend`` and the kernels can run.
+      ``backend`` attribute and the kernels can run.
     - Gradients match finite differences.
     - With float32 and with float64 inputs, the result has the dtype of the inputs.
     - `torch.compile` compiles the rule to one graph, and the compiled rule gives the same values.
@@ -186,7 +185,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
             try:
                 law(rule, case, activation)
             except Exception as error:
-                raise AssertionError(f"on the {name} map, this does not hold: {law.__doc__} ({error})") from error
+                raise AssertionError(f"violated property on the {name} map: {law.__doc__} ({error})") from error
 
 
 def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:

@@ -49,9 +49,9 @@ def fit(
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
     The best epoch is the one with the highest validation accuracy (with class weights: the highest mean recall) and,
-    among equals, the lowest validation loss. If the recipe has ``choose="last"``, it is the last epoch. A
-    finished run is not trained again, unless the recipe has more epochs than the run was started with. In that case,
-    training continues, and the model is evaluated on the test split again.
+    among equals, the lowest validation loss. If the recipe has ``choose="last"``, the last epoch is evaluated instead.
+    If the run is already finished, training continues only if the recipe has more epochs than the run. The model is
+    then evaluated on the test split again.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -61,9 +61,9 @@ def fit(
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             Other files are left alone.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
-            Under `torchrun`, the processes of `torchrun` train together instead.
+            Under `torchrun`, which has started the processes already, this argument is not used.
         workers: worker processes per device that decode and prepare images. If None, images on disk get one process per
-            core, and images in memory get none. The number does not change the results.
+            core, and images in memory get none. The number of workers does not change the results.
         resume: continue from the folder's last.ckpt. The final weights are bit-identical to the weights of an
             uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
@@ -86,7 +86,7 @@ def fit(
     check_logger(logger)
     for name, images in vars(splits).items():
         if not len(images):
-            raise BadInput(f"there are no {name} images: add images to each class")
+            raise BadInput(f"the {name} split has no images: add images to each class")
     module = new_module(recipe, splits, module_class)
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
@@ -127,9 +127,9 @@ def check_devices(devices: int, recipe: Recipe) -> None:
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
-    """Build the module that `fit` trains, with initial weights drawn from the recipe's seed.
+    """Build the module that `fit` trains. The recipe's seed determines the initial weights.
 
-    Precision ``auto`` becomes ``bf16`` or ``float32``.
+    The recipe's precision ``auto`` is replaced with ``bf16`` or ``float32``.
 
     Raises:
         BadInput: an option of the model or of its routing rule is invalid.
@@ -219,7 +219,7 @@ def _train(
                 save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
-        (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors has these weights
+        (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors contains these weights
     return metrics
 
 
@@ -303,9 +303,9 @@ def evaluate(
 
     Arguments:
         model: a model of `MODELS`, or a `MeanScores` of several models.
-        images: the split.
-        preparation: converts the images to the model's input. By default, the input is the whole image with pixels in
-            [0, 1].
+        images: images of the split.
+        preparation: conversion of the images to the model's input. By default, the input is the whole image with pixels
+            in [0, 1].
         batch_size: images per batch; the result does not depend on the batch size.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
             float32.

@@ -23,29 +23,30 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class TrainingModule(lightning.LightningModule):
-    """A model with the loss, optimiser and learning rate schedule of a recipe.
+    """Lightning module that trains a model with the loss, optimiser and schedules of a recipe.
 
     Arguments:
         model: network that takes images and labels and returns a `Prediction`.
-        recipe: recipe that sets the loss, mixup, the optimiser and the schedules.
+        recipe: settings of the loss, mixup, the optimiser and the schedules.
         num_classes: number of classes.
-        steps: number of steps of the whole training, on which the schedules of learning rate and margin depend.
-        class_weights: ``[K]``, factor of the loss of each class's images; None for equal weights.
+        steps: total number of training steps. The schedules of learning rate and margin depend on this number.
+        class_weights: ``[K]``, for each class, the factor by which the losses of its images are multiplied; None for
+            equal weights.
     """
 
     tested: Int64[Tensor, "K K"]
     """Confusion matrix of the last test. Rows are true classes, and columns are predicted classes."""
     margins: list[Tensor]
-    """One tensor per batch of the last test.
-
-    It contains, for each image, the score of its true class minus the highest other score.
-    """
+    """Scores of the true classes minus the highest other scores in the last test: one tensor ``[B]`` per batch."""
     predicted: list[Tensor]
-    """One tensor per batch of the last test, with the index of the predicted class of each image."""
+    """Indices of the predicted classes in the last test: one tensor ``[B]`` per batch."""
     scored: Float[Tensor, "N K+1"] | None
-    """Scores and true class of each image of the last test, from all processes; None for images of several classes."""
+    """Scores (K columns) and true class (last column) of each image of the last test, from all processes.
+
+    None if images show several classes.
+    """
     class_weights: Tensor | None
-    """``[K]``, factor of the loss of each class's images; None without class weights."""
+    """``[K]``, for each class, the factor by which the losses of its images are multiplied; None for equal weights."""
 
     def __init__(
         self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1, class_weights: Tensor | None = None
@@ -171,15 +172,17 @@ class TrainingModule(lightning.LightningModule):
             self.scored = self.gathered.compute().cpu()
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
-        """Seed dropout from the recipe's seed, the epoch and the rank of the process.
+        """Seed the random numbers of dropout at the first batch of each epoch.
 
-        Lightning's earlier hooks cannot do this, because they run too early in a resumed run.
+        The seed depends on the recipe's seed, the epoch and the rank of the process. Lightning's hooks before this one
+        run too early for seeding in a resumed run.
         """
         if batch_index == 0:
             key = [self.recipe.seed, self.current_epoch, self.global_rank]
             torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
             if self.current_epoch:
-                torch.empty((), dtype=torch.int64).random_()  # as the data loader does in every epoch but the first
+                # The data loader draws this number in every epoch but the first.
+                torch.empty((), dtype=torch.int64).random_()
 
     def margins_per_epoch(self) -> list[float]:
         """Return the margin of the spread loss at the end of each epoch, or an empty list without a margin schedule."""
@@ -190,7 +193,7 @@ class TrainingModule(lightning.LightningModule):
         return [spread_margin(recipe.margin_schedule, step, self.steps) for step in steps]  # type: ignore[arg-type]
 
     def save_picture(self, images: Images, path: Path) -> None:
-        """Draw images and their reconstructions; do nothing if the model has no decoder."""
+        """Draw images and their reconstructions to a PNG file; do nothing if the model has no decoder."""
         save_reconstructions(self.model, self.recipe.preparation(), images, path)
 
     def configure_optimizers(self) -> Any:
@@ -215,10 +218,10 @@ class TrainingModule(lightning.LightningModule):
 
 
 def class_weights_of(recipe: Recipe, images: Images) -> Float[Tensor, " K"] | None:
-    """Return the class weights of a recipe for its training images, or None without class weights.
+    """Compute the class weights of the training images, or return None if the recipe has ``class_weights="none"``.
 
     Raises:
-        BadInput: the recipe has class weights, and each image shows several classes.
+        BadInput: the recipe has ``class_weights="balanced"``, and each image shows several classes.
     """
     if recipe.class_weights == "none":
         return None
@@ -233,7 +236,10 @@ def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
 
 
 def validation_rank(reached_percent: Number, loss: Number) -> Number:
-    """Compute the number by which epochs are ranked: the higher, the better; the loss decides among equals."""
+    """Compute the rank of an epoch; the epoch with the highest rank is the best.
+
+    The accuracy (with class weights: the mean recall) decides; among equals, the loss decides.
+    """
     # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
     return -(100 - reached_percent) - 0.001 * loss / (1 + loss)
 

@@ -1,4 +1,4 @@
-"""Entry point of the command line `torchcaps`. `torchcaps.cli.commands` is imported only when a command runs."""
+"""Entry point of the command `torchcaps`. The module `torchcaps.cli.commands` is imported only when `main` runs."""
 
 import logging
 import os
@@ -13,9 +13,9 @@ from typing import Any
 from torchcaps.errors import BadInput, DataWarning, printable
 
 QUIET_SECONDS = 10.0
-"""Seconds after a Ctrl-C in which further ones are ignored."""
+"""Seconds after a Ctrl-C during which each further Ctrl-C is ignored."""
 LONGEST = 2_000
-"""Largest number of characters of an error or a warning."""
+"""Largest number of characters of a printed error or warning. Longer texts are shortened in the middle."""
 
 
 class Interrupted(Exception):
@@ -25,8 +25,8 @@ class Interrupted(Exception):
 def main() -> None:
     """Run `torchcaps` with the arguments in `sys.argv`.
 
-    On bad input, prints one line on standard error and exits with code 2. On an interruption, prints one line and exits
-    with code 130.
+    On bad input, prints one line to standard error and exits with code 2. On Ctrl-C, prints one line to standard error
+    and exits with code 130.
     """
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     interrupt = _OneInterrupt()
@@ -74,7 +74,7 @@ def _run(interrupt: "_OneInterrupt") -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
             raise
-        return _refuse(f"the command line needs {error.name}: pip install 'torchcaps[train]'")
+        return _refuse(f"the command torchcaps needs {error.name}: pip install 'torchcaps[train]'")
     except Interrupted:
         raise
     except Exception as error:
@@ -97,7 +97,7 @@ def _refuse(message: str) -> int:
 
 
 def _one_line(message: str) -> str:
-    """Escape control characters, which a terminal would obey, and leave out the middle of a very long message."""
+    """Escape control characters, which a terminal would execute, and omit the middle of a very long message."""
     text = printable(" ".join(message.split()))
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
@@ -105,8 +105,9 @@ def _one_line(message: str) -> str:
 class _OneInterrupt:
     """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish.
 
-    After `QUIET_SECONDS`, a further Ctrl-C counts again, because a library may have lost the first. Python ignores
-    exceptions within ``__del__``, such as that of a data loader, so the handler waits until it ends.
+    After `QUIET_SECONDS`, another Ctrl-C also stops the command, because a library may have swallowed the first one.
+    Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader. The handler
+    therefore waits until such a method ends.
     """
 
     def __init__(self) -> None:
@@ -131,6 +132,6 @@ def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Print an exception of a thread unless it is an OSError, which the waiting thread raises again."""
+    """Print the exception of a thread. An OSError is not printed here: the thread that waits for it raises it again."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)

@@ -1,4 +1,4 @@
-"""The command line. Further commands are in `look` (trained networks), `data` (datasets) and the other modules."""
+"""The command `torchcaps`. This module defines some of its commands, and imports the other commands."""
 
 import warnings
 from functools import partial
@@ -53,7 +53,9 @@ app.command()(recipes)
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; see `torchcaps recipes`.")],
-    data: Annotated[str | None, typer.Option(help="Another dataset, or your own images: a folder or a table.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Dataset to use instead of the recipe's: a name, or a folder or table of images.")
+    ] = None,
     data_dir: DataDir = Path("data"),
     out: Annotated[
         Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default: runs/RECIPE-seedN.")
@@ -65,7 +67,8 @@ def train(
     precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that decode images; default: one per core for images on disk.", min=0)
+        int | None,
+        typer.Option(help="Processes that decode images; default: 0, or one per core for images on disk.", min=0),
     ] = None,
     cache: Cache = "auto",
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
@@ -75,7 +78,8 @@ def train(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Weights to start from: run folder or weights/NAME. See also the recipe timm-capsnet-images.",
+            help="Folder of the initial weights: a run folder, or weights/NAME. For a pretrained network of timm, use "
+            "the recipe timm-capsnet-images instead.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
@@ -83,7 +87,7 @@ def train(
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
-    """Train the network of a recipe, and evaluate it once on the test images, at the end."""
+    """Train the network of a recipe. At the end, evaluate the network once on the test images."""
     from torchcaps.data import load_splits
     from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate
@@ -164,7 +168,9 @@ def train(
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Run folder; several run folders are evaluated as an ensemble.")],
-    data: Annotated[str | None, typer.Option(help="Another dataset, or a folder or a table of images.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Dataset to use instead of the run's: a name, or a folder or table of images.")
+    ] = None,
     data_dir: DataDir = Path("data"),
     precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
@@ -214,8 +220,8 @@ def evaluate(
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
-                f"of these {len(test):,} images, the network in {folder} has seen {counts} images in training: "
-                "the accuracy on new images can be lower",
+                f"{counts} images of {folder} are among these {len(test):,} images: the accuracy on new images can be "
+                "lower",
                 DataWarning,
                 stacklevel=1,
             )
@@ -243,7 +249,7 @@ def publish(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="Folder for the weights, such as weights/NAME.")],
 ) -> None:
-    """Write the weights of a run for sharing, without the decoder, and a model card."""
+    """Write the weights of a run, without the decoder, and a model card to a folder that you can share."""
     from torchcaps.model_card import publish as publish_run
 
     writable(folder, "FOLDER")
@@ -260,14 +266,15 @@ def bench(
     what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train, devices or memory.")],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
-        str, typer.Option(help="warm: keep freed memory, as `train` does; plain: use the system default.")
+        str, typer.Option(help="warm: keep freed memory in the process, as `train` does; plain: the system's default.")
     ] = "warm",
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
-    """Measure the time and memory of routing (fused, reference, materialised votes), and the time of training steps.
+    """Measure the time and memory of several implementations of routing, and the time of training steps.
 
-    `devices` measures strong scaling: a training step in one process, and the same step divided between two processes.
+    The benchmark `devices` measures strong scaling: the time of a training step in one process, and of the same step
+    divided between two processes.
     """
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.devices import bench_devices
@@ -287,7 +294,7 @@ def bench(
         if name not in known:
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
     if plot and what != "memory":
-        raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave it out")
+        raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave out --plot")
     for path, option in ((out, "--out"), (plot, "--plot")):
         if path is not None:
             writable_file(path, option)
@@ -306,7 +313,7 @@ def bench(
 
 @app.command()
 def info() -> None:
-    """Print the versions, the hardware, the precision, and the fused kernels that are built."""
+    """Print the versions, the hardware, the default precision, and the available fused CPU kernels."""
     from torchcaps.environment import environment
     from torchcaps.kernels import cpu_instruction_sets
     from torchcaps.recipe import resolve_precision

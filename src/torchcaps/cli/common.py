@@ -1,4 +1,4 @@
-"""Options and helpers that several commands use."""
+"""Options and helper functions that several commands use."""
 
 import ctypes
 import os
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from torchcaps.data import Splits
     from torchcaps.recipe import Recipe
 
-DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder of the datasets.")]
+DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that contains the datasets.")]
 Cache = Annotated[
     str,
     typer.Option(
-        help="For own images: memory keeps decoded images in memory, none decodes in each epoch, auto chooses."
+        help="Your own images: memory keeps all images decoded in memory; none decodes them in every epoch; auto "
+        "chooses memory if enough memory is free."
     ),
 ]
 
@@ -39,7 +40,7 @@ def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: st
 
 
 def print_version(asked: bool | None) -> bool:
-    """Print the version of torchcaps and stop, if it was asked for."""
+    """Print the version of torchcaps and exit, if `--version` was given."""
     if asked:
         import torchcaps
 
@@ -64,7 +65,7 @@ def setting(text: str) -> tuple[str, str]:
 
 
 def keep_heap_warm() -> None:
-    """On Linux, keep freed memory in the process: returning it to the operating system slows down training."""
+    """On Linux, keep freed memory in the process, because returning it to the operating system slows training down."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -77,14 +78,14 @@ def keep_heap_warm() -> None:
 def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -> None:
     """Check, before a long computation starts, that the file given by `option` can be written.
 
-    With `new_folder`, its folder need not exist.
+    If `new_folder` is True, the folder of the file need not exist.
     """
     if path.is_dir():
         raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise BadInput(f"{option} is {path}, a link or a device, which would be replaced: give the name of a file")
+        raise BadInput(f"{option} is {path}, a link or a device, which must not be replaced: give the name of a file")
     if not new_folder and not path.parent.is_dir():
-        raise BadInput(f"{option} is {path}: the folder {path.parent} does not exist")
+        raise BadInput(f"{option} is {path}, but the folder {path.parent} does not exist: create it")
     writable(path.parent, option)
 
 
@@ -98,7 +99,7 @@ def writable(folder: Path, option: str = "--out") -> None:
         probe.unlink()
     except OSError as error:
         raise BadInput(
-            f"{folder} cannot be written to ({error.strerror}); choose another folder with {option}"
+            f"{option}: the folder {folder} cannot be written to ({error.strerror}); use another folder"
         ) from error
     if not existed:
         folder.rmdir()
@@ -107,9 +108,10 @@ def writable(folder: Path, option: str = "--out") -> None:
 def splits_for(
     classifier: "Classifier", recipe: "Recipe | None", name: str, data_dir: Path, cache: str = "auto"
 ) -> "Splits":
-    """Load a dataset, or a folder or a table of images, in the image shape of a classifier, and check its classes.
+    """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
-    If `name` is the data of `recipe`, the splits are the same as in the training with this recipe.
+    Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
+    splits are the same as when the classifier was trained with this recipe.
     """
     from torchcaps.data import DATASETS, load_splits
 

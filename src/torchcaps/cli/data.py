@@ -36,13 +36,16 @@ def data_render(
     name: str,
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Height and width in pixels: 48 or 96.")] = 48,
-    seed: Annotated[int, typer.Option(help="Seed of the toys; to train on them, use --set data.render_seed=SEED.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Random seed of shapes and noise. To train on the images, use --set data.render_seed=SEED."),
+    ] = 0,
 ) -> None:
-    """Render the toys in the file format of smallNORB; the same seed gives the same bytes."""
+    """Render the dataset toys, which has the file format of smallNORB. The same seed gives the same files."""
     from torchcaps.data import render_toys
 
     if name != "toys":
-        raise BadInput(f"{name} cannot be rendered{nearest(name, ['toys'])}")
+        raise BadInput(f"{name!r} is not a dataset that can be rendered{nearest(name, ['toys'])}")
     print(f"the rendered toys are in {render_toys(data_dir, size=size, seed=seed)}")
 
 
@@ -63,7 +66,7 @@ def data_show(
     changes = dict(setting(text) for text in settings or [])
     for key in changes:
         if not key.startswith("data."):
-            raise BadInput(f"--set {key}: give only options of the data here, such as data.image_size=32")
+            raise BadInput(f"--set {key}: give only options of the data, such as --set data.image_size=32")
     options = create_recipe("capsnet-images", changes).data_options
     path = out or Path(f"{Path(name).name}.png")
     if out is None and path.exists():

@@ -20,11 +20,11 @@ def experiment(
     data_dir: DataDir = Path("data"),
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the runs, a subfolder per experiment and budget; default: runs/experiments."),
+        typer.Option(help="Folder for the runs, one subfolder per experiment and budget; default: runs/experiments."),
     ] = None,
     results: Annotated[
         Path | None,
-        typer.Option(help="Folder for the results and their pictures; default: OUT/results, or results without --out."),
+        typer.Option(help="Folder for results and pictures; default: OUT/results if --out is given, else results."),
     ] = None,
     report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
     page: Annotated[
@@ -32,7 +32,7 @@ def experiment(
         typer.Option(help="Existing page in which `experiment report` updates the tables; can be repeated."),
     ] = None,
 ) -> None:
-    """Repeat a table or figure of a paper. An interrupted experiment continues with the unfinished parts."""
+    """Repeat a table or figure of a paper. After an interruption, the same command continues the experiment."""
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 

@@ -49,12 +49,13 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder, or folder of published weights.")],
     out: Annotated[Path, typer.Option(help="File to write, a .onnx or .pt2 file.")],
     format: Annotated[
-        str, typer.Option(help="onnx, pt2 (torch.export, with fused operators) or aoti (compiled library).")
+        str, typer.Option(help="onnx, pt2 (torch.export, with fused operators) or aoti (compiled by AOTInductor).")
     ] = "onnx",
     data: Annotated[
         str | None,
         typer.Option(
-            help="Also compare the file with the classifier on the validation images of a dataset, folder or table."
+            help="Also compare the scores of the file and of the classifier on the validation images of a dataset, "
+            "folder or table."
         ),
     ] = None,
     data_dir: DataDir = Path("data"),
@@ -81,7 +82,7 @@ def export(
     kind = "random" if images is None else "validation"
     print(
         f"{found.runtime}, {found.images:,} {kind} images: the scores differ by at most "
-        f"{found.largest_difference:.2g}; {found.same_classes:,} of {found.images:,} have the same class"
+        f"{found.largest_difference:.2g}; {found.same_classes:,} of {found.images:,} have the same predicted class"
     )
     if found.images_per_second is not None:
         speed, own = found.images_per_second, found.classifier_images_per_second

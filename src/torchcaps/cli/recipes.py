@@ -12,9 +12,11 @@ OWN = "own"
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Recipe whose settings are printed; default: all recipes.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Recipe whose settings are printed; if omitted, all recipes are listed.")
+    ] = None,
     data: Annotated[
-        str | None, typer.Option(help="List only the recipes for this dataset; own lists the recipes for own images.")
+        str | None, typer.Option(help="List only the recipes for this dataset, or for your own images: own.")
     ] = None,
 ) -> None:
     """List the recipes for `torchcaps train`, or print every setting of one recipe with its value and its meaning."""
@@ -33,7 +35,7 @@ def recipes(
     made = {key: recipe() for key, recipe in RECIPES.items()}
     sources = {key: OWN if one.data == OWN_IMAGES else one.data for key, one in made.items()}
     if data is not None and data not in sources.values():
-        raise BadInput(f"no recipe for the data {data!r}{nearest(data, sorted({*sources.values()}))}")
+        raise BadInput(f"no recipe trains on the data {data!r}{nearest(data, sorted({*sources.values()}))}")
     lines = []
     for key, one in made.items():
         if data not in (None, sources[key]):
@@ -51,7 +53,7 @@ def _summary(name: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Write a value as `--set` takes it."""
+    """Format a value as it is written after `--set KEY=`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
