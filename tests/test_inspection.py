@@ -249,7 +249,7 @@ def test_the_explorer_needs_a_network(tmp_path, monkeypatch, refused):
     with pytest.raises(BadInput, match="no network"):
         sources_of(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="no folder weights/"):
+    with pytest.raises(BadInput, match="no network in the folder weights/"):
         sources_of(None)
     assert sources_of(WEIGHTS / "digit-strips") == {"digit-strips": WEIGHTS / "digit-strips"}
     classifier("baseline-cnn").save_pretrained(tmp_path / "cnn")
