@@ -53,7 +53,7 @@ def close(found, right, rtol=1e-7, atol=1e-8):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def refuse_to_write_votes(monkeypatch):
+def forbid_materialised_votes(monkeypatch):
     def refuse(*_):
         raise AssertionError("votes were written to memory")
 
@@ -73,12 +73,12 @@ def test_every_rule_equals_the_reference(name, routing_map):
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_no_rule_writes_votes(name, monkeypatch):
+def test_no_rule_materialises_votes_on_the_fused_kernels(name, monkeypatch):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
     fused, reference = both(name, MAPS["conv"], 5)
     with torch.no_grad():
         right = reference(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     everything(fused, (pose, activation, transform), MAPS["conv"])
     with torch.no_grad():
         parents, couplings = fused(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
@@ -87,7 +87,7 @@ def test_no_rule_writes_votes(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("part", range(3))
-def test_a_nan_reaches_the_parents_that_it_reaches_in_the_reference(name, part):
+def test_a_nan_gives_nan_in_the_same_parents_as_in_the_reference(name, part):
     case = [x.clone() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     case[part].view(-1)[-1] = torch.nan
     found, right = (rule(Capsules(*case[:2]), case[2], MAPS["conv"]) for rule in both(name, MAPS["conv"], 5))
@@ -112,7 +112,7 @@ def test_options_of_em_equal_the_reference(options, routing_map, monkeypatch):
     results = []
     for backend in BACKENDS[::-1]:
         if backend == "fused":
-            refuse_to_write_votes(monkeypatch)
+            forbid_materialised_votes(monkeypatch)
         leaves = [x.clone().requires_grad_() for x in (0.3 * case[0], case[1].clamp_min(0.1), *case[2:])]
         children, chosen = Capsules(*leaves[:2]), {**options, "backend": backend}
         parents = em_routing(children, leaves[2], MAPS[routing_map], *leaves[3:], **chosen)
@@ -122,11 +122,11 @@ def test_options_of_em_equal_the_reference(options, routing_map, monkeypatch):
     close(*results)
 
 
-def test_passes_of_em_equal_the_reference(monkeypatch):
+def test_all_passes_of_em_equal_the_reference(monkeypatch):
     pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, POSE)
     options = {"mean_damping": 0.1, "return_passes": True}
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="reference")[1]
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     found = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="fused")[1]
     for one, other in zip(found, right, strict=True):
         close(one, other)
@@ -137,7 +137,7 @@ def test_couplings_of_dynamic_routing_equal_the_reference(options, monkeypatch):
     pose, _, transform, *_ = full_problem(MAPS["irregular"], 5, POSE)
     problem, options = (pose, transform, MAPS["irregular"]), {**options, "return_couplings": True}
     right, couplings = dynamic_routing(*problem, **options, backend="reference")
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     found, fused = dynamic_routing(*problem, **options, backend="fused")
     close((*found, fused), (*right, couplings))
 
@@ -175,7 +175,7 @@ def every_pass(found):
 @pytest.mark.parametrize("passes", [1, 2, 3, 5])
 @pytest.mark.parametrize("competition", ["parents", "types"])
 @pytest.mark.parametrize("none_of_the_above", [False, True])
-def test_more_or_fewer_passes_than_promised(passes, competition, none_of_the_above):
+def test_gradients_are_right_if_passes_is_too_large_or_too_small(passes, competition, none_of_the_above):
     options = {"competition": competition, "none_of_the_above": none_of_the_above}
     close(*(of_votes(every_pass, backend, passes, **options) for backend in BACKENDS))
 
@@ -189,11 +189,11 @@ def test_more_or_fewer_passes_than_promised(passes, competition, none_of_the_abo
     ],
 )
 @pytest.mark.parametrize("passes", [1, 3])
-def test_passes_that_the_loss_does_not_reach(loss, passes):
+def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
     close(*(of_votes(loss, backend, passes) for backend in BACKENDS))
 
 
-def test_two_backward_passes_through_one_graph():
+def test_a_second_backward_through_the_same_graph_gives_the_same_gradients():
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     loss = every_pass(three_passes(Votes(*leaves, MAPS["conv"], passes=3, backend="fused")))
     once = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -206,7 +206,7 @@ def test_two_backward_passes_through_one_graph():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_checkpointed_rules_have_the_same_gradients(name, use_reentrant):
+def test_rules_with_activation_checkpointing_have_the_same_gradients(name, use_reentrant):
     rule, _ = both(name, MAPS["conv"], 5)
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
 
@@ -225,7 +225,7 @@ def test_checkpointed_rules_have_the_same_gradients(name, use_reentrant):
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_none_of_the_above_beside_the_types_at_one_site(routing_map):
+def test_none_of_the_above_with_competition_among_types_equals_plain_loops(routing_map):
     """Softmax over the types at one site and a further logit 0, in plain loops; fused and by the reference."""
     routing_map = MAPS[routing_map]
     pose, activation, transform, *_ = full_problem(routing_map, 3, POSE)

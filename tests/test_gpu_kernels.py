@@ -177,25 +177,25 @@ def last_alone(votes, agreement):
     ("routing_map", "competition"),
     [*((name, "parents") for name in MAPS), ("irregular", "types"), ("no-edges", "types")],
 )
-def test_maps_equal_the_reference(device, routing_map, competition):
+def test_every_routing_map_equals_the_reference(device, routing_map, competition):
     routing_map = MAPS[routing_map]
     compare(device, problem(routing_map), routing_map, one_pass, competition=competition)
 
 
 @pytest.mark.parametrize(("pose", "parent_types"), [("vector", 1), ("matrix", 5), ("odd", 5), ("matrix", 17)])
-def test_shapes_of_votes_equal_the_reference(device, pose, parent_types):
+def test_votes_of_every_shape_equal_the_reference(device, pose, parent_types):
     """A batch of five votes of 4×4 for 17 parents is cut into blocks of samples and of parent types."""
     compare(device, problem(SMALL, parent_types, pose, batch=5), SMALL, one_pass)
 
 
 @pytest.mark.parametrize("parts", SUBSETS, ids="-".join)
-def test_parts_of_an_agreement_equal_the_reference(device, parts):
+def test_every_part_of_an_agreement_equals_the_reference(device, parts):
     case = {name: x for name, x in problem(SMALL).items() if name in CHILDREN + parts}
     compare(device, case, SMALL, one_pass)
 
 
 @pytest.mark.parametrize("rule", [even, one_pass, without_variance, constant_couplings])
-def test_kinds_of_passes_equal_the_reference(device, rule):
+def test_every_kind_of_pass_equals_the_reference(device, rule):
     case = problem(SMALL)
     compare(device, case, SMALL, rule, none_of_the_above=True)
     del case["activation"]
@@ -237,7 +237,7 @@ def test_couplings_equal_the_reference(device):
         torch.testing.assert_close(found.cpu(), right[:, :, order], rtol=1e-9, atol=1e-10)
 
 
-def test_none_of_the_above_beside_the_types_at_one_site(device):
+def test_none_of_the_above_with_competition_among_types_equals_the_reference(device):
     case = problem(SMALL)
     fused = Fused(*(case[part].to(device) for part in CHILDREN), SMALL, "types", none_of_the_above=True)
     couplings = fused.couplings(Agreement(case["constant"].to(device))).cpu()
@@ -250,7 +250,7 @@ def test_none_of_the_above_beside_the_types_at_one_site(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_children_have_float32_statistics(device, dtype):
+def test_children_in_half_precision_have_moments_in_float32(device, dtype):
     case = {name: x.to(dtype).double() for name, x in problem(SMALL, 5, "matrix").items()}
     exact = everything(Reference, case, SMALL, one_pass)
     narrow = everything(Fused, case, SMALL, one_pass, device, dtype)
@@ -261,7 +261,7 @@ def test_narrow_children_have_float32_statistics(device, dtype):
 
 
 @pytest.mark.parametrize("faint", [0.0, 1e-20, 1e-30, 1e-37])
-def test_faint_children_have_their_mean(device, faint):
+def test_children_with_tiny_activations_have_the_right_moments(device, faint):
     case = problem(SMALL)
     activation = case["activation"]
     activation[0], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
@@ -276,7 +276,7 @@ def test_faint_children_have_their_mean(device, faint):
         assert far(one, right) < 1e-3
 
 
-def test_shares_are_right_where_every_logit_is_far_below_the_largest(device):
+def test_a_parent_with_couplings_too_small_for_float32_has_the_right_moments(device):
     """A parent whose couplings float32 has no numbers for: log c of about -300."""
     case = problem(SMALL)
     case["constant"][..., 1] -= 300
@@ -306,7 +306,7 @@ def test_an_empty_batch_has_no_gradients(device):
         assert not any(x.any() for x in found)
 
 
-def test_nothing_stands_beyond_the_batch(device):
+def test_the_padding_of_the_batch_contains_only_zeros(device):
     fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
     agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
     log_sums = operators.moments([], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False)[-1]
@@ -314,13 +314,13 @@ def test_nothing_stands_beyond_the_batch(device):
     assert not log_sums[2:].any()
 
 
-def test_many_children_are_added_up_in_groups(device):
+def test_sums_over_many_children_equal_the_reference(device):
     routing_map = RoutingMap.shared(16)
     case = problem(routing_map, parent_types=1, child_types=1)
     compare(device, case, routing_map, one_pass)
 
 
-def test_they_compile_for_gpus(tmp_path):
+def test_all_kernels_compile_for_gpus(tmp_path):
     """Down to machine code, without a GPU: the interpreter lets more pass than the compiler."""
     script = """
 import torch

@@ -71,7 +71,7 @@ def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_processes_have_the_gradients_of_one(way, tmp_path):
+def test_two_processes_compute_the_same_gradients_as_one(way, tmp_path):
     alone, together = gradients(tmp_path, "alone"), gradients(tmp_path, way)
     assert alone.keys() == together.keys()
     assert {name.partition(".")[0] for name in alone} == set(MODELS)

@@ -23,14 +23,14 @@ def weights(tmp_path):
     return tmp_path / "timm.safetensors", network
 
 
-def test_without_timm_the_message_names_the_extra(monkeypatch):
+def test_the_error_without_timm_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(BadInput, match=r"timm cannot be imported .*pip install 'torchcaps\[timm\]'"):
         TimmCapsNet()
 
 
 @needs_timm
-def test_the_features_are_those_of_timm(weights):
+def test_the_features_equal_those_of_timm(weights):
     """Normalised pixels, and the feature map with the stride 8, computed by the network of timm itself."""
     file, network = weights
     model = TimmCapsNet((3, 64, 48), 4, backbone="test_resnet", stride=8).eval()
@@ -64,7 +64,7 @@ def test_a_frozen_backbone_does_not_change():
 
 
 @needs_timm
-def test_what_is_refused(weights, tmp_path):
+def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
     def refuse(says, **options):
         with pytest.raises(BadInput, match=says):
             TimmCapsNet(**{"image_shape": (3, 64, 64), "backbone": "test_resnet", **options})
