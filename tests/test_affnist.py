@@ -1,4 +1,4 @@
-"""Digits under affine maps, and affNIST's own files: read as SciPy reads them, damaged ones refused."""
+"""Random affine transforms of digits, and affNIST's files: valid files are read, and damaged files are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and tell no time of ways that disagree."""
+"""The benchmarks: rows of results, peak memory, and the check that implementations agree before they are timed."""
 
 import csv
 import sys

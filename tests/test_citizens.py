@@ -1,4 +1,4 @@
-"""Models as citizens of PyTorch: the meta device, torch.compile, torch.export, ONNX, torch.func, half precision."""
+"""Models work with PyTorch's tools: the meta device, torch.compile, torch.export, ONNX, torch.func, half precision."""
 
 import copy
 import io
@@ -56,7 +56,7 @@ def images(batch=2):
 
 
 def same(found, right):
-    """To the bit; scores, capsules and reconstruction."""
+    """Return whether the scores, capsules and reconstructions of two predictions are bit-identical."""
     leaves = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(right), strict=True)
     return all(one is other or torch.equal(one, other) for one, other in leaves)
 
@@ -120,7 +120,7 @@ OTHERS = [name for name in NETWORKS if name != "capsnet"]
     "names", [["capsnet"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["capsnet", "others"]
 )
 def test_models_compile_to_one_graph_for_any_batch_size(names):
-    """In a process of its own: the run-time check of types cannot be traced."""
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"""
 import torch
 from torchcaps import Routing, create_model
@@ -150,7 +150,7 @@ for name, options in { ({name: SMALL.get(name, {}) for name in names})!r}.items(
 
 
 def varied(name):
-    """A small model whose scores differ: the initial weights of some networks are zero."""
+    """Create a small model and replace weights that are all zero by random ones, so that the scores differ."""
     model = small(name)
     for weights in model.parameters():
         if not weights.any():
@@ -176,7 +176,7 @@ def test_a_model_in_channels_last_format_gives_the_same_scores(name):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_model_in_double_precision_never_rounds_to_single_precision(name):
-    """Its derivative in a random direction is that of differences, to more digits than single precision has."""
+    """The derivative in a random direction equals a finite difference, to more digits than single precision has."""
     model, batch = varied(name).double(), images().double()
     for module in model.modules():
         if "backend" in getattr(module, "options", {}):
@@ -217,7 +217,7 @@ def test_models_in_half_precision_give_finite_predictions(name, dtype):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_gradient_of_an_image_does_not_depend_on_its_batch(name):
-    """Also in a batch of one, where BatchNorm of torch 2.13 on CPUs computes wrong gradients for some strides."""
+    """This includes a batch of one: for some strides, BatchNorm of torch 2.13 then computes wrong gradients on CPUs."""
     model, batch = varied(name).double(), images(3).double().requires_grad_()
     (together,) = torch.autograd.grad(model(batch).scores.square().sum(), batch)
     for index in range(3):
@@ -296,7 +296,7 @@ def test_fused_operators_report_about_as_many_flops_as_the_reference(rule, routi
 
 
 def has_fused(program):
-    """Whether a fused operator is in a program; autocast regions are graphs of their own."""
+    """Return whether a program contains a fused operator, also in the subgraphs of its autocast regions."""
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return any("torchcaps" in str(node.target) for graph in graphs for node in graph.nodes)
 

@@ -1,4 +1,4 @@
-"""Class weights: in every loss, with mixup, and in a training on twenty images of one class per image of another."""
+"""Class weights: in every loss, with mixup, and in a training run with twenty times as many images of one class."""
 
 import inspect
 import json
@@ -62,7 +62,7 @@ def test_mixup_multiplies_the_loss_of_each_of_the_two_classes_by_its_weight():
 
 
 def rare(count, seed):
-    """Grey images: one in 21 is of the rare class, which is brighter on average."""
+    """Grey images of two classes: one image in 21 is of the class rare, whose images are brighter on average."""
     generator = torch.Generator().manual_seed(seed)
     labels = (torch.arange(count) % 21 == 0).long()
     brightness = 100 + 60 * labels + 25 * torch.randn(count, generator=generator)

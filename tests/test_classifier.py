@@ -1,4 +1,4 @@
-"""A saved network answers as it did when it was saved: weights, options, routing rule, classes and preparation."""
+"""A saved network is loaded with its weights, options, routing rule, class names and preparation of images."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line with exit code 2 for every bad input."""
+"""The command line: what it prints, and that every bad input gives exit code 2 and an error of one line."""
 
 import gzip
 import json
@@ -255,7 +255,7 @@ def test_evaluate_averages_the_scores_of_several_runs(call, refused, finished, t
     run, other = finished[0], shutil.copytree(finished[0], tmp_path / "other")
     network = Classifier.from_pretrained(other)
     network.model.class_capsules.transform.data = network.model.class_capsules.transform.data.flip(2)
-    network.save_pretrained(other)  # it takes each class for the other
+    network.save_pretrained(other)  # this network confuses the two classes
     errors = []
     for runs in ([run], [run, other, other]):
         code, out, error = call("evaluate", *runs)

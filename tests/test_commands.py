@@ -1,4 +1,4 @@
-"""The commands `recipes` and `predict`, the version, and where experiments write."""
+"""The commands `recipes` and `predict`, the option `--version`, and the folder for results of experiments."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""Images in memory, the IDX format, the named datasets and the splits."""
+"""Images in memory, the datasets with a name, and the splits."""
 
 import gzip
 import os
@@ -38,7 +38,7 @@ from torchcaps.errors import DataWarning
 
 
 def numbered(labels: list[int], classes: int) -> Images:
-    """One-pixel images whose pixel is their own index."""
+    """Images of one pixel; the value of the pixel is the index of the image."""
     pixels = torch.arange(len(labels), dtype=torch.uint8).reshape(-1, 1, 1, 1)
     return Images(pixels, torch.tensor(labels), tuple(f"class {i}" for i in range(classes)))
 
@@ -59,7 +59,7 @@ def test_images_have_a_length_a_shape_and_subsets():
 
 
 def test_images_that_do_not_fit_together_are_refused(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it: no checker comes first
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, without run-time type checks
     pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
     with refused("2 images but 1 labels"):
         Images(pixels, labels[:1], ("a", "b"))
@@ -130,7 +130,11 @@ def test_cut_with_the_same_seed_gives_the_same_parts():
     images = numbered([i % 3 for i in range(90)], 3)
     assert indices(cut(images, 0.2, seed=5)[1]) == indices(cut(images, 0.2, seed=5)[1])
     assert indices(cut(images, 0.2, seed=5)[1]) != indices(cut(images, 0.2, seed=6)[1])
-    assert indices(cut(numbered([0] * 10, 1), 0.3, seed=0)[1]) == [1, 2, 3]  # for all time, on every machine
+    assert indices(cut(numbered([0] * 10, 1), 0.3, seed=0)[1]) == [
+        1,
+        2,
+        3,
+    ]  # must be the same in every version and on every machine
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 2**40))

@@ -1,4 +1,4 @@
-"""What the documentation tells people to run, runs."""
+"""The code, links, tables and commands on the pages of the documentation."""
 
 import json
 import re
@@ -24,7 +24,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path):
-    """One after the other, in a process of its own: the run-time check of types cannot be traced."""
+    """The blocks of a page run one after another in one new process, because torch.compile cannot trace type checks."""
     blocks = BLOCKS[page]
     (tmp_path / "weights").symlink_to(ROOT / "weights")
     done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine: one that serves, cuts, ignores Range, lies or has nothing."""
+"""Downloads from a real server on this machine, which can break connections, ignore Range, or send wrong bytes."""
 
 import gzip
 import re
@@ -21,7 +21,7 @@ ZIPPED = gzip.compress(CONTENT)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`/<manner>/<file>` serves `server.files[file]` in that manner."""
+    """Answer the request `/<manner>/<file>` with `server.files[file]`, in a manner such as `good` or `absent`."""
 
     def do_GET(self):
         _, manner, file = self.path.split("/")
@@ -68,7 +68,7 @@ def server():
 
 @pytest.fixture
 def get(server, tmp_path):
-    """Download `file` in each manner in turn as mirrors; the path."""
+    """Return a function that downloads `file`, with one mirror for each of the given manners, and returns its path."""
 
     def run(*manners: str, file: str = "raw", right: str = RIGHT):
         path = tmp_path / "data" / file

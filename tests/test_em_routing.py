@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def rule(options):
-    """A child is as active as its pose is long; β is the same for all parent types."""
+    """EM routing with the same β for all parent types; the activation of a child grows with the length of its pose."""
 
     def run(pose, transform, routing_map):
         activation = pose.square().sum(dim=(-2, -1)).tanh()
@@ -40,7 +40,7 @@ def rule(options):
 
 
 def problem(routing_map, seed=0, dtype=torch.float64, sizes=(2, 3, 4), rows=2):
-    """A case, the activations of its children (some 0, some 1) and β."""
+    """A random case, the activations of its children (some 0, some 1), beta_u and beta_a."""
     case = random_case(MAPS[routing_map], seed, dtype, sizes, rows)
     activation = (3 * torch.rand(case.pose.shape[:3], dtype=dtype) - 1).clamp(0, 1)
     beta_u, beta_a = torch.randn(2, sizes[2], dtype=dtype)
@@ -48,10 +48,10 @@ def problem(routing_map, seed=0, dtype=torch.float64, sizes=(2, 3, 4), rows=2):
 
 
 def check_properties(options, case):
-    """In float32 with a floor as wide as the votes are apart and two passes at most.
+    """Check the properties of a routing rule; in float32, with a variance floor of 1 and at most two passes.
 
-    A parent midway between two votes stands on a saddle: each further pass multiplies the rounding of the one before
-    by up to thirty, and after five of them no bound is left that an error in the code would not keep as well.
+    If a parent lies midway between two votes, each further pass can multiply rounding errors by thirty. After five
+    passes in float32, rounding errors could therefore not be told from a wrong rule.
     """
     chosen = dict(OPTIONS[options])
     if case.pose.dtype == torch.float32:
@@ -155,7 +155,7 @@ def test_identical_votes_give_a_parent_with_this_pose(options):
 
 
 def clusters():
-    """Twelve children vote for two parents; nine of the votes for the first agree, those for the second scatter."""
+    """Twelve children vote for two parents. For the first parent, nine votes agree; for the second, none agree."""
     torch.manual_seed(0)
     pose = torch.eye(4, dtype=torch.float64).expand(1, 12, 1, 4, 4)
     transform = 3 * torch.randn(12, 1, 2, 4, 4, dtype=torch.float64)
@@ -189,7 +189,7 @@ def test_a_single_child_needs_a_variance_floor():
 
 
 def test_class_activations_saturate_without_normalise_data():
-    """The class layer of the 64/8/16/16 net in Gritzman's size: 5·5·16 children over 5 parents."""
+    """The class layer has the size of Gritzman's 64/8/16/16 network: 5·5·16 children and 5 parents."""
     case = random_case(RoutingMap.shared(25), seed=4, dtype=torch.float64, sizes=(2, 16, 5), rows=4)
     fair = rule({})(*case)[0].activation
     saturated = rule({"normalise_data": False})(*case)[0].activation
@@ -233,7 +233,7 @@ def test_beta_is_learned_and_saved_by_the_module():
 
 
 def test_a_parent_with_tiny_couplings_has_the_same_mean_in_float32_and_float64():
-    """Every child prefers the first parent by hundreds of nats; the second still has the mean of what it gets."""
+    """The logits of every child favour the first parent by hundreds, so the couplings to the second parent are tiny."""
     children, transform, routing_map = clusters()
     transform[:, 0, 0] = 1.0
     zero = torch.zeros(2, dtype=torch.float64)
@@ -252,7 +252,7 @@ BACKENDS = ["reference", *(["fused"] if _cpu is not None else [])]
 @pytest.mark.parametrize("routing_map", [name for name in MAPS if name != "no-edges"])
 @pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
 def test_children_with_tiny_activations_give_the_same_parents_in_float32_and_float64(faint, routing_map, backend):
-    """In float32, down to its smallest normal number; each parent has children of its own brightness."""
+    """In each image, other children have tiny activations, down to the smallest normal number of float32."""
     case = random_case(MAPS[routing_map], 5, torch.float64, rows=2)
     activation = torch.rand(case.pose.shape[:3], dtype=torch.float64).clamp_min(0.2)
     activation[0] = activation[0] * faint

@@ -1,4 +1,4 @@
-"""The estimate before a training: what it says, and that it changes nothing."""
+"""The estimate before a training run: its text and numbers, and that it does not change the result of the training."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def module(name="cnn-baseline-mnist", **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"mixup": "0.2"}, {"gradient_clip": "0.1", "optimizer": "radam"}])
 def test_an_estimate_changes_neither_weights_nor_random_numbers(settings):
-    """Of a network with dropout, and of mixup: both draw random numbers in every step."""
+    """The network has dropout and the recipe has mixup, because both draw random numbers in every step."""
     one = module(**settings)
     before, state = {name: value.clone() for name, value in one.state_dict().items()}, torch.get_rng_state()
     found = estimate(one, SPLITS, 2)
@@ -69,7 +69,7 @@ def test_the_state_consists_of_weights_gradients_and_two_moments_of_adam():
 
 
 def test_a_larger_batch_needs_more_memory():
-    """More by what PyTorch allocates: the convolutions of the pooled network keep 0.6 MB per image."""
+    """The convolutions of this network save 0.6 MB per image for the backward pass."""
     small, large = (estimate(module("pooled-cnn-mnist", batch_size=size), SPLITS, 1) for size in ("2", "60"))
     assert large.step_bytes - small.step_bytes > 20e6
 
@@ -127,7 +127,7 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
 
 
 def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(call, images, monkeypatch):
-    """With a limit below the size of a small network."""
+    """The limits are lowered below the size and the time of a small network."""
     words = (
         "train",
         "capsnet-mnist",

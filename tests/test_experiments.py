@@ -1,4 +1,4 @@
-"""Experiments: what they measure, that they go on where they were, and what they write."""
+"""Experiments: their measurements, their recipes, their continuation after an interruption, and their reports."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ from torchcaps.training import fit
 
 
 def plain_images(count: int = 40, classes: int = 10) -> Images:
-    """Images that are as bright as their label."""
+    """Images of constant brightness, which is proportional to the label."""
     labels = torch.arange(count) % classes
     pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8)
     return Images(pixels.contiguous(), labels, tuple(str(label) for label in range(classes)))

@@ -1,4 +1,4 @@
-"""The explorer in a real Chromium: `make test-browser`."""
+"""The page of `torchcaps explore` in a real Chromium; `make test-browser` runs these tests."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ ANSWER = "document.querySelector('#message').innerText.includes('{}')"
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A server with the weights of the repository and a network with a decoder."""
+    """Serve the weights of the repository and a network with a decoder; return the address."""
     from torchcaps import CapsNet, Classifier, Preparation
 
     folder = tmp_path_factory.mktemp("explore")
@@ -60,7 +60,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, address):
-    """The page, and at the end: nothing was asked of another address, and no error was logged."""
+    """Open the page; at the end, check that it requested no other address and logged no error."""
     page = browser.new_page(viewport={"width": 1400, "height": 1200})
     asked, errors = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -72,7 +72,7 @@ def page(browser, address):
     yield page
     hosts = {re.match(r"\w+://([^/]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}
     assert hosts == {address.removeprefix("http://")}
-    assert [error for error in errors if "aborted" not in error] == []  # of requests that a new address ended
+    assert [error for error in errors if "aborted" not in error] == []  # a new address aborts requests
     page.close()
 
 
@@ -102,7 +102,7 @@ def draw_one(page) -> None:
 
 def prediction_of(page, words: str) -> str:
     page.wait_for_function(ANSWER.format(words), timeout=20_000)
-    return page.locator("#message").inner_text().splitlines()[-1]  # above it, Gradio's progress
+    return page.locator("#message").inner_text().splitlines()[-1]  # the lines above show Gradio's progress
 
 
 def test_drawing_switching_the_rule_attacking_and_saving_work(page, tmp_path):

@@ -1,4 +1,4 @@
-"""Classifiers as files for other programs: the same scores for any batch, from stored pixels."""
+"""Exported files take stored pixels and give the same scores as the classifier, for any batch size."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def scores_of_file(file, images):
 
 
 def check(classifier, file):
-    """The file gives the classifier's scores for one image and for many, whatever batch it was traced with."""
+    """Check that the exported file gives the classifier's scores for batches of one, two and seven images."""
     found = export_classifier(classifier, file, file.suffix[1:])
     assert found.largest_difference < 1e-4
     assert found.same_classes == found.images == 6
@@ -139,7 +139,7 @@ def test_a_pt2_file_contains_fused_operators_and_an_onnx_file_contains_none(tmp_
 
 
 def test_a_network_whose_exported_scores_differ_is_not_written(tmp_path):
-    """A network whose scores depend on the other images of its batch: the classifier sees one image at a time."""
+    """The scores of this network depend on the other images of a batch; the classifier runs one image at a time."""
     classifier = classifier_of("pooled-cnn", preparation=Preparation())
     trunk = classifier.model.trunk
     classifier.model.trunk = torch.nn.Sequential(trunk, torch.nn.BatchNorm2d(128, track_running_stats=False))
@@ -167,7 +167,7 @@ def test_the_command_writes_the_file_and_prints_the_largest_difference(format, c
 
 
 def test_the_command_compares_scores_on_validation_images(command, finished, images, tmp_path):
-    """From a run folder the validation images are those of the run; from published weights, any dataset will do."""
+    """For a run folder, these are the validation images of the run; for published weights, those of any dataset."""
     pytest.importorskip("onnxruntime")
     folder, _ = finished
     done = command("export", folder, "--out", tmp_path / "model.onnx", "--data", images)

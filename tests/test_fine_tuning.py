@@ -18,7 +18,7 @@ OF_CLASSES = {"class_capsules.transform", "decoder.layers.0.weight"}
 
 @pytest.fixture
 def three(images, tmp_path):
-    """Images of three classes: those of the finished run and one more."""
+    """Images of three classes: the two classes of the finished run and one more class."""
     folder = shutil.copytree(images, tmp_path / "three")
     shutil.copytree(images / "left", folder / "middle")
     return folder

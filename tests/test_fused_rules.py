@@ -1,4 +1,4 @@
-"""Rules on the fused kernels against the same rules on written votes: outputs and every gradient."""
+"""On the fused kernels, every rule has the same outputs and gradients as with materialised votes."""
 
 import copy
 
@@ -27,7 +27,7 @@ def instruction_set(request):
 
 
 def both(name, routing_map, parent_types):
-    """A rule in evaluation mode, fused and by the reference, with parameters that are not those of the start."""
+    """Create a rule with random parameters in evaluation mode, once with the fused backend, once with the reference."""
     shape = LayerShape(routing_map.transforms, 3, parent_types, (ROWS, INNER), (ROWS, COLUMNS))
     rule = ROUTINGS[name].for_layer(shape).double().eval()
     for parameter in rule.parameters():
@@ -39,7 +39,7 @@ def both(name, routing_map, parent_types):
 
 
 def everything(rule, tensors, routing_map):
-    """Pose and activation of the parents; the gradients of children, transform and the rule, of a random weighting."""
+    """Poses and activations of the parents, and the gradients of a random sum of them for all inputs and parameters."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     parents = rule(Capsules(*leaves[:2]), leaves[2], routing_map)
     random = torch.Generator().manual_seed(1)
@@ -152,7 +152,7 @@ def test_couplings_have_the_gradients_of_the_reference():
 
 
 def three_passes(votes):
-    """Moments of three passes; each agreement depends on the pass before."""
+    """Compute the moments of three passes; the agreement of a pass depends on the moments of the previous pass."""
     agreement, found = None, []
     for _ in range(3):
         found.append(votes.moments(agreement))
@@ -161,7 +161,7 @@ def three_passes(votes):
 
 
 def of_votes(loss, backend, passes=3, **options):
-    """The gradients of children and transform, of what a loss makes of three passes over the votes."""
+    """Compute the gradients of pose, activation and transform for a loss of three passes over the votes."""
     torch.manual_seed(2)
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     votes = Votes(*leaves, MAPS["conv"], passes=passes, backend=backend, **options)
@@ -226,7 +226,7 @@ def test_rules_with_activation_checkpointing_have_the_same_gradients(name, use_r
 
 @pytest.mark.parametrize("routing_map", MAPS)
 def test_none_of_the_above_with_competition_among_types_equals_plain_loops(routing_map):
-    """Softmax over the types at one site and a further logit 0, in plain loops; fused and by the reference."""
+    """Each softmax runs over the types at one site and one more logit 0; tested fused and with the reference."""
     routing_map = MAPS[routing_map]
     pose, activation, transform, *_ = full_problem(routing_map, 3, POSE)
     linear = 0.3 * torch.randn(3, routing_map.parent_sites, 3, ROWS, COLUMNS).double()

@@ -1,4 +1,4 @@
-"""Generative routing: its paper's procedure in plain loops, the laws, gradients, and a few steps of training."""
+"""Generative routing: the procedure of its paper, the properties of a routing rule, gradients, and training steps."""
 
 import math
 
@@ -13,7 +13,7 @@ from torchcaps.routing.generative import GenerativeRouting
 
 
 def random_rule(transform, **options):
-    """A rule for a transform ``[K, C, J, Q, N]``, of its dtype, with random β."""
+    """Create a rule with random β, in the dtype and for the sizes of a transform ``[K, C, J, Q, N]``."""
     rule = GenerativeRouting(*transform.shape[:3], **options).to(transform.dtype)
     generator = torch.Generator().manual_seed(4)
     for beta in rule.parameters():
@@ -22,7 +22,7 @@ def random_rule(transform, **options):
 
 
 def as_function(rule):
-    """The form of `laws`; the activation is smooth, and 0 for a pose of 0."""
+    """Turn the rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = -torch.expm1(-pose.square().sum(dim=(3, 4)))
@@ -32,7 +32,7 @@ def as_function(rule):
 
 
 def heinsen_in_loops(case, activation, rule):
-    """Heinsen 2019 on plain lists: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
+    """Heinsen 2019 in plain loops: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
     edges = case.routing_map.edges.tolist()
     m, a, w = case.pose.tolist(), activation.tolist(), case.transform.tolist()
     beta_use, beta_ignore = rule.beta_use.tolist(), rule.beta_ignore.tolist()
@@ -111,7 +111,7 @@ def test_generative_routing_equals_the_procedure_of_its_paper(routing_map, rows,
 @settings(max_examples=25)
 @given(cases())
 def test_generative_routing_has_the_properties_of_a_routing_rule(case):
-    # In float32 the floor of 1e-5 turns the rounding of one vote into 2e-4 of a pose, and no law is told from that.
+    # In float32, a variance floor of 1e-5 magnifies the rounding error of a vote to an error of 2e-4 in a pose.
     route = as_function(random_rule(case.transform, variance_floor=1e-5 if case.pose.dtype == torch.float64 else 0.1))
     with torch.no_grad():
         laws.samples_are_independent(route, case)
@@ -124,8 +124,8 @@ def test_generative_routing_has_the_properties_of_a_routing_rule(case):
 @settings(max_examples=25)
 @given(cases())
 def test_the_order_of_children_and_parents_does_not_matter(case):
-    # β belongs to a transform, a child type and a parent type: of types in another order, β is in that order too. The
-    # laws of `laws` move the transform alone, so that they hold where β is the same for all types.
+    # β depends on transform, child type and parent type. The checks in `torchcaps.testing` change the order of types in
+    # the transform only, so they hold only if β is the same for all types.
     rule = random_rule(case.transform, variance_floor=0.1)
     for beta in rule.parameters():
         beta.data = beta.data[:, :1, :1].expand_as(beta).clone()

@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+"""The Triton kernels against the reference: on a GPU if there is one, otherwise in Triton's interpreter on the CPU."""
 
 import os
 import subprocess
@@ -38,8 +38,10 @@ CHILDREN = ("pose", "activation", "transform")
 
 @pytest.fixture(scope="module")
 def device():
-    """Where the kernels run. The interpreter reads their source: they are imported without what the run-time check of
-    types puts around a function; and the operators are told to take them for the CPU too."""
+    """The device of the kernels: a GPU, or the CPU with Triton's interpreter, which reads the source of the kernels.
+
+    For the interpreter, the kernels are imported without type checks, and the operators are registered for the CPU.
+    """
     if torch.cuda.is_available():
         yield "cuda"
         return
@@ -59,7 +61,7 @@ def device():
 
 
 def prepare_once(patch):
-    """The interpreter prepares a module at every call of a function from it: half of its time."""
+    """Let Triton's interpreter prepare each module only once; preparing it at every call takes half of the time."""
     interpreter, prepared = import_module("triton.runtime.interpreter"), set()
 
     def call(function, *arguments, **options):
@@ -72,7 +74,7 @@ def prepare_once(patch):
 
 
 class Fused:
-    """What `Votes` does, by the operators."""
+    """The same interface as `Votes`, computed by the operators."""
 
     def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
         self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
@@ -96,7 +98,7 @@ class Fused:
 
 
 def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
-    """Children, transforms and an agreement, by name, in float64."""
+    """Pose, activation, transform and the parts of an agreement, keyed by name, in float64."""
     rows, _, columns = POSES[pose]
     pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSES[pose], child_types, batch)
     parents = (batch, routing_map.parent_sites, parent_types)
@@ -108,7 +110,7 @@ def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
 
 
 def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64, **options):
-    """What a rule gives, and the gradients of all tensors, of a random weighting."""
+    """Return the outputs of a rule, and the gradients of a random sum of the outputs for all tensors."""
     statistics = torch.promote_types(dtype, torch.float32)
     leaves = {
         name: x.to(device, dtype if name in CHILDREN else statistics, copy=True).requires_grad_()
@@ -148,7 +150,7 @@ def constant_couplings(votes, agreement):
 
 
 def as_in_em(votes, agreement):
-    """Three passes in one sweep; the last does not see the second one's mass."""
+    """Three passes that share one sweep; the loss does not depend on the mass of the second pass."""
     first = votes.moments()
     variance = first.variance + 0.1
     constant = torch.log1p(first.mass) - 0.5 * variance.log().sum(dim=(3, 4))
@@ -159,7 +161,7 @@ def as_in_em(votes, agreement):
 
 
 def as_in_dynamic_routing(votes, agreement):
-    """Sums, squashed: the loss reaches the middle pass through its mean alone, and the last one's variance is not."""
+    """Three passes without variance; the loss depends on the second pass through its mean only."""
     even = votes.moments(variance=False)
     parents = torch.tanh(even.mass[..., None, None] * even.mean)
     middle = votes.moments(Agreement(linear=parents), variance=False)
@@ -168,7 +170,7 @@ def as_in_dynamic_routing(votes, agreement):
 
 
 def last_alone(votes, agreement):
-    """The loss does not reach the first pass."""
+    """Two passes; no gradient flows to the first pass."""
     found = votes.moments()
     return votes.moments(Agreement(quadratic=0.5 / (found.variance.detach() + 0.1), centre=found.mean.detach()))
 
@@ -184,7 +186,7 @@ def test_every_routing_map_equals_the_reference(device, routing_map, competition
 
 @pytest.mark.parametrize(("pose", "parent_types"), [("vector", 1), ("matrix", 5), ("odd", 5), ("matrix", 17)])
 def test_votes_of_every_shape_equal_the_reference(device, pose, parent_types):
-    """A batch of five votes of 4×4 for 17 parents is cut into blocks of samples and of parent types."""
+    """A batch of five with votes of 4×4 for 17 parent types is larger than one block of the kernels."""
     compare(device, problem(SMALL, parent_types, pose, batch=5), SMALL, one_pass)
 
 
@@ -212,7 +214,7 @@ def test_several_passes_equal_the_reference(device, rule, competition):
 
 @pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
 def test_rules_equal_the_reference(device):
-    """By `Votes`, as a layer routes."""
+    """The rules call `Votes`, as in a layer."""
     tensors, results = full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2), []
     for backend, where in (("fused", device), ("reference", "cpu")):
         leaves = [x.to(where, copy=True).requires_grad_() for x in tensors]
@@ -271,13 +273,13 @@ def test_children_with_tiny_activations_have_the_right_moments(device, faint):
     found = everything(Fused, case, SMALL, one_pass, device, torch.float32, **options)
     for index, (one, right) in enumerate(zip(found, exact, strict=True)):
         is_of_activation = index == 4
-        if is_of_activation and faint == 1e-37:  # beyond float32
+        if is_of_activation and faint == 1e-37:  # the gradient is too large for float32
             continue
         assert far(one, right) < 1e-3
 
 
 def test_a_parent_with_couplings_too_small_for_float32_has_the_right_moments(device):
-    """A parent whose couplings float32 has no numbers for: log c of about -300."""
+    """The logarithms of the couplings are about -300, so the couplings themselves are 0 in float32."""
     case = problem(SMALL)
     case["constant"][..., 1] -= 300
     exact = everything(Reference, case, SMALL, one_pass)
@@ -321,7 +323,7 @@ def test_sums_over_many_children_equal_the_reference(device):
 
 
 def test_all_kernels_compile_for_gpus(tmp_path):
-    """Down to machine code, without a GPU: the interpreter lets more pass than the compiler."""
+    """Compiles to machine code without a GPU, because the compiler rejects code that the interpreter accepts."""
     script = """
 import torch
 from triton import JITFunction

@@ -1,4 +1,4 @@
-"""Capsules on the feature maps of any network: every rule, any size, gradients for the backbone, one graph."""
+"""Capsule heads on feature maps of any network: every rule, any size, gradients of the backbone, one compiled graph."""
 
 import subprocess
 import sys
@@ -103,7 +103,7 @@ def test_features_of_another_shape_are_refused():
 
 
 def test_backbone_and_head_compile_to_one_graph():
-    """In a process of its own: the run-time check of types cannot be traced."""
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""The rules of the house: floors, imports, and how little importing the library costs."""
+"""Rules for the source code: the layers of modules, the length of files, and the cost of importing the library."""
 
 import ast
 import inspect
@@ -102,7 +102,7 @@ def test_no_file_is_longer_than_400_lines():
 
 
 def words_of(path):
-    """Classes and strings that a Python file names, but no docstrings; all words of C++, but no pragmas."""
+    """Names of classes and strings in a Python file, without docstrings; all words of a C++ file, without pragmas."""
     if path.suffix != ".py":
         return set(re.findall(r"\w+", re.sub("#pragma.*", "", path.read_text())))
     nodes = [*ast.walk(ast.parse(path.read_text()))]
@@ -114,7 +114,7 @@ def words_of(path):
 
 @pytest.mark.parametrize("name", torchcaps.ROUTINGS)
 def test_a_rule_is_named_only_in_its_own_file_and_in_the_table_of_rules(name):
-    """What builds the papers' networks and compares them may name the papers' rules; no kernel names any."""
+    """Benchmarks, experiments, models and recipes may also name the rules of the papers that they reproduce."""
     rule = torchcaps.ROUTINGS[name]
     own = Path(inspect.getfile(rule)).relative_to(ROOT).as_posix()
     places = {own, "__init__.py", "routing/__init__.py", "routing/choice.py"}

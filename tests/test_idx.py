@@ -1,4 +1,4 @@
-"""The format of MNIST."""
+"""The IDX format of MNIST's files."""
 
 import gzip
 import struct
@@ -48,7 +48,7 @@ def test_read_idx_refuses_damaged_files(tmp_path):
     path = tmp_path / "labels.gz"
     zipped = gzip.compress(idx(np.arange(200)))
     corrupt = bytearray(zipped)
-    corrupt[-8] ^= 1  # in the CRC: all bytes are there, and one lies
+    corrupt[-8] ^= 1  # changes the checksum of gzip; no byte is missing
     for stored in (zipped[:-1], zipped[:20], zipped[:2], bytes(corrupt), zipped + b"rubbish"):
         path.write_bytes(stored)
         with refused(str(path), "download it again"):

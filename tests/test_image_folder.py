@@ -1,4 +1,4 @@
-"""Folders of real image files, made by Pillow."""
+"""Folders of real image files, written by Pillow."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""What a person should know of a folder of images: it is told, or refused."""
+"""Warnings and errors about folders of images."""
 
 import os
 
@@ -25,7 +25,7 @@ def test_skipped_files_and_folders_are_named(tmp_path):
         load_splits(str(tmp_path), tmp_path)
 
 
-def test_a_warning_lists_only_the_most_frequent_endings(tmp_path):
+def test_a_warning_lists_only_some_of_many_file_endings(tmp_path):
     tree(tmp_path)
     for i in range(100):
         (tmp_path / "cat" / f"scan.{i:03}").write_text("")

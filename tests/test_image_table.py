@@ -1,4 +1,4 @@
-"""Tables of images: CSV files, Parquet files and saved Hugging Face datasets, written by their own libraries."""
+"""Tables of images: CSV files, and Parquet files and saved datasets written by Hugging Face datasets."""
 
 import io
 
@@ -26,7 +26,7 @@ def write(path, *lines, encoding="utf-8"):
 
 
 def listed(root, **options):
-    """The images of a folder as lines of a table."""
+    """List the images of a folder as lines of a CSV file: path and label."""
     return [f"{path.relative_to(root)},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
 
 
@@ -217,7 +217,7 @@ def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
 
 
 def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):
-    """`load_image_table` returns none, so a damaged one does not matter."""
+    """`load_image_table` returns no validation images, so it ignores damaged ones."""
     tree(tmp_path, count=6)
     lines = [f"{line},{name}" for line, name in zip(listed(tmp_path), [*SPLITS, *SPLITS] * 2, strict=True)]
     table = write(tmp_path / "photos.csv", "path,label,split", *lines)

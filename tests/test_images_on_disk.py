@@ -26,7 +26,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def odd_folder(root):
-    """Files of all modes and formats, rotated, transparent and animated, with a 12-bit image."""
+    """A folder with images of all modes and formats, also rotated, transparent, animated and 12-bit images."""
     random = np.random.default_rng(0)
     colour = Image.fromarray(random.integers(0, 256, (9, 14, 3), dtype=np.uint8))
     turned = Image.Exif()

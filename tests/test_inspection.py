@@ -1,4 +1,4 @@
-"""Support of classes in an image, pass by pass; the explorer without its page."""
+"""The support of classes in an image in each routing pass, and the explorer without its page."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -87,7 +87,7 @@ def test_recording_does_not_change_scores_and_removes_its_hooks():
 
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
 def test_positions_of_feature_maps_are_the_centres_of_receptive_fields(name):
-    """The centre of the pixels that a site depends on, by the gradient of its features."""
+    """The gradient of the features of a site shows which pixels are in its receptive field."""
     model = create_model(name, image_shape=(1, 40, 40), num_classes=3, **SMALL.get(name, {})).double().eval()
     image = torch.rand(1, 1, 40, 40, dtype=torch.double, requires_grad=True)
     with recorded(model) as layers, inspection._feature_maps(model, layers) as maps:

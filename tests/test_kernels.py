@@ -1,4 +1,4 @@
-"""The fused kernels against the reference: outputs and every gradient."""
+"""The fused kernels have the same outputs and gradients as the reference."""
 
 from itertools import product
 
@@ -24,7 +24,7 @@ POSES = {"matrix": (4, 4, 4), "vector": (1, 8, 16), "odd": (3, 2, 5)}
 
 
 def everything(tensors, routing_map, dtype=torch.float64, **options):
-    """Mean and activation of the parents and the gradients of all five tensors, of a random weighting of both."""
+    """Pose and activation of the parents, and the gradients of a random sum of both for all five inputs."""
     leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
     parents = em_routing(Capsules(*leaves[:2]), leaves[2], routing_map, *leaves[3:], **options)
     random = torch.Generator().manual_seed(1)
@@ -35,7 +35,7 @@ def everything(tensors, routing_map, dtype=torch.float64, **options):
 
 
 def where_on(results, activation):
-    """Without the activation gradients of children that are off: of a starved parent they are as large as e^60."""
+    """Set the activation gradients of inactive children to 0; for a parent with little mass, they can reach e^60."""
     return [*results[:3], results[3] * (activation > 0), *results[4:]]
 
 
@@ -66,7 +66,7 @@ def test_em_equals_the_reference(routing_map, pose, parent_types):
 
 @pytest.fixture
 def best_instruction_set():
-    """Back to the widest vectors after a test that tries them all."""
+    """Select the widest vector instructions again after a test that tries all instruction sets."""
     yield
     _cpu.use(cpu_instruction_sets()[0])
 
@@ -74,7 +74,7 @@ def best_instruction_set():
 @pytest.mark.usefixtures("best_instruction_set")
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
 def test_em_in_float32_has_at_most_twice_the_error_of_the_reference(routing_map, pose):
-    """In the geometric mean of 27 problems: of a few, both errors are chance."""
+    """Errors are averaged geometrically over 27 problems, because the errors of a few problems depend on chance."""
     ratios = {name: [] for name in cpu_instruction_sets()}
     for _ in range(27):
         case = full_problem(MAPS[routing_map], 16, POSES[pose])
@@ -109,7 +109,7 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
 @settings(max_examples=10_000)
 @given(cases(), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from(["logistic", "mixing"]))
 def test_ten_thousand_random_problems(case, scale, form):
-    """In float64, where the reference's own error is small, and before a saddle magnifies it: see test_em_routing."""
+    """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`."""
     pose, transform = scale * case.pose.double(), scale * case.transform.double()
     activation = (3 * torch.rand(pose.shape[:3]) - 1).clamp(0, 1).double()
     betas = torch.randn(2, transform.shape[2]).double()
@@ -119,7 +119,7 @@ def test_ten_thousand_random_problems(case, scale, form):
         em = everything(tensors, case.routing_map, backend=backend, **options)
         results.append(where_on(em, activation) + dynamic((pose, transform), case.routing_map, backend=backend))
     for found, right in zip(*results, strict=True):
-        nothing = found.norm() < 1e-12 and right.norm() < 1e-12  # 0, but for the rounding of either
+        nothing = found.norm() < 1e-12 and right.norm() < 1e-12  # both are 0 up to rounding errors
         assert nothing or far(found, right) < 1e-9
 
 
@@ -139,7 +139,7 @@ def test_parents_with_little_mass_and_distant_votes_are_as_exact_as_the_referenc
 
 @pytest.mark.parametrize(("routing_map", "parent_types"), [("conv", 16), ("dense", 5), ("shared", 5)])
 def test_em_is_bit_identical_for_any_number_of_threads(routing_map, parent_types):
-    """With types in the lanes, and with samples: of own transforms and of shared ones."""
+    """The cases cover vectors of parent types and vectors of samples, with separate and with shared transforms."""
     case = full_problem(MAPS[routing_map], parent_types, (4, 4, 4), batch=40)
     before = torch.get_num_threads()
     try:
@@ -152,7 +152,7 @@ def test_em_is_bit_identical_for_any_number_of_threads(routing_map, parent_types
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
 
 
-def test_inputs_that_are_not_contiguous_empty_or_of_another_dtype():
+def test_strided_and_empty_inputs_are_accepted_and_bfloat16_is_refused():
     pose, activation, transform, beta_u, beta_a = full_problem(MAPS["conv"], 5, (4, 4, 4))
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
     turned = Capsules(pose.mT.contiguous().mT, activation.mT.contiguous().mT)
@@ -183,7 +183,7 @@ def test_the_gradients_of_a_single_output_equal_the_reference(part):
 
 
 def test_the_backward_pass_allocates_less_than_half_of_what_the_forward_pass_saves():
-    """Autograd would fill zeros in for the gradients of what the forward pass keeps."""
+    """Autograd must not allocate zeros as gradients of the tensors that the forward pass saves."""
     children = Capsules(torch.randn(4, 9, 1, 4, 4, requires_grad=True), torch.rand(4, 9, 1))
     betas = [torch.zeros(16) for _ in range(2)]
     parents = em_routing(children, torch.randn(4, 1, 16, 4, 4), RoutingMap.conv((3, 3), 2), *betas, backend="fused")
@@ -231,7 +231,7 @@ DYNAMIC = {
 
 
 def dynamic(tensors, routing_map, dtype=torch.float64, **options):
-    """Pose and activation of the parents and both gradients, of a random weighting of both."""
+    """Pose and activation of the parents, and the gradients of a random sum of both for pose and transform."""
     leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
     parents = dynamic_routing(*leaves, routing_map, **options)
     random = torch.Generator().manual_seed(1)
@@ -274,7 +274,7 @@ def test_dynamic_routing_in_float32_has_at_most_twice_the_error_of_the_reference
 @settings(max_examples=200)
 @given(cases(), st.sampled_from(sorted(DYNAMIC)), st.sampled_from([0.0, 1e-30, 1e-15, 1e-6, 1.0, 1e3, 1e6]))
 def test_dynamic_routing_gives_finite_values_and_gradients(case, options, scale):
-    """Where all passes are squashed: without, five of them raise huge votes to a power that overflows."""
+    """Without a squash, huge votes overflow after five passes; that case runs only with votes of normal size."""
     assume(options != "five-passes" or scale <= 1)
     found = dynamic(
         (case.pose * scale, case.transform), case.routing_map, case.pose.dtype, backend="fused", **DYNAMIC[options]

@@ -311,7 +311,7 @@ def test_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_sit
 @pytest.mark.parametrize("normalise", ["none", "plain", "affine"])
 @pytest.mark.parametrize("activation", ["length", "sigmoid"])
 def test_every_weight_of_primary_capsules_has_a_gradient(activation, normalise):
-    """DistributedDataParallel refuses a network with weights that get no gradient."""
+    """DistributedDataParallel refuses a network in which a weight gets no gradient."""
     layer = PrimaryCaps(1, 2, 3, 3, activation=activation, normalise=normalise)
     capsules = layer(torch.randn(4, 1, 5, 5))
     (capsules.pose.square().sum() + capsules.activation.square().sum()).backward()

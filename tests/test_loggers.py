@@ -1,4 +1,4 @@
-"""Loggers: their files, their names, and one line where they are missing or cannot write."""
+"""Loggers: their files, their names, and errors of one line if a logger is missing or cannot write."""
 
 import csv
 import shutil
@@ -76,7 +76,7 @@ def test_an_unknown_or_missing_logger_is_refused_before_anything_is_written(refu
 
 
 def test_a_log_that_cannot_be_written_causes_an_error_of_one_line(tmp_path):
-    """Of the CSV logger; for TensorBoard, a test fills a disk."""
+    """This test uses the CSV logger; a test in test_outputs.py fills the disk for TensorBoard."""
     logger = create_logger("csv", tmp_path, recipe_of(1))
     logger.log_metrics({"train_loss": 1.0}, 0)
     shutil.rmtree(logger.log_dir)

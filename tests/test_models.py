@@ -179,7 +179,7 @@ SMALL = {
 
 
 def has_timm():
-    """Whether timm can be imported; a torchvision that does not fit torch raises RuntimeError."""
+    """Return whether timm can be imported; a torchvision built for another version of torch raises RuntimeError."""
     try:
         import timm  # noqa: F401
     except (ImportError, RuntimeError):
@@ -354,7 +354,7 @@ def test_a_folder_without_safetensors_or_with_a_pickle_is_refused(tmp_path):
 
 
 def test_small_changes_of_images_change_initial_poses_little():
-    """Random votes around zero and sharp couplings would: the scores move with every child, and little is learned."""
+    """Random initial votes around 0 with sharp couplings would change much; such a network learns little."""
     coarse = torch.randn(64, 2, 8, 8)
     images = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic")
     changed = images + 0.01 * images.std() * torch.randn_like(images)
@@ -371,7 +371,7 @@ def test_small_changes_of_images_change_initial_poses_little():
 
 
 def test_initial_class_activations_are_not_saturated():
-    """On images that are mostly empty the votes of most children are the same, and the logistic function saturates."""
+    """If most of an image is empty, most votes are equal, and the logistic function saturates with initial_beta_a=0."""
     images = torch.zeros(32, 1, 28, 28)
     images[:, :, 10:18, 12:16] = torch.rand(32, 1, 8, 4)
 

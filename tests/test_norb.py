@@ -1,4 +1,4 @@
-"""smallNORB's format and the toys rendered in it."""
+"""The file format of smallNORB, and the rendered toys in the same format."""
 
 import gzip
 import struct
@@ -26,7 +26,7 @@ from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, 
 
 
 def write_split(folder, split="train", count=12, size=96, **changed):
-    """The three files of a split, random, with some of them replaced."""
+    """Write the three files of a split with random content, and replace some of the files."""
     random = np.random.default_rng(0)
     arrays = {
         "dat": random.integers(0, 256, (count, 2, size, size), dtype=np.uint8),
@@ -53,7 +53,7 @@ def test_written_files_are_read_back_exactly_raw_and_gzipped(shape, kind, tmp_pa
 
 
 def test_the_bytes_of_the_header_equal_the_published_format():
-    """Four sizes for images, as in the training images' 24300 × 2 × 96 × 96; three for a vector, the last two 1."""
+    """Images have four sizes in the header. A vector has three sizes, of which the last two are 1."""
     content = norb_bytes(np.zeros((243, 2, 96, 96), dtype=np.uint8))
     assert content[:24] == bytes(
         [0x55, 0x4C, 0x3D, 0x1E, 4, 0, 0, 0, 243, 0, 0, 0, 2, 0, 0, 0, 96, 0, 0, 0, 96, 0, 0, 0]
@@ -164,7 +164,7 @@ def test_the_error_names_a_missing_file(tmp_path):
 
 @pytest.fixture
 def few_views(monkeypatch):
-    """Two elevations, three azimuths and two lightings in place of all, so that rendering takes seconds."""
+    """Reduce the views to two elevations, three azimuths and two lightings, so that rendering takes seconds."""
     from torchcaps.data import toys
 
     monkeypatch.setattr(toys, "ELEVATIONS", (0, 8))
@@ -225,7 +225,7 @@ def test_toys_fill_the_image_without_leaving_it():
 
 @pytest.mark.parametrize("kind", ["ellipsoid", "box", "cylinder"])
 def test_rays_hit_solids_at_the_computed_position(kind):
-    """A ray down the optical axis meets a unit solid at its near face, with the normal towards the camera."""
+    """The ray along the optical axis hits the near face of a solid, and the normal points to the camera."""
     place, right, up, towards = _camera(0, 0, 0)
     turned = (place, right, up, towards)
     axis = Solid("box", (0, 0, 0), (1, 1, 1), (0, 60, 0)).rotation() @ np.array([0, 0, 1.0])

@@ -1,4 +1,4 @@
-"""The fused operators as citizens of PyTorch; and what they refuse."""
+"""The fused operators: their registration in PyTorch, torch.compile, torch.export, and inputs that they refuse."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ NAMES = ("open_votes", *OF_VOTES, "gaussian", "gaussian_backward")
 
 
 def calls():
-    """Arguments of every operator, by its name. Sixteen samples fill a vector: kernels leave the rest of one alone."""
+    """Arguments of every operator, keyed by its name. 16 samples fill a vector: kernels do not write unused lanes."""
     pose, activation, transform, *_ = (x.float() for x in full_problem(MAPS["conv"], 5, (4, 4, 4), batch=16))
     layer = (pose, activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
     scalar, vector = (*pose.shape[:1], MAPS["conv"].parent_sites, 5), (4, 4)
@@ -65,7 +65,7 @@ def test_edges_out_of_range_are_refused(name):
         (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
         if name == "votes_backward" and wrong.is_meta:
-            continue  # not called but with what `moments` was given
+            continue  # is only called with arguments that `moments` has checked
         with pytest.raises(ValueError, match=message):
             getattr(torch.ops.torchcaps, name)(*arguments[:place], wrong, *arguments[place + 1 :])
 
@@ -95,7 +95,7 @@ def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_refere
 
 
 def test_models_compile_to_one_graph_that_calls_the_operators():
-    """In a process of its own: the run-time check of types cannot be traced."""
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import torch
 from torchcaps import CapsNet, MatrixCapsNet, Routing

@@ -1,4 +1,4 @@
-"""Files that commands write: what cannot be written, full disks, and messages that a terminal could misread."""
+"""Files that commands write: files that cannot be written, full disks, and control characters in messages."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from torchcaps.export import _compiled
 
 @contextmanager
 def limited(kind, number):
-    """Lower a limit of this process, such as the size of the files that it writes."""
+    """Lower a resource limit of this process, such as the size of the files that it may write."""
     before, ignored = resource.getrlimit(kind), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(kind, (number, before[1]))
     try:
@@ -54,7 +54,7 @@ def classifier(names=("cat", "dog")):
     ],
 )
 def test_links_devices_and_folders_are_not_replaced(words, option, ending, refused, finished, images, tmp_path):
-    """As root, a device such as /dev/null would become a file."""
+    """Without this check, root could replace a device such as /dev/null by a file."""
     known = {"RUN": finished[0], "IMAGE": images / "left" / "000.png", "IMAGES": images}
     words = [known.get(word, word) for word in words]
     link, pipe, folder = (tmp_path / f"{name}.{ending}" for name in ("link", "pipe", "folder"))
@@ -78,7 +78,7 @@ def test_a_device_is_not_replaced_from_python(tmp_path):
 
 
 def test_a_full_disk_leaves_matching_weights_and_options(tmp_path):
-    """With a file of options that is larger than the weights and than the limit."""
+    """config.json is larger than the weights and than the limit for files."""
     earlier, later = classifier(), classifier(("cat" * 100_000, "dog"))
     earlier.save_pretrained(tmp_path)
     pixels = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
@@ -139,7 +139,7 @@ def test_messages_contain_no_control_characters_and_have_a_limited_length(refuse
 
 @pytest.fixture
 def interruptible():
-    """The command line ignores Ctrl-C after an interruption, when its process is about to end."""
+    """Restore Ctrl-C, which the command line ignores after an interruption because its process is about to end."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -160,7 +160,7 @@ def test_ctrl_c_during_an_export_is_reported_as_an_interruption(call, finished, 
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_a_finaliser_interrupts_the_command(call, finished, tmp_path, monkeypatch):
-    """As of a data loader, whose finaliser waits for its worker processes."""
+    """An example is the finaliser of a data loader, which waits for its worker processes."""
 
     class Slow:
         def __del__(self):

@@ -8,7 +8,7 @@ PIXELS = torch.arange(2 * 3 * 6 * 8).remainder(251).to(torch.uint8).reshape(2, 3
 
 
 def places(whole, crops):
-    """Where each crop was cut out, by looking for it."""
+    """Find the position in the whole image from which each crop was cut."""
     size = crops.shape[-1]
     found = []
     for image, crop in zip(whole, crops, strict=True):

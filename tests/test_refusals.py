@@ -1,4 +1,4 @@
-"""What does not fit is refused, with the argument, what it got and the cure, alike on every backend."""
+"""Bad arguments are refused on every backend; the error names the argument, what it got and the cure."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a resumed training accepts: data that it has not used, and only the best epoch that it has trained."""
+"""A resumed run accepts replaced images that it has not used, and refuses to continue without its best weights."""
 
 import re
 import shutil
@@ -53,7 +53,7 @@ def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refu
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_whose_best_weights_are_lost_is_not_resumed_from_an_earlier_epoch(tmp_path):
-    """As after a training that went on, was killed, and lost best.ckpt."""
+    """This happens if a run was resumed and killed, and best.ckpt was then lost."""
     run = tmp_path / "run"
     fit(tiny(1), SPLITS, run)
     names = ("model.safetensors", "config.json", "metrics.json")

@@ -1,4 +1,4 @@
-"""Rules written on moments of votes: the laws, and their papers' procedures in plain loops."""
+"""Rules that use the moments of votes: the properties of a routing rule, and the procedures of their papers."""
 
 import math
 import subprocess
@@ -32,7 +32,7 @@ NUMBERS = 5  # columns of a vote in tests/problems.py, of one row
 
 
 def rules(case):
-    """Every rule, with learned parameters that are not those of the start."""
+    """Create every rule with random parameters."""
     torch.manual_seed(3)
     rows, sizes = case.pose.shape[3], case.transform.shape[:3]
     made = {
@@ -54,7 +54,7 @@ OF_CHILDREN = ("self-routing", "self-attention")
 
 
 def as_function(rule):
-    """The form of `laws`: pose, transform and map in, capsules and couplings out."""
+    """Turn a rule into a function for `torchcaps.testing`: pose, transform and map in, capsules and couplings out."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).clamp(0, 1)
@@ -88,7 +88,7 @@ def test_gradients_of_every_rule_equal_finite_differences(name, routing_map):
 
 
 def votes_in_loops(case, b):
-    """The votes of sample b, (edge, child type, parent type) → its numbers."""
+    """The votes of sample b: (edge, child type, parent type) → list of numbers."""
     pose, transform, routing_map = case
     return {
         (e, c, j): (pose[b, s, c] @ transform[k, c, j]).flatten().tolist()
@@ -106,7 +106,7 @@ def softmax_over_types(logit):
 
 
 def attention_in_loops(case, iterations, types):
-    """Algorithm 1 of Tsai et al. 2020 on plain lists, poses alone."""
+    """Algorithm 1 of Tsai et al. 2020 in plain loops; returns poses only."""
     pose, transform, routing_map = case
     edges = routing_map.edges.tolist()
     parents = torch.zeros(pose.shape[0], routing_map.parent_sites, transform.shape[2], 1, NUMBERS, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_attention_equals_the_procedure_of_its_paper(routing_map, competition):
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_self_routing_equals_the_equations_of_its_paper(routing_map, rows):
-    """Equations 3 to 5 of Hahn et al. 2019 on plain lists."""
+    """Equations 3 to 5 of Hahn et al. 2019 in plain loops."""
     case = random_case(MAPS[routing_map], 4, torch.float64, rows=rows)
     pose, transform, _ = case
     activation = torch.rand(pose.shape[:3]).double()
@@ -202,7 +202,7 @@ def test_self_routing_equals_the_equations_of_its_paper(routing_map, rows):
 
 @pytest.mark.parametrize("routing_map", MAPS)
 def test_self_attention_equals_the_equations_of_its_paper(routing_map):
-    """Section 3.2 of Mazzia et al. 2021 on plain lists."""
+    """Section 3.2 of Mazzia et al. 2021 in plain loops."""
     case = random_case(MAPS[routing_map], 5, torch.float64)
     pose, transform, _ = case
     rule = rules(case)["self-attention"].double()
@@ -283,7 +283,7 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
     "name", [pytest.param(name, marks=[] if name == "uniform" else [pytest.mark.slow]) for name in ROUTINGS]
 )
 def test_every_rule_passes_check_rule(name):
-    """In a process of its own: the run-time check of types cannot be traced."""
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"from torchcaps import ROUTINGS, testing; testing.check_rule(ROUTINGS[{name!r}].for_layer)"
     subprocess.run([sys.executable, "-c", script], check=True)
 

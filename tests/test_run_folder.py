@@ -1,4 +1,4 @@
-"""A run folder belongs to its run: whose files it holds, on which data it was trained, and what it takes to go on."""
+"""Run folders: their files, the check that the data are unchanged, and resuming."""
 
 import json
 import os
@@ -31,7 +31,7 @@ THREE = ("--epochs", 3, "--batch-size", 2)
 
 
 def digits(count=60, seed=0):
-    """Grey squares whose brightness is their class."""
+    """Grey squares whose brightness depends on their class."""
     labels = torch.arange(count) % 10
     noise = torch.randint(0, 10, (count, 1, 28, 28), generator=torch.Generator().manual_seed(seed))
     pixels = (20 * labels[:, None, None, None] + noise).to(torch.uint8)
@@ -47,7 +47,7 @@ SPLITS = Splits(digits(60, 0), digits(20, 1), digits(20, 2))
 
 
 class FirstIsBest(TrainingModule):
-    """Its validation falls from epoch to epoch."""
+    """The validation metric falls after each epoch, so that the first epoch is the best."""
 
     def log(self, name, value, **options):
         super().log(name, -float(self.current_epoch) if name == "validation_rank" else value, **options)
@@ -55,13 +55,13 @@ class FirstIsBest(TrainingModule):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of a finished run of three epochs."""
+    """A copy of the folder of a finished run of three epochs."""
     return shutil.copytree(finished[0], tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_folder_contains_weights_once_and_the_optimiser_once(tmp_path):
-    """While a run goes on, best.ckpt holds weights alone; when it is finished, model.safetensors has them."""
+    """During a run, best.ckpt contains only the best weights; at the end, model.safetensors replaces it."""
     sizes = []
 
     def look(model):
@@ -225,7 +225,7 @@ def test_splits_without_images_are_refused_before_training(tmp_path):
 
 
 def test_every_flipped_bit_in_a_checkpoint_is_detected(finished, tmp_path):
-    """Anywhere: in weights, in the optimiser's state, in the archive's own entries, in the checksum."""
+    """The bits are in the weights, the state of the optimiser, the entries of the archive, or the checksum."""
     content = (finished[0] / "last.ckpt").read_bytes()
     random = np.random.default_rng(0)
     places = [
@@ -357,7 +357,7 @@ def test_a_file_that_cannot_be_written_is_named_and_not_changed(tmp_path):
 
 
 def test_an_interruption_before_training_prints_one_line(images, tmp_path):
-    """Also while torch is still being imported, and by more than one Ctrl-C."""
+    """Also during the import of torch, and after more than one Ctrl-C."""
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(tmp_path / "run")]
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy, sys; "
     start += (

@@ -1,4 +1,4 @@
-"""Pictures that a training leaves, and the HTML page of a run."""
+"""The pictures in a run folder, and the HTML page that describes a run."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from torchcaps.training_module import TrainingModule
 
 
 class Brightness(torch.nn.Module):
-    """Three scores that depend on the brightness of an image; no decoder."""
+    """A network without decoder, whose three scores depend on the brightness of an image."""
 
     def __init__(self):
         super().__init__()

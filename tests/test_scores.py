@@ -1,4 +1,4 @@
-"""Calibration error and the table of scores, of a real run and against a plain loop."""
+"""The calibration error, compared with plain loops, and the table of scores of a real run."""
 
 import csv
 import json
@@ -46,7 +46,9 @@ def test_confident_right_predictions_are_calibrated_and_confident_wrong_ones_are
     scores, labels = torch.eye(3), torch.arange(3)
     assert calibration_error_percent(scores, labels) == 0
     assert calibration_error_percent(scores, (labels + 1) % 3) == 100
-    assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(100 / 3, abs=0.1)  # of dead capsules
+    assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(
+        100 / 3, abs=0.1
+    )  # all capsules are inactive
 
 
 def rows_of(path):

@@ -1,4 +1,4 @@
-"""The scikit-learn estimator: scikit-learn's own checks, images of every kind, and accuracy on digits."""
+"""The scikit-learn estimator: scikit-learn's own checks, images in several layouts, and accuracy on digits."""
 
 import copy
 import pickle
@@ -20,7 +20,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from torchcaps import BadInput, Diverged, Routing
 from torchcaps.sklearn import CapsuleClassifier
 
-pytestmark = pytest.mark.usefixtures("untyped")  # scikit-learn checks settings in fit, and no earlier
+pytestmark = pytest.mark.usefixtures("untyped")  # scikit-learn requires that fit checks the settings
 NO_FAILURES: dict[str, str] = {}  # check → reason; every check that applies to flat images passes
 
 
@@ -33,7 +33,7 @@ def test_the_estimator_passes_the_checks_of_scikit_learn(estimator, check):
 
 
 def halves(count=40, shape=(12, 12), seed=0):
-    """Noise with a bright half, "left" or "right"."""
+    """Noise images whose left or right half is brighter; the classes are "left" and "right"."""
     random = np.random.default_rng(seed)
     X, y = random.normal(size=(count, *shape)), random.choice(["left", "right"], count)
     X[y == "left", :, : shape[1] // 2] += 2
@@ -46,7 +46,7 @@ def short(**settings):
 
 
 def test_the_estimator_is_more_accurate_on_digits_than_logistic_regression():
-    """98.5 % beside 96.1 %; with the default rule 98.5 and 98.3 % from the seeds 0 and 1."""
+    """Measured: 98.5 % and 96.1 %. The default rule reached 98.5 % with seed 0 and 98.3 % with seed 1."""
     X, y = load_digits(return_X_y=True)
     X, X_test, y, y_test = train_test_split(X, y, test_size=0.3, random_state=0, stratify=y)
     found = CapsuleClassifier("dynamic", epochs=5, image_shape=(8, 8), random_state=0).fit(X, y).score(X_test, y_test)
@@ -124,7 +124,7 @@ def test_the_estimator_can_be_cloned_copied_pickled_and_searched():
 
 
 def test_class_weights_raise_the_recall_of_a_rare_class():
-    """20 to 1, in noise: without weights, every image is of the frequent class."""
+    """The classes have 200 and 10 noisy images. Without weights, every image is predicted as the frequent class."""
 
     def rare(seed):
         random, y = np.random.default_rng(seed), np.repeat(["rare", "frequent"], [10, 200])

@@ -1,4 +1,4 @@
-"""Networks of timm with a capsule head. Without timm, only the message is tested."""
+"""Networks of timm with a capsule head. If timm is not installed, only the error message is tested."""
 
 import sys
 
@@ -15,7 +15,7 @@ needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm cannot be imported")
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file with the weights of a whole network of timm, and the network."""
+    """A network of timm and a file with its weights."""
     import timm
 
     network = timm.create_model("test_resnet")
@@ -31,7 +31,7 @@ def test_the_error_without_timm_names_the_extra_to_install(monkeypatch):
 
 @needs_timm
 def test_the_features_equal_those_of_timm(weights):
-    """Normalised pixels, and the feature map with the stride 8, computed by the network of timm itself."""
+    """The network of timm computes the feature map with stride 8 from normalised pixels."""
     file, network = weights
     model = TimmCapsNet((3, 64, 48), 4, backbone="test_resnet", stride=8).eval()
     assert model.load_backbone(str(file)) == f"the backbone has the weights of {file}"

@@ -1,4 +1,4 @@
-"""Training as a user meets it: real processes, real files, real signals."""
+"""Training with real processes, files and signals."""
 
 import csv
 import json
@@ -85,7 +85,7 @@ def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, comma
 
 @pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
 def test_an_interrupted_run_prints_how_to_resume_and_leaves_no_partial_file(loading, images, tmp_path):
-    """Of a process that heeds Ctrl-C, also where these tests run in the background and do not."""
+    """The process enables Ctrl-C first, because a process started in the background ignores it."""
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     heeding += "from torchcaps import cli; cli.main()"
     out = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Variational Bayes routing: the procedure in plain loops, the laws, and what its batch norms do in training."""
+"""Variational Bayes routing: the procedure of its paper, the properties of a routing rule, and its BatchNorm."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ COMPETITIONS = ["parents", "types"]
 
 
 def trained_rule(parent_types, same=False, **options):
-    """In evaluation mode, with β and statistics that are not those of a new rule; the same for every type, or not."""
+    """A rule in evaluation mode with random β and statistics; with `same`, they are equal for all parent types."""
     rule = VariationalBayesRouting(parent_types, **options).double().eval()
     generator = torch.Generator().manual_seed(5)
     values = rule.state_dict()
@@ -36,7 +36,7 @@ def trained_rule(parent_types, same=False, **options):
 
 
 def digamma(x):
-    """By recurrence up to where the asymptotic series is exact."""
+    """The digamma function: recurrence up to 12, then the asymptotic series."""
     below = 0.0
     while x < 12:
         below -= 1 / x
@@ -46,7 +46,7 @@ def digamma(x):
 
 
 def in_loops(rule, pose, activation, transform, routing_map):
-    """The procedure on plain lists: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
+    """The procedure in plain loops: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
     edges = routing_map.edges.tolist()
     child_types, types, inner, columns = transform.shape[1:]
     rows, sites = pose.shape[3], range(routing_map.parent_sites)
@@ -141,7 +141,7 @@ def test_variational_bayes_routing_equals_the_procedure_of_its_paper(routing_map
 
 
 def as_function(rule):
-    """The form of `laws`: pose, transform and map in, capsules and couplings out; a pose of 0 is silent."""
+    """Turn a rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).tanh()
@@ -153,7 +153,7 @@ def as_function(rule):
 @settings(max_examples=25)
 @given(cases(), st.sampled_from(COMPETITIONS))
 def test_variational_bayes_routing_has_the_properties_of_a_routing_rule(case, competition):
-    """In float64: logits reach 2,000 here, so that in float32 the order of a sum shows in the fourth digit."""
+    """In float64: logits reach 2,000 here, so that in float32 the order of a sum would change the fourth digit."""
     types = case.transform.shape[2]
     laws.zero_poses_are_finite(as_function(trained_rule(types, competition=competition)), case)
     case = laws.Case(case.pose.double(), case.transform.double(), case.routing_map)
