@@ -58,7 +58,7 @@ def test_images_have_a_length_a_shape_and_subsets():
     assert len(images.subset([])) == 0
 
 
-def test_images_that_do_not_fit_together_are_refused(monkeypatch):
+def test_images_whose_pixels_labels_and_class_names_do_not_match_are_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, without run-time type checks
     pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
     with refused("2 images but 1 labels"):
@@ -134,7 +134,7 @@ def test_cut_with_the_same_seed_gives_the_same_parts():
         1,
         2,
         3,
-    ]  # must be the same in every version and on every machine
+    ]  # must never change
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 2**40))

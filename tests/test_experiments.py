@@ -51,7 +51,7 @@ def test_the_list_names_the_experiments_with_a_standard_result():
     assert stored == {name for name, experiment in EXPERIMENTS.items() if experiment.standard}
 
 
-def test_a_strip_is_different_digits_side_by_side():
+def test_a_strip_consists_of_different_digits_side_by_side():
     strip = strips(plain_images(), 3, 50)
     pixels, labels = strip.pixels, strip.labels
     assert pixels.shape == (50, 1, 28, 84)
@@ -77,7 +77,7 @@ def test_the_contributions_of_all_positions_add_up_to_the_class_capsules():
         torch.testing.assert_close(squash(sums[..., None, None], "su").flatten(1), scores, rtol=1e-4, atol=1e-5)
 
 
-def test_the_order_is_read_from_left_to_right():
+def test_read_order_lists_digits_from_left_to_right():
     model = PooledCapsNet().eval()
     pixels = torch.randint(0, 256, (3, 1, 28, 84), dtype=torch.uint8)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_only_the_recent_recipes_augment_the_digits_of_strips(tmp_path):
     assert new.routing_options == {"iterations": 1}
 
 
-def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
+def test_a_pair_is_the_clipped_sum_of_two_digits_of_different_classes():
     images = overlaid(plain_images(), 200, seed=0)
     assert images.image_shape == (3, 36, 36)
     assert (images.labels[:, 0] != images.labels[:, 1]).all()

@@ -142,7 +142,7 @@ def test_couplings_of_dynamic_routing_equal_the_reference(options, monkeypatch):
     close((*found, fused), (*right, couplings))
 
 
-def test_couplings_have_the_gradients_of_the_reference():
+def test_gradients_of_couplings_equal_the_reference():
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     gradients = []
     for rule in both("attention", MAPS["conv"], 5):

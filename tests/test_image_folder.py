@@ -197,7 +197,7 @@ def test_damaged_images_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [30, 20])
-def test_images_of_absurd_size_are_refused(limit, tmp_path, monkeypatch):
+def test_images_with_too_many_pixels_are_refused(limit, tmp_path, monkeypatch):
     bomb = save(tmp_path / "bomb.png")  # 48 pixels: Pillow warns beyond its limit, and raises beyond twice its limit
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     refused(lambda: read_image(bomb), bomb, "too many pixels")
@@ -265,9 +265,6 @@ def test_load_splits_accepts_a_folder_and_its_options(tmp_path):
     for found, expected in zip((one.train, one.validation, one.test), (rest, held_out, test), strict=True):
         assert torch.equal(found.pixels, expected.pixels)
         assert torch.equal(found.labels, expected.labels)
-
-
-# What a person should know
 
 
 # Damage and size

@@ -141,7 +141,7 @@ def test_images_of_another_shape_are_refused():
     )
 
 
-def test_an_attack_leaves_no_gradients():
+def test_an_attack_does_not_change_the_gradients_of_the_network():
     network = classifier()
     pixels = torch.randint(0, 255, (1, 28, 28), dtype=torch.uint8)
     assert (attacked(network, pixels, 0.1) - pixels / 255).abs().max() <= 0.1 + 1e-6

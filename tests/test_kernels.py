@@ -108,7 +108,7 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(cases(), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from(["logistic", "mixing"]))
-def test_ten_thousand_random_problems(case, scale, form):
+def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, scale, form):
     """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`."""
     pose, transform = scale * case.pose.double(), scale * case.transform.double()
     activation = (3 * torch.rand(pose.shape[:3]) - 1).clamp(0, 1).double()

@@ -244,7 +244,7 @@ def test_rays_hit_solids_at_the_computed_position(kind):
     torch.testing.assert_close(both[0, :, middle], normals[0, :, middle])
 
 
-def test_camera_rotations_are_rotations_that_look_at_the_toy():
+def test_camera_rotations_are_orthogonal_and_point_at_the_toy():
     for view in [(0, 0, 0), (8, 34, 1), (4, 18, 0)]:
         rotation = camera_rotation(*view)
         np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), atol=1e-12)
@@ -254,7 +254,7 @@ def test_camera_rotations_are_rotations_that_look_at_the_toy():
         assert np.linalg.norm(place) == pytest.approx(DISTANCE, rel=0.01)
 
 
-def test_a_cylinder_that_tapers_is_narrower_at_its_top():
+def test_a_tapered_cylinder_is_narrower_at_its_top():
     place = _camera(0, 0, 0)
     rows = []
     for taper in (1.0, 0.2):
