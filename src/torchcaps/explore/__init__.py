@@ -255,7 +255,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
 def toy_view(
     shape: tuple[int, int, int], category: int, instance: int, elevation: int, azimuth: int, lighting: int
 ) -> UInt8[Tensor, "2 H W"] | None:
-    """Return a view of a toy, resized to the `shape` of a network's images; None if `shape` has not two channels."""
+    """Return a view of a toy, resized to the network's image shape; None if this shape is not that of stereo pairs."""
     channels, height, width = shape
     if channels != 2:
         return None
@@ -289,7 +289,7 @@ def enlarged(
 
 
 def sources_of(source: Path | None) -> dict[str, Path]:
-    """Find the networks to explore: the network in the folder `source`, or all networks in weights/ if it is None.
+    """Find the networks to explore: the network in the folder `source`, or, without `source`, all networks in weights/.
 
     Raises:
         BadInput: the folder `source` contains no network, or weights/ contains none.

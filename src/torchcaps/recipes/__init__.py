@@ -168,12 +168,12 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the routing options of a changed recipe. If the model or rule changed, the recipe's own are discarded."""
+    """Return the routing options of a changed recipe, without those of the recipe's old model or rule."""
     model = changed.get("model", recipe.model)
     rule = routing_of(model, changed.get("model_options", recipe.model_options))
     if rule is None:
         if settings:
-            raise BadInput(f"unknown setting {min(settings)!r}: model {model} has no routing rule: leave it out")
+            raise BadInput(f"model {model} has no routing rule: leave out the setting {min(settings)!r}")
         return {"routing_options": {}}
     before = routing_of(recipe.model, recipe.model_options)
     same = model == recipe.model and before is not None and before.name == rule.name

@@ -81,8 +81,7 @@ def timm_capsnet_images() -> Recipe:
 
     ``--set model.backbone=NAME`` chooses the network of timm. ``--from timm`` starts from the weights that timm
     publishes for this network, and ``--from FILE.safetensors`` from weights on disk. Without ``--from``, the initial
-    weights are random. With ``--set
-    model.freeze_backbone=true``, only the capsules are trained. The other settings are those of
-    `residual_capsnet_images`.
+    weights are random. With ``--set model.freeze_backbone=true``, only the capsules are trained. The other settings are
+    those of `residual_capsnet_images`.
     """
     return replace(residual_capsnet_images(), name="timm-capsnet-images", model="timm-capsnet")
