@@ -14,7 +14,7 @@ from torchcaps import cli
 
 torch.set_num_threads(1)
 settings.register_profile("house", deadline=None, derandomize=True)  # the same examples in every run
-settings.register_profile("search", deadline=None)  # others in every run: --hypothesis-profile=search
+settings.register_profile("search", deadline=None)  # new examples in every run: --hypothesis-profile=search
 settings.load_profile("house")
 
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
@@ -26,13 +26,13 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same random numbers in a test whichever tests ran before it."""
+    """Set the random seed, so that the random numbers of a test do not depend on the tests that ran before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def untyped():
-    """Calls without the run-time check of shapes and types: as a user meets the library's own error messages."""
+    """Switch off the run-time checks of shapes and types, so that the library's own checks raise the errors."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -40,7 +40,7 @@ def untyped():
 
 @pytest.fixture(scope="session")
 def command():
-    """Run `torchcaps` in a process of its own."""
+    """Return a function that runs `torchcaps` in its own process."""
 
     def run(*arguments: object) -> subprocess.CompletedProcess:
         words = [*COMMAND, *(str(argument) for argument in arguments)]
@@ -68,7 +68,7 @@ def images(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """Run `torchcaps` in this process: exit code, standard output, standard error."""
+    """Return a function that runs `torchcaps` in this process and returns exit code, output and error output."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["torchcaps", *(str(argument) for argument in arguments)])
@@ -82,7 +82,7 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def refused(call):
-    """The one line that a refused command prints."""
+    """Return a function that runs a command, checks that it ends with an error of one line, and returns this line."""
 
     def run(*arguments):
         code, _, error = call(*arguments)
@@ -102,7 +102,7 @@ def train(command, images, out, *more):
 
 @pytest.fixture(scope="session")
 def finished(command, images, tmp_path_factory):
-    """A run of three epochs that nothing disturbed: its folder and what it printed."""
+    """A run of three epochs that was not interrupted: its folder and the finished process with its output."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     done = train(command, images, folder, "--epochs", 3, "--batch-size", 2)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""IDX files, and how bad data is refused."""
+"""IDX files for tests, and a check for errors of one line."""
 
 import struct
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torchcaps.errors import BadInput
 
 @contextmanager
 def refused(*parts: str):
-    """BadInput, in one line that holds every part."""
+    """Check that the block raises `BadInput` in one line that contains all `parts`."""
     with pytest.raises(BadInput) as caught:
         yield
     message = str(caught.value)

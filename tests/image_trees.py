@@ -1,4 +1,4 @@
-"""Folders of images made by Pillow, and what the library says of them."""
+"""Folders of images written by Pillow, and checks for the errors and warnings that they cause."""
 
 import warnings
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def refused(call, *parts):
 
 @contextmanager
 def warned(*parts):
-    """One DataWarning, in one line that holds every part."""
+    """Check that the block causes one `DataWarning` of one line that contains all `parts`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

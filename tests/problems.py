@@ -1,4 +1,4 @@
-"""Routing problems: random ones on every kind of map, and the papers' pseudo-code in plain loops to check against."""
+"""Random routing problems on every kind of routing map, and the papers' procedures as plain loops."""
 
 import math
 
@@ -27,7 +27,7 @@ transform. One-parent: several edges from a child site to the one parent site.""
 def random_case(
     routing_map: RoutingMap, seed: int, dtype: torch.dtype, sizes: tuple[int, ...] = (2, 3, 4), rows: int = 1
 ) -> Case:
-    """Poses and transforms of unit scale; sizes are (batch, child types, parent types)."""
+    """Random poses and transforms with variance 1; `sizes` are (batch, child types, parent types)."""
     batch, child_types, parent_types = sizes
     generator = torch.Generator().manual_seed(seed)
     pose = torch.randn(batch, routing_map.child_sites, child_types, rows, 3, generator=generator, dtype=dtype)
@@ -53,7 +53,7 @@ def full_problem(
 
 
 def far(found: Tensor, exact: Tensor) -> float:
-    """The relative error in the Euclidean norm."""
+    """Return the relative error of `found` in the Euclidean norm."""
     return ((found.double() - exact).norm() / exact.norm().clamp_min(1e-6)).item()
 
 
@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
 def dynamic_routing_in_loops(
     case: Case, iterations: int, logits: str, squash_form: str, inner_squash_form: str | None, leaky: bool
 ) -> tuple[Tensor, Tensor]:
-    """Procedure 1 of Sabour, Frosst & Hinton 2017 on plain lists: parents ``[B, P, J, 1, N]`` and couplings."""
+    """Procedure 1 of Sabour, Frosst & Hinton 2017 in plain loops: parents ``[B, P, J, 1, N]`` and couplings."""
     pose, transform, routing_map = case
     edges = routing_map.edges.tolist()
     child_types, parent_types = transform.shape[1:3]
@@ -152,10 +152,11 @@ def em_routing_in_loops(
     mean_damping: float = 0.0,
     tempering: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Procedure 1 of Hinton, Sabour & Frosst 2018 with the corrections of Gritzman 2019, on plain lists.
+    """Procedure 1 of Hinton, Sabour & Frosst 2018 with the corrections of Gritzman 2019, in plain loops.
 
-    Mean and variance ``[B, P, J, R, N]``, activation ``[B, P, J]`` and couplings ``[B, J, E, C]`` of the last pass. A
-    parent without data has mean 0 and the variance of the floor.
+    Returns:
+        Mean and variance ``[B, P, J, R, N]``, activation ``[B, P, J]`` and couplings ``[B, J, E, C]`` of the last pass.
+        A parent without votes has mean 0, and its variance is the variance floor.
     """
     pose, transform, routing_map = case
     edges = routing_map.edges.tolist()

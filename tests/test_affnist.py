@@ -1,4 +1,4 @@
-"""Digits under affine maps, and affNIST's own files: read as SciPy reads them, damaged ones refused."""
+"""Random affine transforms of digits, and affNIST's files: valid files are read, and damaged files are refused."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, rea
 from torchcaps.experiments.mat_file import read_struct
 
 
-def test_affine_digits_stay_inside_their_frame_and_keep_their_ink():
+def test_affine_digits_stay_inside_the_image_and_keep_most_of_their_brightness():
     pixels = torch.zeros(50, 1, 28, 28, dtype=torch.uint8)
     pixels[:, :, 6:22, 8:20] = 200
     digits = Images(pixels, torch.zeros(50, dtype=torch.long), ("block",))
@@ -30,7 +30,7 @@ def test_affine_digits_stay_inside_their_frame_and_keep_their_ink():
     assert not (anywhere.pixels == still.pixels).all()
 
 
-def test_files_of_affnist_are_read_and_damaged_ones_refused(tmp_path):
+def test_affnist_files_are_read_and_damaged_files_are_refused(tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (1600, 6)).astype(np.uint8)
     labels = np.arange(6, dtype=np.uint8)
     folder = tmp_path / "affnist/test_batches"
@@ -58,7 +58,7 @@ def test_files_of_affnist_are_read_and_damaged_ones_refused(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float64])
-def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
+def test_read_struct_returns_the_same_arrays_as_scipy(compressed, kind, tmp_path):
     values = np.random.default_rng(0).integers(0, 100, (7, 5)).astype(kind)
     struct = {"first": values, "text": "words", "cells": np.array([[1, "a"]], dtype=object), "last": values[:1]}
     savemat(tmp_path / "one.mat", {"before": values, "it": struct, "after": 1}, do_compression=compressed)
@@ -75,7 +75,7 @@ def test_a_struct_is_read_as_scipy_reads_it(compressed, kind, tmp_path):
 
 @given(st.booleans(), st.lists(st.tuples(st.integers(0, 5_300), st.integers(0, 255)), min_size=1, max_size=6))
 @settings(max_examples=300, deadline=None, database=None)
-def test_damaged_files_of_affnist_give_bad_input_or_digits(tmp_path_factory, compressed, changes):
+def test_a_damaged_affnist_file_raises_bad_input_or_gives_digits(tmp_path_factory, compressed, changes):
     path = tmp_path_factory.getbasetemp() / "damaged.mat"
     images = np.arange(4_800).reshape(1_600, 3).astype(np.uint8)
     savemat(path, {"affNISTdata": {"image": images, "label_int": np.arange(3.0)}}, do_compression=compressed)
@@ -95,7 +95,7 @@ def test_damaged_files_of_affnist_give_bad_input_or_digits(tmp_path_factory, com
     assert not said or (str(path) in said and "\n" not in said)
 
 
-def test_a_damaged_file_that_crashed_scipy_or_promises_gigabytes_is_refused(tmp_path):
+def test_a_file_that_crashes_scipy_or_declares_gigabytes_is_refused(tmp_path):
     images = np.ones((1_600, 3), np.uint8)
     savemat(tmp_path / "whole.mat", {"affNISTdata": {"image": images, "label_int": np.arange(3)}})
     whole = (tmp_path / "whole.mat").read_bytes()

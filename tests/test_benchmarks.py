@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say, and tell no time of ways that disagree."""
+"""The benchmarks: rows of results, peak memory, and the check that implementations agree before they are timed."""
 
 import csv
 import sys
@@ -15,7 +15,7 @@ from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
 from torchcaps.errors import BadInput
 
 
-def test_rows_hold_medians_and_ratios_to_the_first():
+def test_rows_contain_median_times_and_ratios_to_the_first_implementation():
     ways = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.02)}
     short, long = compare("sleep", ways, images=10, repeats=5)
     assert (short["implementation"], short["ratio"], short["repeats"]) == ("short", 1.0, 5)
@@ -25,36 +25,36 @@ def test_rows_hold_medians_and_ratios_to_the_first():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-def test_peak_memory_is_that_of_the_call():
+def test_peak_bytes_measures_the_memory_of_one_call():
     assert 60 << 20 < peak_bytes(lambda: torch.ones(16 << 20).sum()) < 90 << 20
 
 
 @pytest.mark.parametrize("create", [lambda: em_stack(1, grid=8, types=(2, 3, 4)), lambda: dynamic_layer(1)])
-def test_the_ways_agree_but_for_the_compiled_one_which_takes_minutes(create):
+def test_the_benchmarked_implementations_agree(create):
     problem = create()
     check_agreement("alike", problem._replace(agreeing=problem.agreeing[:-1]))
 
 
 @pytest.mark.parametrize("name", MATERIALISED)
-def test_rules_with_materialised_votes_compute_the_same(name):
+def test_rules_with_materialised_votes_agree_with_the_other_implementations(name):
     problem = rule_stack(name, 2, grid=8, types=(2, 3, 4))
     check_agreement(name, problem._replace(agreeing=problem.agreeing[:-1]))
 
 
-def test_no_time_is_told_of_ways_that_disagree():
+def test_implementations_that_disagree_are_not_timed():
     weight = torch.ones(3, requires_grad=True)
     different = Problem([weight], {}, [(lambda: [weight], lambda: [1.1 * weight])], 0.0)
     with pytest.raises(BadInput, match="nothing was timed"):
         check_agreement("different", different)
 
 
-def test_materialised_votes_compute_what_the_reference_does_with_competition_over_types():
+def test_em_with_materialised_votes_equals_the_reference_with_competition_over_types():
     problem = em_stack(2, grid=8, types=(2, 3, 4))
     for found, right in zip(*(way() for way in problem.agreeing[1]), strict=True):
         torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-4)
 
 
-def test_results_stand_beside_hardware_and_versions(tmp_path):
+def test_results_are_written_with_hardware_and_versions(tmp_path):
     write_csv(tmp_path / "results" / "some.csv", [{"case": "a", "median ms": 1.5}], "torchcaps bench a")
     (row,) = csv.DictReader((tmp_path / "results" / "some.csv").read_text().splitlines())
     assert (row["case"], row["median ms"], row["torch"]) == ("a", "1.5", torch.__version__)
@@ -63,7 +63,7 @@ def test_results_stand_beside_hardware_and_versions(tmp_path):
     assert int(row["threads"]) == torch.get_num_threads()
 
 
-def test_growth_is_drawn(tmp_path):
+def test_the_plot_of_memory_is_written(tmp_path):
     rows = [
         {"case": what, "value": value, "implementation": way, "peak MiB": 1.0 + value}
         for what, points in GROWTH.items()
@@ -80,7 +80,7 @@ def test_unknown_benchmarks_and_heaps_are_refused(refused):
 
 
 @pytest.mark.slow
-def test_one_and_two_processes_take_turns():
+def test_bench_devices_measures_one_and_two_processes():
     rows = bench_devices(repeats=2, batch=4)
     assert [row["implementation"] for row in rows] == ["1 process", "2 processes"]
     assert all(row["images/s"] == pytest.approx(4000 / row["median ms"], rel=0.1, abs=0.1) for row in rows)

@@ -1,4 +1,4 @@
-"""Models as citizens of PyTorch: the meta device, torch.compile, torch.export, ONNX, torch.func, half precision."""
+"""Models work with PyTorch's tools: the meta device, torch.compile, torch.export, ONNX, torch.func, half precision."""
 
 import copy
 import io
@@ -56,7 +56,7 @@ def images(batch=2):
 
 
 def same(found, right):
-    """To the bit; scores, capsules and reconstruction."""
+    """Return whether the scores, capsules and reconstructions of two predictions are bit-identical."""
     leaves = zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(right), strict=True)
     return all(one is other or torch.equal(one, other) for one, other in leaves)
 
@@ -83,7 +83,7 @@ def moved_to_meta_and_back(name, weights):
 
 @pytest.mark.parametrize("way", [made_on_meta_and_assigned, made_on_meta_and_emptied, moved_to_meta_and_back])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_model_that_was_on_the_meta_device_gives_the_same_bits(name, way):
+def test_a_model_that_was_on_the_meta_device_gives_bit_identical_predictions(name, way):
     model, batch = small(name), images()
     again = way(name, model.state_dict()).eval()
     assert same(again(batch), model(batch))
@@ -91,7 +91,7 @@ def test_a_model_that_was_on_the_meta_device_gives_the_same_bits(name, way):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_model_is_copied_and_pickled(name):
+def test_a_copied_or_pickled_model_gives_bit_identical_predictions(name):
     model, batch = small(name), images()
     model(batch)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -101,7 +101,7 @@ def test_a_model_is_copied_and_pickled(name):
     assert {path.rpartition(".")[2] for path, _ in model.named_buffers()} <= of_norms | of_images
 
 
-def test_shared_capsules_make_their_map_once():
+def test_shared_caps_creates_its_routing_map_once_per_number_of_children():
     layer = SharedCaps(3, 4, 5)
     children = Capsules(torch.randn(2, 6, 2, 1, 3), torch.rand(2, 6, 2))
     with torch.inference_mode():
@@ -119,8 +119,8 @@ OTHERS = [name for name in NETWORKS if name != "capsnet"]
 @pytest.mark.parametrize(
     "names", [["capsnet"], pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["capsnet", "others"]
 )
-def test_models_compile_as_one_graph_for_any_batch_forward_and_backward(names):
-    """In a process of its own: the run-time check of types cannot be traced."""
+def test_models_compile_to_one_graph_for_any_batch_size(names):
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"""
 import torch
 from torchcaps import Routing, create_model
@@ -150,7 +150,7 @@ for name, options in { ({name: SMALL.get(name, {}) for name in names})!r}.items(
 
 
 def varied(name):
-    """A small model whose scores differ: the initial weights of some networks are zero."""
+    """Create a small model and replace weights that are all zero by random ones, so that the scores differ."""
     model = small(name)
     for weights in model.parameters():
         if not weights.any():
@@ -159,7 +159,7 @@ def varied(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_model_is_converted_to_channels_last(name):
+def test_a_model_in_channels_last_format_gives_the_same_scores(name):
     model, batch = varied(name), images()
     right = model(batch).scores
     strides = {path: weights.stride() for path, weights in model.named_parameters() if weights.ndim == 5}
@@ -175,8 +175,8 @@ def test_a_model_is_converted_to_channels_last(name):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_model_in_double_precision_rounds_nowhere_to_single(name):
-    """Its derivative in a random direction is that of differences, to more digits than single precision has."""
+def test_a_model_in_double_precision_never_rounds_to_single_precision(name):
+    """The derivative in a random direction equals a finite difference, to more digits than single precision has."""
     model, batch = varied(name).double(), images().double()
     for module in model.modules():
         if "backend" in getattr(module, "options", {}):
@@ -194,7 +194,7 @@ def test_a_model_in_double_precision_rounds_nowhere_to_single(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_model_trains_in_autocast(name):
+def test_a_model_has_finite_gradients_under_autocast(name):
     model, batch = varied(name), images()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = model(batch).scores
@@ -206,7 +206,7 @@ def test_a_model_trains_in_autocast(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_models_in_half_precision_are_finite(name, dtype):
+def test_models_in_half_precision_give_finite_predictions(name, dtype):
     model = small(name)
     exact = model(images := torch.rand(2, 1, 18, 18))
     prediction = model.to(dtype)(images.to(dtype))
@@ -216,8 +216,8 @@ def test_models_in_half_precision_are_finite(name, dtype):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_gradient_of_an_image_is_the_same_in_any_batch(name):
-    """Also in a batch of one, where BatchNorm of torch 2.13 on CPUs computes wrong gradients for some strides."""
+def test_the_gradient_of_an_image_does_not_depend_on_its_batch(name):
+    """This includes a batch of one: for some strides, BatchNorm of torch 2.13 then computes wrong gradients on CPUs."""
     model, batch = varied(name).double(), images(3).double().requires_grad_()
     (together,) = torch.autograd.grad(model(batch).scores.square().sum(), batch)
     for index in range(3):
@@ -230,7 +230,7 @@ def test_the_gradient_of_an_image_is_the_same_in_any_batch(name):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func itself
-def test_gradients_of_each_sample(name, loss):
+def test_torch_func_computes_the_gradients_of_each_sample(name, loss):
     from torchcaps.losses import LOSSES
 
     model = small(name)
@@ -251,7 +251,7 @@ def test_gradients_of_each_sample(name, loss):
 
 @pytest.mark.parametrize("backend", ["fused", "reference"])
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_checkpointed_layers_have_the_same_gradients(rule, backend):
+def test_layers_with_activation_checkpointing_have_the_same_gradients(rule, backend):
     if backend == "fused" and _cpu is None:
         pytest.skip("the fused kernels are not built")
     options = {"backend": backend} if "backend" in routing_options(rule) else {}
@@ -280,7 +280,7 @@ def counted(rule, leaves):
 @pytest.mark.parametrize("iterations", [1, 3])
 @pytest.mark.parametrize("rule", ["em", "dynamic"])
 @pytest.mark.parametrize("routing_map", ["dense", "conv", "irregular"])
-def test_the_fused_operators_count_the_operations_of_the_reference(rule, routing_map, iterations):
+def test_fused_operators_report_about_as_many_flops_as_the_reference(rule, routing_map, iterations):
     pose, activation, transform, *betas = full_problem(MAPS[routing_map], 10, (4, 4, 4), child_types=8)
 
     def em(backend, pose, transform, activation, *betas):
@@ -296,7 +296,7 @@ def test_the_fused_operators_count_the_operations_of_the_reference(rule, routing
 
 
 def has_fused(program):
-    """Whether a fused operator is in a program; autocast regions are graphs of their own."""
+    """Return whether a program contains a fused operator, also in the subgraphs of its autocast regions."""
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return any("torchcaps" in str(node.target) for graph in graphs for node in graph.nodes)
 
@@ -304,7 +304,7 @@ def has_fused(program):
 @built
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
+def test_a_saved_exported_program_gives_the_same_prediction_for_any_batch_size(name):
     model = small(name)
     program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
     assert has_fused(program) == ("capsnet" in name and name != "pooled-capsnet")  # poses of 128 numbers are too large
@@ -324,7 +324,7 @@ def test_a_saved_program_gives_the_same_prediction_for_any_batch(name):
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # of torch.onnx itself
 @pytest.mark.parametrize("name", NETWORKS)
-def test_onnx_runtime_gives_the_same_scores_for_any_batch(name, tmp_path):
+def test_onnx_runtime_gives_the_same_scores_for_any_batch_size(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, file = small(name), tmp_path / "model.onnx"
@@ -347,7 +347,7 @@ def test_onnx_runtime_gives_the_same_scores_for_any_batch(name, tmp_path):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
-def test_the_decoder_of_a_model_in_half_precision_draws_labels_too():
+def test_gradients_of_both_losses_are_finite_in_bfloat16():
     model = CapsNet((1, 18, 18), 3, **SMALL["capsnet"]).bfloat16()
     labels = torch.tensor([0, 2])
     prediction = model(images().bfloat16(), labels)

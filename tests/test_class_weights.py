@@ -1,4 +1,4 @@
-"""Class weights: in every loss, with mixup, and in a training on twenty images of one class per image of another."""
+"""Class weights: in every loss, with mixup, and in a training run with twenty times as many images of one class."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from torchcaps.training_module import TrainingModule, mean_recall_percent
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_weight_counts_an_image_several_times(name):
+def test_an_integer_weight_equals_that_many_copies_of_the_image(name):
     loss, scores, labels = LOSSES[name], torch.rand(4, 3, requires_grad=True), torch.tensor([0, 2, 1, 1])
     times = torch.tensor([3, 1, 0, 2])
     weighted = loss(scores, labels, weights=times.float()) * 4
@@ -32,7 +32,7 @@ def test_a_weight_counts_an_image_several_times(name):
     torch.testing.assert_close(loss(scores, labels, weights=torch.ones(4)), loss(scores, labels))
 
 
-def test_balanced_weights_are_those_of_scikit_learn():
+def test_balanced_weights_equal_those_of_scikit_learn():
     labels = torch.tensor([2] * 5 + [0] * 20 + [1])
     found = balanced_weights(labels, 3)
     right = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
@@ -46,7 +46,7 @@ class Fixed(nn.Module):
         return Prediction(images.flatten(1))
 
 
-def test_mixup_weights_each_of_the_two_classes():
+def test_mixup_multiplies_the_loss_of_each_of_the_two_classes_by_its_weight():
     recipe = replace(create_recipe("cnn-baseline-mnist"), mixup=1.0, class_weights="balanced")
     images, labels, weights = torch.randn(8, 1, 1, 2), torch.arange(8) % 2, torch.tensor([0.5, 4.0])
     module = TrainingModule(Fixed(), recipe, 2, class_weights=weights)
@@ -62,7 +62,7 @@ def test_mixup_weights_each_of_the_two_classes():
 
 
 def rare(count, seed):
-    """Grey images: one in 21 is of the rare class, which is brighter on average."""
+    """Grey images of two classes: one image in 21 is of the class rare, whose images are brighter on average."""
     generator = torch.Generator().manual_seed(seed)
     labels = (torch.arange(count) % 21 == 0).long()
     brightness = 100 + 60 * labels + 25 * torch.randn(count, generator=generator)
@@ -74,7 +74,7 @@ SPLITS = Splits(rare(420, 0), rare(84, 1), rare(210, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_balanced_weights_change_what_is_learnt_on_twenty_to_one(tmp_path):
+def test_balanced_weights_raise_the_recall_of_a_rare_class(tmp_path):
     plain = {"reconstruction_weight": "0", "erase": "0", "shift": "0", "rotation": "0", "squeeze": "0"}
     plain |= {"epochs": "4", "batch_size": "20", "precision": "float32", "choose": "best"}
     recalls = {}
@@ -105,7 +105,7 @@ def test_balanced_weights_change_what_is_learnt_on_twenty_to_one(tmp_path):
     assert read_run(path.parent).recipe.class_weights == "none"
 
 
-def test_the_mean_recall_counts_every_class_with_images_alike():
+def test_the_mean_recall_weights_all_classes_with_images_equally():
     assert mean_recall_percent(torch.tensor([[90, 0, 10], [1, 1, 0], [0, 0, 0]])) == pytest.approx(70)
 
 

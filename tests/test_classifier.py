@@ -1,4 +1,4 @@
-"""A saved network answers as it did when it was saved: weights, options, routing rule, classes and preparation."""
+"""A saved network is loaded with its weights, options, routing rule, class names and preparation of images."""
 
 import inspect
 import json
@@ -41,7 +41,7 @@ def scores_printed(text):
     return [float(number) for number in re.findall(r"\d\.\d{3}", text)]
 
 
-def test_a_run_predicts_in_python_what_the_command_prints(call, finished, images):
+def test_a_run_gives_the_same_prediction_in_python_as_on_the_command_line(call, finished, images):
     classifier = Classifier.from_pretrained(finished[0])
     paths = [images / "left" / "000.png", images / "right" / "001.png", images / "left" / "002.png"]
     answer = classifier.predict(paths)
@@ -55,7 +55,7 @@ def test_a_run_predicts_in_python_what_the_command_prints(call, finished, images
         assert torch.equal(classifier.predict(read_image(path)[None].numpy()).scores[0], scores)
 
 
-def test_the_accuracy_of_a_run_is_that_of_its_classifier(finished, images):
+def test_the_accuracy_of_a_run_equals_that_of_its_classifier(finished, images):
     metrics = json.loads((finished[0] / "metrics.json").read_text())
     test = load_splits(str(images), images).test
     named = Classifier.from_pretrained(finished[0]).predict(test.pixels).class_names
@@ -63,7 +63,7 @@ def test_the_accuracy_of_a_run_is_that_of_its_classifier(finished, images):
     assert 100 * sum(right) / len(right) == pytest.approx(metrics["test_accuracy_percent"])
 
 
-def test_preparation_and_classes_come_back(tmp_path):
+def test_a_loaded_classifier_has_the_saved_preparation_and_class_names(tmp_path):
     preparation = Preparation(standardise="first", crop=20, test_crops=2)
     network = CapsNet(**TINY).eval()
     Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preparation).save_pretrained(tmp_path)
@@ -78,7 +78,7 @@ def test_preparation_and_classes_come_back(tmp_path):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_images_that_do_not_fit_are_refused(finished):
+def test_images_of_another_shape_or_type_are_refused(finished):
     classifier = Classifier.from_pretrained(finished[0])
     for wrong in (
         torch.rand(1, 3, 20, 24),
@@ -93,7 +93,7 @@ def test_images_that_do_not_fit_are_refused(finished):
         classifier.predict("nowhere.png")
 
 
-def test_a_network_saved_without_classes_is_no_classifier(tmp_path):
+def test_a_network_saved_without_class_names_is_refused_as_a_classifier(tmp_path):
     CapsNet(**TINY).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="without class names and preparation"):
         Classifier.from_pretrained(tmp_path)
@@ -114,7 +114,7 @@ def test_the_routing_rule_is_saved_with_the_weights(tmp_path):
     assert CapsNet.from_pretrained(tmp_path).class_capsules.routing.iterations == 1
 
 
-def test_a_rule_that_could_not_be_made_again_is_refused(tmp_path):
+def test_a_network_whose_rule_is_not_in_routings_cannot_be_saved(tmp_path):
     class OwnRule(DynamicRouting):
         pass
 
@@ -126,7 +126,7 @@ def test_a_rule_that_could_not_be_made_again_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+def test_options_given_as_numpy_numbers_are_saved(tmp_path):
     CapsNet(**{**TINY, "num_classes": np.int64(3), "image_shape": torch.Size((1, 20, 20))}).save_pretrained(tmp_path)
     assert CapsNet.from_pretrained(tmp_path).options["num_classes"] == 3
 
@@ -230,7 +230,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         assert "config.json" in refused(*again)
 
 
-def test_every_flipped_bit_of_the_weights_is_noticed(run):
+def test_every_flipped_bit_of_the_weights_is_detected(run):
     content = (run / "model.safetensors").read_bytes()
     for place in np.random.default_rng(0).integers(0, 8 * len(content), 50):
         damaged = bytearray(content)
@@ -251,7 +251,7 @@ NAMES = [name for name in vars(Recipe("", "", "")) if name not in ("name", "data
 @pytest.mark.usefixtures("untyped")
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(NAMES), values)
-def test_a_recipe_takes_any_value_or_refuses_it_as_bad_input(name, value):
+def test_a_recipe_stores_a_value_unchanged_or_raises_bad_input(name, value):
     try:
         recipe = Recipe("a", "capsnet", "mnist", **{name: value})
     except BadInput:
@@ -271,14 +271,14 @@ def test_the_weights_in_the_repository_can_be_used(folder):
     assert f"# {folder.name}\n" in (folder / "README.md").read_text()
 
 
-def test_the_weights_of_mnist_know_the_embedded_digits():
+def test_the_weights_for_mnist_classify_the_digits_of_mnist_5k():
     digits = load_splits("mnist-5k", Path("data")).test
     classifier = Classifier.from_pretrained(WEIGHTS[0].parent / "efficient-capsnet-mnist")
     names = classifier.predict(digits.pixels[::5]).class_names
     assert np.mean([int(name) == label for name, label in zip(names, digits.labels[::5].tolist(), strict=True)]) > 0.98
 
 
-def test_options_that_came_later_may_be_absent_and_change_nothing(run, tmp_path):
+def test_files_without_the_options_of_later_versions_load_with_their_defaults(run, tmp_path):
     before, kinds = Classifier.from_pretrained(run), {"preparation": Preparation, "recipe": Recipe, **MODELS}
     for owner, names in LATER.items():
         parameters = inspect.signature(kinds[owner]).parameters

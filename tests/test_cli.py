@@ -1,4 +1,4 @@
-"""The command line: what it prints, and one clear line with exit code 2 for every bad input."""
+"""The command line: what it prints, and that every bad input gives exit code 2 and an error of one line."""
 
 import gzip
 import json
@@ -19,14 +19,14 @@ from torchcaps.training import MeanScores
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_names_what_exists(name):
+def test_every_recipe_has_its_own_name_a_known_model_and_a_docstring(name):
     recipe = RECIPES[name]()
     assert recipe.name == name
     assert recipe.model in MODELS
     assert RECIPES[name].__doc__
 
 
-def test_recipes_info_and_data_list_print(call):
+def test_recipes_info_and_data_print_their_lists(call):
     assert all(name in call("recipes")[1] for name in (*RECIPES, "em", "initial_beta_a=-25.0"))
     assert "float32" in call("info")[1] or "bf16" in call("info")[1]
     assert "mnist-5k" in call("data", "list")[1]
@@ -50,7 +50,7 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
     assert (tmp_path / "images.png").read_text() == "mine"
 
 
-def test_evaluate_and_predict(call, finished, images):
+def test_the_commands_evaluate_and_predict_print_their_results(call, finished, images):
     code, _, error = call("evaluate", finished[0], "--precision", "fp16")
     assert (code, "use one of auto, bf16, float32" in error) == (2, True)
     code, out, error = call("evaluate", finished[0], "--precision", "float32", "--batch-size", 3)
@@ -62,7 +62,7 @@ def test_evaluate_and_predict(call, finished, images):
     assert "right" in out
 
 
-def test_a_published_network_answers_as_its_run_and_says_where_it_comes_from(call, refused, finished, images, tmp_path):
+def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, refused, finished, images, tmp_path):
     run, weights = finished[0], tmp_path / "weights" / "left-right"
     code, out, error = call("publish", run, weights)
     assert code == 0, error
@@ -79,7 +79,7 @@ def test_a_published_network_answers_as_its_run_and_says_where_it_comes_from(cal
     assert "no metrics.json: finish the training" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
 
 
-def test_settings_reach_the_recipe():
+def test_settings_are_applied_to_the_recipe():
     recipe = create_recipe(
         "capsnet-mnist", {"routing.iterations": "1", "learning_rate": "1", "loss.negative_weight": "0.25"}
     )
@@ -88,7 +88,7 @@ def test_settings_reach_the_recipe():
     assert recipe.loss_options == {"negative_weight": 0.25}
 
 
-def test_another_rule_begins_with_its_own_options():
+def test_another_rule_starts_without_the_options_of_the_previous_rule():
     settings = {"routing.iterations": "4", "model.routing": "attention"}
     for order in (settings, dict(reversed(settings.items()))):
         recipe = create_recipe("matrix-capsnet-mnist-paper", order)
@@ -101,7 +101,7 @@ def test_another_rule_begins_with_its_own_options():
         replace(create_recipe("capsnet-mnist"), model_options={"routing": Routing("em")})
 
 
-def test_a_run_is_trained_saved_and_evaluated_with_the_rule_that_was_asked_for(call, command, images, tmp_path):
+def test_a_run_is_trained_saved_and_evaluated_with_the_given_rule(call, command, images, tmp_path):
     words = ("--set", "model.routing=attention", "--set", "routing.iterations=3", *SMALL_CAPSNET)
     done = command("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--epochs", 1, *words)
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_a_run_is_trained_saved_and_evaluated_with_the_rule_that_was_asked_for(c
     assert call("evaluate", tmp_path / "run")[0] == 0
 
 
-def test_the_order_of_settings_does_not_matter_and_another_loss_begins_with_its_own_options():
+def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_own_options():
     settings = {"loss.positive_margin": "0.8", "loss": "margin", "data.stereo": "false", "model.pose": "vector"}
     for order in (settings, dict(reversed(settings.items()))):
         recipe = create_recipe("matrix-capsnet-toys-paper", order)
@@ -183,7 +183,7 @@ def test_model_options_out_of_range_are_refused(name, options):
         create_model(name, **options)
 
 
-def test_unknown_names_suggest_the_nearest(refused):
+def test_an_unknown_name_is_refused_with_the_nearest_known_name(refused):
     assert "did you mean 'capsnet-mnist'" in refused("train", "capsnet-mnst")
     assert "did you mean 'epochs'" in refused("train", "capsnet-mnist", "--set", "epoch=3")
     assert "--data FOLDER" in refused("train", "capsnet-images")
@@ -204,7 +204,7 @@ def damage(path, how):
 
 
 @pytest.mark.parametrize(("how", "word"), [("truncated", "ended before"), ("magic", "magic"), ("sum", "md5")])
-def test_damaged_data_files(refused, tmp_path, how, word):
+def test_damaged_data_files_are_refused(refused, tmp_path, how, word):
     (tmp_path / "mnist").mkdir()
     damage(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", how)
     line = refused("train", "capsnet-mnist", "--data-dir", tmp_path, "--out", tmp_path / "run")
@@ -213,7 +213,7 @@ def test_damaged_data_files(refused, tmp_path, how, word):
     assert not (tmp_path / "run").exists()
 
 
-def test_damaged_image_folders(refused, tmp_path):
+def test_damaged_image_folders_are_refused(refused, tmp_path):
     root = tmp_path / "images"
     root.mkdir()
     (root / "only").mkdir()
@@ -232,7 +232,7 @@ def test_damaged_image_folders(refused, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
+def test_missing_and_damaged_run_folders_are_refused(refused, call, tmp_path, finished, images):
     assert "no such folder" in refused("evaluate", tmp_path / "nowhere")
     assert "no config.json" in refused("evaluate", tmp_path)
     run = tmp_path / "run"
@@ -251,11 +251,11 @@ def test_run_folders_that_are_none(refused, call, tmp_path, finished, images):
     assert "damaged" in refused("evaluate", run)
 
 
-def test_several_runs_are_evaluated_by_the_mean_of_their_scores(call, refused, finished, tmp_path):
+def test_evaluate_averages_the_scores_of_several_runs(call, refused, finished, tmp_path):
     run, other = finished[0], shutil.copytree(finished[0], tmp_path / "other")
     network = Classifier.from_pretrained(other)
     network.model.class_capsules.transform.data = network.model.class_capsules.transform.data.flip(2)
-    network.save_pretrained(other)  # it takes each class for the other
+    network.save_pretrained(other)  # this network confuses the two classes
     errors = []
     for runs in ([run], [run, other, other]):
         code, out, error = call("evaluate", *runs)
@@ -280,13 +280,13 @@ def test_several_runs_are_evaluated_by_the_mean_of_their_scores(call, refused, f
     assert "no recipe.json" in refused("evaluate", run, other)
 
 
-def test_weights_are_not_published_into_a_run(refused, finished):
+def test_weights_are_not_published_into_a_run_folder(refused, finished):
     weights = (finished[0] / "model.safetensors").read_bytes()
     assert "is the folder of a run" in refused("publish", finished[0], finished[0])
     assert (finished[0] / "model.safetensors").read_bytes() == weights
 
 
-def test_a_place_that_cannot_be_written_to(refused, tmp_path, images):
+def test_an_output_folder_that_cannot_be_created_is_refused(refused, tmp_path, images):
     (tmp_path / "file").write_text("")
     assert "--out" in refused("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "file" / "run")
 
@@ -299,7 +299,7 @@ def test_devices_must_divide_the_batch(refused, tmp_path, images):
     assert not torch.distributed.is_initialized()
 
 
-def test_settings_beyond_the_machine_are_refused(refused, images, tmp_path):
+def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path):
     for setting in (
         *("model.convolution_channels=0", "model.convolution_channels=-4", "model.convolution_channels=1000000000"),
         *("model.class_pose_size=1000000000", "shift=100000000000000000000000", "weight_decay=1e300"),
@@ -319,7 +319,7 @@ def test_settings_beyond_the_machine_are_refused(refused, images, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_list_is_written_in_brackets(refused, images):
+def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, images):
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.image_size=48,24")
     assert "write data.image_size=[48,24]" in line
 
@@ -327,7 +327,7 @@ def test_a_list_is_written_in_brackets(refused, images):
 STRANGE = ("$a_$", r"$\frac$", "[copy]", "[b]x", "\x1b[31mred", "été→×")
 
 
-def test_strange_names_of_classes_and_folders_survive_a_whole_training(command, call, tmp_path):
+def test_class_names_with_markup_and_control_characters_can_be_trained_and_printed(command, call, tmp_path):
     for k, name in enumerate(STRANGE):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(10):
@@ -349,7 +349,7 @@ def test_strange_names_of_classes_and_folders_survive_a_whole_training(command, 
 @pytest.mark.parametrize(
     "variables", [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
-def test_an_output_that_cannot_hold_every_letter(variables, images, tmp_path):
+def test_training_works_if_the_encoding_of_the_output_lacks_some_characters(variables, images, tmp_path):
     words = [
         *COMMAND,
         "train",

@@ -1,4 +1,4 @@
-"""The commands `recipes` and `predict`, the version, and where experiments write."""
+"""The commands `recipes` and `predict`, the option `--version`, and the folder for results of experiments."""
 
 import csv
 import re
@@ -29,7 +29,7 @@ def test_every_setting_of_a_recipe_has_a_value_and_a_meaning(name):
     assert {"learning_rate", "batch_size", "epochs", "crop"} <= listed.keys()
 
 
-def test_meanings_are_sentences_of_the_docstring():
+def test_the_meanings_of_options_are_sentences_of_the_docstring():
     def function(one, two, three):
         """Do nothing.
 
@@ -48,7 +48,7 @@ def test_meanings_are_sentences_of_the_docstring():
     assert not [name for name in Recipe.__dataclass_fields__ if name not in meanings(Recipe)]
 
 
-def test_recipes_are_listed_by_data_and_explained_by_name(call, refused):
+def test_the_command_recipes_lists_by_data_and_explains_by_name(call, refused):
     code, out, error = call("recipes", "--data", "own")
     assert code == 0, error
     assert set(re.findall(r"[\w-]+-images", out)) == {name for name in RECIPES if name.endswith("-images")}
@@ -85,7 +85,7 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
 
 
-def test_a_table_is_written_whole_or_not_at_all(refused, finished, images, tmp_path):
+def test_a_table_is_written_completely_or_not_at_all(refused, finished, images, tmp_path):
     table, folder = tmp_path / "table.csv", tmp_path / "new"
     folder.mkdir()
     assert "contains no images" in refused("predict", finished[0], folder)
@@ -98,7 +98,7 @@ def test_a_table_is_written_whole_or_not_at_all(refused, finished, images, tmp_p
     assert "does not exist" in refused("predict", finished[0], folder, "--csv", tmp_path / "none" / "table.csv")
 
 
-def test_damaged_images_are_named_and_the_others_predicted(call, finished, images, tmp_path):
+def test_damaged_images_are_named_and_the_other_images_are_predicted(call, finished, images, tmp_path):
     folder, table = tmp_path / "new", tmp_path / "table.csv"
     folder.mkdir()
     for name in ("a.png", "d.png"):
@@ -118,13 +118,13 @@ def test_damaged_images_are_named_and_the_others_predicted(call, finished, image
     assert [Path(row[0]).name for row in csv.reader(table.read_text().splitlines())] == ["file", "a.png", "d.png"]
 
 
-def test_results_of_an_experiment_lie_beside_its_runs(call, refused, tmp_path, monkeypatch):
+def test_the_results_of_an_experiment_are_in_the_folder_of_its_runs(call, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "out" / "results") in refused("experiment", "report", "--out", tmp_path / "out")
     assert "results contains no result" in refused("experiment", "report")
 
 
-def test_recipes_for_own_images_differ_in_network_loss_and_learning_rate_alone():
+def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():
     recipes = [vars(create_recipe(name)) for name in ("capsnet-images", "matrix-capsnet-images", "cnn-images")]
     network = {"name", "model", "model_options", "routing_options", "loss", "reconstruction_weight"}
     rate = {"learning_rate", "schedule", "warm_up_epochs"}

@@ -1,4 +1,4 @@
-"""Images in memory, the IDX format, the named datasets and the splits."""
+"""Images in memory, the datasets with a name, and the splits."""
 
 import gzip
 import os
@@ -38,7 +38,7 @@ from torchcaps.errors import DataWarning
 
 
 def numbered(labels: list[int], classes: int) -> Images:
-    """One-pixel images whose pixel is their own index."""
+    """Images of one pixel; the value of the pixel is the index of the image."""
     pixels = torch.arange(len(labels), dtype=torch.uint8).reshape(-1, 1, 1, 1)
     return Images(pixels, torch.tensor(labels), tuple(f"class {i}" for i in range(classes)))
 
@@ -50,7 +50,7 @@ def indices(images: Images) -> list[int]:
 # Images
 
 
-def test_images_know_their_size_and_their_subset():
+def test_images_have_a_length_a_shape_and_subsets():
     images = Images(torch.zeros(3, 2, 4, 5, dtype=torch.uint8), torch.tensor([0, 1, 1]), ("a", "b"))
     assert len(images) == 3
     assert images.image_shape == (2, 4, 5)
@@ -58,8 +58,8 @@ def test_images_know_their_size_and_their_subset():
     assert len(images.subset([])) == 0
 
 
-def test_images_that_do_not_fit_together_are_refused(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as a user runs it: no checker comes first
+def test_images_whose_pixels_labels_and_class_names_do_not_match_are_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, without run-time type checks
     pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
     with refused("2 images but 1 labels"):
         Images(pixels, labels[:1], ("a", "b"))
@@ -75,7 +75,7 @@ def test_images_that_do_not_fit_together_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["$a_$", r"$\frac$", "two\nlines", "n" * 300])
-def test_a_contact_sheet_draws_any_name_and_each_class_in_its_row(name, tmp_path):
+def test_a_contact_sheet_draws_each_class_in_its_own_row_whatever_its_name(name, tmp_path):
     pixels = torch.tensor([10, 10, 90, 90, 200]).to(torch.uint8).reshape(5, 1, 1, 1).expand(5, 2, 30, 150).contiguous()
     images = Images(pixels, torch.tensor([0, 0, 1, 1, 2]), ("a", name, "c"))
     assert save_contact_sheet(images, tmp_path / "sheet.png", columns=50) == "3 classes"
@@ -96,7 +96,7 @@ def test_a_contact_sheet_shows_a_hundred_classes_at_most(tmp_path):
 @pytest.mark.parametrize(
     ("counts", "parts"), [((30, 3, 0), ["no training image of class c"]), ((31, 3, 3), ["a has 31"])]
 )
-def test_classes_without_images_and_an_imbalance_are_told(counts, parts, tmp_path, monkeypatch):
+def test_classes_without_images_and_unbalanced_classes_cause_a_warning(counts, parts, tmp_path, monkeypatch):
     labels = torch.arange(3).repeat_interleave(torch.tensor(counts) + 1)
     images = Images(torch.zeros(len(labels), 1, 2, 2, dtype=torch.uint8), labels, ("a", "b", "c"))
     images = images.subset([i for i in range(len(labels)) if counts[labels[i]]])
@@ -116,7 +116,7 @@ def test_a_dataset_with_an_empty_split_is_refused(train, test, empty, tmp_path, 
         load_splits("own", tmp_path)
 
 
-def test_cut_is_stratified_complete_disjoint_and_sorted():
+def test_cut_gives_stratified_complete_disjoint_and_sorted_parts():
     images = numbered([i % 3 for i in range(90)], 3)
     rest, held_out = cut(images, 0.2, seed=5)
     assert held_out.labels.bincount().tolist() == [6, 6, 6]
@@ -126,16 +126,20 @@ def test_cut_is_stratified_complete_disjoint_and_sorted():
     assert held_out.labels.tolist() == [i % 3 for i in indices(held_out)]
 
 
-def test_cut_is_fixed_by_its_seed():
+def test_cut_with_the_same_seed_gives_the_same_parts():
     images = numbered([i % 3 for i in range(90)], 3)
     assert indices(cut(images, 0.2, seed=5)[1]) == indices(cut(images, 0.2, seed=5)[1])
     assert indices(cut(images, 0.2, seed=5)[1]) != indices(cut(images, 0.2, seed=6)[1])
-    assert indices(cut(numbered([0] * 10, 1), 0.3, seed=0)[1]) == [1, 2, 3]  # for all time, on every machine
+    assert indices(cut(numbered([0] * 10, 1), 0.3, seed=0)[1]) == [
+        1,
+        2,
+        3,
+    ]  # must never change
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 2**40))
 @settings(max_examples=100, deadline=None, database=None)
-def test_cut_leaves_every_class_of_two_on_both_sides(labels, fraction, seed):
+def test_cut_leaves_every_class_with_two_images_in_both_parts(labels, fraction, seed):
     rest, held_out = cut(numbered(labels, 4), fraction, seed)
     assert sorted(indices(rest) + indices(held_out)) == list(range(len(labels)))
     for label in set(labels):
@@ -144,7 +148,7 @@ def test_cut_leaves_every_class_of_two_on_both_sides(labels, fraction, seed):
         assert held == (min(max(round(fraction * count), 1), count - 1) if count > 1 else 0)
 
 
-def test_cut_by_holds_out_one_value_of_every_class():
+def test_cut_by_holds_out_one_value_of_the_attribute_per_class():
     labels = torch.arange(600) % 3
     toys = Images(torch.zeros(600, 1, 2, 2, dtype=torch.uint8), labels, ("a", "b", "c"), {"toy": torch.arange(600) % 5})
     chosen = set()
@@ -184,12 +188,12 @@ def test_shift_equals_a_loop_over_pixels(dtype):
     assert torch.equal(shift(pixels, offsets), expected)
 
 
-def test_shift_pads_with_zero_even_beside_infinities():
+def test_shift_pads_with_zero_also_next_to_infinite_pixels():
     shifted = shift(torch.full((1, 1, 2, 2), torch.inf), torch.tensor([[1, 0]]))
     assert shifted.flatten().tolist() == [0, 0, torch.inf, torch.inf]
 
 
-def test_shift_offsets_keep_their_prefix_and_their_range():
+def test_shift_offsets_do_not_depend_on_count_and_stay_in_range():
     long = shift_offsets(seed=1, epoch=2, count=1001, pixels=2)
     for count in (0, 1, 7, 1000):
         assert torch.equal(shift_offsets(1, 2, count, 2), long[:count])
@@ -203,7 +207,7 @@ def test_shift_offsets_keep_their_prefix_and_their_range():
 # MNIST and Fashion-MNIST
 
 
-def test_images_and_labels_of_different_number_are_refused(tmp_path):
+def test_different_numbers_of_images_and_labels_are_refused(tmp_path):
     images, labels = tmp_path / "images", tmp_path / "labels"
     images.write_bytes(idx(np.arange(12).reshape(3, 2, 2)))
     labels.write_bytes(idx(np.array([0, 1, 1])))
@@ -279,7 +283,7 @@ def test_cifar10_is_read_from_its_archive(tmp_path):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_real_files_load(name):
+def test_the_downloaded_files_of_each_dataset_load(name):
     data_dir = Path(os.environ.get("TORCHCAPS_TEST_DATA", "no-such-folder"))
     if not (data_dir / name).is_dir():
         pytest.skip(f"TORCHCAPS_TEST_DATA names no folder that holds {name}/")
@@ -293,7 +297,7 @@ def test_the_real_files_load(name):
 # mnist-5k and the splits
 
 
-def test_mnist_5k_is_real_balanced_and_split_without_overlap():
+def test_mnist_5k_has_balanced_classes_and_no_image_twice():
     train, test = load_mnist_5k()
     assert train.image_shape == (1, 28, 28)
     assert train.labels.bincount().tolist() == [400] * 10
@@ -302,7 +306,7 @@ def test_mnist_5k_is_real_balanced_and_split_without_overlap():
     assert len({image.numpy().tobytes() for part in (train, test) for image in part.pixels}) == 5_000
 
 
-def test_mnist_5k_digits_come_from_the_training_digits_of_mnist():
+def test_all_digits_of_mnist_5k_are_training_digits_of_mnist():
     data_dir = Path(os.environ.get("TORCHCAPS_TEST_DATA", "no-such-folder"))
     if not (data_dir / "mnist").is_dir():
         pytest.skip("TORCHCAPS_TEST_DATA names no folder that holds mnist/")
@@ -311,7 +315,7 @@ def test_mnist_5k_digits_come_from_the_training_digits_of_mnist():
     assert all(image.numpy().tobytes() in known for part in load_mnist_5k() for image in part.pixels)
 
 
-def test_load_splits_cuts_validation_from_training_and_leaves_the_test_alone(tmp_path):
+def test_load_splits_takes_validation_images_from_the_training_images_only(tmp_path):
     one, other = (load_splits("mnist-5k", tmp_path, seed=seed) for seed in (0, 1))
     assert (len(one.train), len(one.validation), len(one.test)) == (3_600, 400, 1_000)
     assert torch.equal(one.test.pixels, other.test.pixels)
@@ -320,7 +324,7 @@ def test_load_splits_cuts_validation_from_training_and_leaves_the_test_alone(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_load_splits_refuses_what_it_does_not_know(tmp_path):
+def test_load_splits_refuses_unknown_datasets_options_and_bad_fractions(tmp_path):
     with refused("minst", "did you mean 'mnist'?", "no folder or table exists at this path"):
         load_splits("minst", tmp_path)
     with refused("/no/such/place", "mnist-5k"):
@@ -336,7 +340,7 @@ def test_load_splits_refuses_what_it_does_not_know(tmp_path):
         load_splits("mnist-5k", tmp_path, seed=-1)
 
 
-def test_a_name_of_the_table_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_the_name_of_a_dataset_is_preferred_to_a_folder_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mnist-5k").mkdir()
     assert len(load_splits("mnist-5k", tmp_path).test) == 1_000

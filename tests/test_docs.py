@@ -1,4 +1,4 @@
-"""What the documentation tells people to run, runs."""
+"""The code, links, tables and commands on the pages of the documentation."""
 
 import json
 import re
@@ -24,7 +24,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path):
-    """One after the other, in a process of its own: the run-time check of types cannot be traced."""
+    """The blocks of a page run one after another in one new process, because torch.compile cannot trace type checks."""
     blocks = BLOCKS[page]
     (tmp_path / "weights").symlink_to(ROOT / "weights")
     done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
@@ -32,7 +32,7 @@ def test_every_python_block_of_a_page_runs(page, tmp_path):
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(p.name for p in (ROOT / "docs").glob("*.md"))])
-def test_every_link_to_a_file_has_its_file(page):
+def test_every_link_to_a_file_leads_to_an_existing_file(page):
     path = next(each for each in (ROOT / page, ROOT / "docs" / page) if each.exists())
     for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
         assert "://" in link or (path.parent / link).exists(), link
@@ -41,7 +41,7 @@ def test_every_link_to_a_file_has_its_file(page):
 PAGES_WITH_TABLES = ("README.md", "docs/results.md", "docs/benchmarks.md")
 
 
-def test_tables_are_those_of_the_results(tmp_path):
+def test_tables_of_the_pages_equal_the_stored_results(tmp_path):
     pages = []
     for name in PAGES_WITH_TABLES:
         pages.append(tmp_path / Path(name).name)
@@ -55,7 +55,7 @@ ENTRIES = tomllib.loads((ROOT / "results/tables.toml").read_text())
 
 
 @pytest.mark.parametrize("entry", [*ENTRIES["networks"], *ENTRIES["reduced"]], ids=lambda entry: entry["runs"][0])
-def test_the_command_beside_a_result_is_the_recipe_in_its_folder(entry):
+def test_the_command_of_a_result_gives_the_recipe_stored_in_its_folder(entry):
     command = entry["command"].replace("make demo", "torchcaps train capsnet-mnist-5k")
     _, _, name, *words = shlex.split(command)
     settings = dict(
@@ -72,7 +72,7 @@ def test_the_command_beside_a_result_is_the_recipe_in_its_folder(entry):
         assert then == {key: expected[key] for key in then}
 
 
-def test_every_row_of_the_readme_is_in_the_results_too():
+def test_every_run_in_the_readme_is_also_on_the_page_results():
     shown = {run for entry in ENTRIES["networks"] for run in entry["runs"]}
     assert all(set(entry.get("runs", [])) <= shown for entry in ENTRIES["highlights"])
 

@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine: one that serves, cuts, ignores Range, lies or has nothing."""
+"""Downloads from a real server on this machine, which can break connections, ignore Range, or send wrong bytes."""
 
 import gzip
 import re
@@ -21,7 +21,7 @@ ZIPPED = gzip.compress(CONTENT)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """`/<manner>/<file>` serves `server.files[file]` in that manner."""
+    """Answer the request `/<manner>/<file>` with `server.files[file]`, in a manner such as `good` or `absent`."""
 
     def do_GET(self):
         _, manner, file = self.path.split("/")
@@ -68,7 +68,7 @@ def server():
 
 @pytest.fixture
 def get(server, tmp_path):
-    """Download `file` in each manner in turn as mirrors; the path."""
+    """Return a function that downloads `file`, with one mirror for each of the given manners, and returns its path."""
 
     def run(*manners: str, file: str = "raw", right: str = RIGHT):
         path = tmp_path / "data" / file
@@ -83,12 +83,12 @@ def left(tmp_path) -> list[str]:
 
 
 @pytest.mark.parametrize(("file", "stored"), [("raw", CONTENT), ("zipped.gz", ZIPPED)])
-def test_a_file_arrives_whole(get, tmp_path, file, stored):
+def test_a_file_is_downloaded_completely(get, tmp_path, file, stored):
     assert get("good", file=file).read_bytes() == stored
     assert left(tmp_path) == [file]
 
 
-def test_a_checksum_may_be_that_of_the_file_as_it_is_served(server, tmp_path):
+def test_a_checksum_can_be_computed_from_the_compressed_file(server, tmp_path):
     right = md5(ZIPPED).hexdigest()
     download([f"{server.url}/good/zipped.gz"], tmp_path / "x.gz", right, progress=False, digest=md5_of)
     assert (tmp_path / "x.gz").read_bytes() == ZIPPED
@@ -104,12 +104,12 @@ def test_a_progress_bar_goes_to_standard_error(server, tmp_path, capsys):
     assert captured.out == ""
 
 
-def test_a_cut_connection_is_resumed_where_it_broke(get, server):
+def test_a_download_continues_where_the_connection_broke(get, server):
     assert get("cutting").read_bytes() == CONTENT
     assert server.asked == [("cutting", 0), ("cutting", 150_000)]
 
 
-def test_a_part_from_an_earlier_call_is_resumed(get, server, tmp_path):
+def test_a_download_continues_a_partial_file_of_an_earlier_call(get, server, tmp_path):
     server.cuts = 99
     with pytest.raises(BadInput, match=r"cut off after 262,500 of 300,000 bytes"):
         get("cutting")
@@ -120,38 +120,38 @@ def test_a_part_from_an_earlier_call_is_resumed(get, server, tmp_path):
     assert left(tmp_path) == ["raw"]
 
 
-def test_a_server_that_ignores_range_is_read_from_the_start(get, server):
+def test_a_server_that_ignores_range_is_read_from_the_first_byte(get, server):
     assert get("deaf-cutting").read_bytes() == CONTENT
     assert server.asked == [("deaf-cutting", 0), ("deaf-cutting", 150_000)]
 
 
-def test_a_whole_part_needs_no_more_bytes(get, tmp_path):
+def test_a_partial_file_that_is_complete_is_used(get, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "raw.part").write_bytes(CONTENT)
     assert get("good").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("size", [10_000, 300_000, 400_000])
-def test_a_foreign_part_is_thrown_away_and_the_mirror_asked_afresh(get, tmp_path, size):
+def test_a_partial_file_of_another_file_is_discarded_and_downloaded_again(get, tmp_path, size):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "raw.part").write_bytes(b"x" * size)
     assert get("good").read_bytes() == CONTENT
     assert left(tmp_path) == ["raw"]
 
 
-def test_the_next_mirror_is_tried(get, server, tmp_path):
+def test_the_next_mirror_is_tried_if_a_mirror_fails(get, server, tmp_path):
     assert get("absent", "lying", "good").read_bytes() == CONTENT
     assert [manner for manner, _ in server.asked] == ["absent", "lying", "good"]
     assert left(tmp_path) == ["raw"]
 
 
-def test_a_mirror_that_answers_another_range_is_not_believed(get, tmp_path):
+def test_a_mirror_that_sends_another_range_is_not_used(get, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "raw.part").write_bytes(CONTENT[:1000])
     assert get("astray", "good").read_bytes() == CONTENT
 
 
-def test_when_all_mirrors_fail_nothing_is_left_and_the_message_says_why(get, tmp_path):
+def test_if_all_mirrors_fail_no_file_remains_and_the_message_says_why(get, tmp_path):
     with pytest.raises(BadInput) as caught:
         get("absent", "lying")
     message = str(caught.value)
@@ -176,7 +176,7 @@ def test_a_damaged_gzip_is_refused(get, server, tmp_path):
     assert left(tmp_path) == []
 
 
-def test_a_file_that_was_there_stays_when_the_download_fails(get, tmp_path):
+def test_an_existing_file_is_not_changed_if_the_download_fails(get, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "raw").write_bytes(b"old")
     with pytest.raises(BadInput):
@@ -184,7 +184,7 @@ def test_a_file_that_was_there_stays_when_the_download_fails(get, tmp_path):
     assert (tmp_path / "data" / "raw").read_bytes() == b"old"
 
 
-def test_no_server_no_folder_and_no_web_address_are_refused(tmp_path):
+def test_an_unreachable_server_an_unusable_folder_and_other_addresses_are_refused(tmp_path):
     with pytest.raises(BadInput, match=r"refused.*connect to the network"):
         download(["http://127.0.0.1:9/raw"], tmp_path / "raw", RIGHT, progress=False)
     (tmp_path / "file").touch()
@@ -195,7 +195,7 @@ def test_no_server_no_folder_and_no_web_address_are_refused(tmp_path):
             download([url], tmp_path / "raw", RIGHT, progress=False)
 
 
-def test_mnist_is_fetched_where_absent_and_then_found(server, tmp_path, monkeypatch):
+def test_mnist_is_downloaded_only_if_it_is_missing(server, tmp_path, monkeypatch):
     files = {
         "train-images-idx3-ubyte": struct.pack(">4I", 0x803, 3, 28, 28) + bytes(3 * 784),
         "train-labels-idx1-ubyte": struct.pack(">2I", 0x801, 3) + bytes([5, 0, 9]),

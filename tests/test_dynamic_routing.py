@@ -28,7 +28,7 @@ def rule(options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_laws(options, routing_map, dtype):
+def test_dynamic_routing_has_the_properties_of_a_routing_rule(options, routing_map, dtype):
     case = random_case(MAPS[routing_map], seed=0, dtype=dtype)
     for law in laws.ALL:
         law(rule(OPTIONS[options]), case)
@@ -37,20 +37,20 @@ def test_laws(options, routing_map, dtype):
 
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(sorted(OPTIONS)))
-def test_laws_on_random_problems(case, options):
+def test_dynamic_routing_has_these_properties_on_random_problems(case, options):
     for law in laws.ALL:
         law(rule(OPTIONS[options]), case)
     laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
 
 
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_gradcheck(options, routing_map):
+def test_gradients_equal_finite_differences(options, routing_map):
     case = random_case(MAPS[routing_map], seed=1, dtype=torch.float64, sizes=(1, 2, 2))
     laws.gradients_are_right(rule(OPTIONS[options]), case, fast=(options, routing_map) != ("sabour", "dense"))
 
 
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_equals_the_papers_pseudo_code_in_loops(options, routing_map):
+def test_dynamic_routing_equals_the_pseudo_code_of_the_paper(options, routing_map):
     case = random_case(MAPS[routing_map], seed=2, dtype=torch.float64)
     given = {"iterations": 3, "logits": "cumulative", "squash_form": "sabour", "inner_squash_form": None}
     parents, couplings = dynamic_routing_in_loops(case, **{**given, "leaky": False, **OPTIONS[options]})
@@ -62,7 +62,7 @@ def test_equals_the_papers_pseudo_code_in_loops(options, routing_map):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1e-15, 1e-6, 1e3, 1e6])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_tiny_and_huge_poses_stay_finite(options, scale, dtype):
+def test_tiny_and_huge_poses_give_finite_parents(options, scale, dtype):
     case = random_case(MAPS["conv"], seed=3, dtype=dtype)
     pose = (case.pose * scale).requires_grad_()
     transform = case.transform.clone().requires_grad_()
@@ -73,7 +73,7 @@ def test_tiny_and_huge_poses_stay_finite(options, scale, dtype):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_identical_votes_give_a_parent_in_their_direction(options):
+def test_identical_votes_give_a_parent_with_their_direction(options):
     pose = torch.randn(2, 1, 1, 1, 3, dtype=torch.float64).expand(2, 5, 1, 1, 3)
     transform = torch.randn(1, 1, 4, 3, 6, dtype=torch.float64)
     vote = torch.einsum("bq,jqn->bjn", pose[:, 0, 0, 0], transform[0, 0])
@@ -96,7 +96,7 @@ def test_couplings_are_uniform_after_one_pass_and_not_after_two():
     assert (rule({"iterations": 2})(*case)[1] - once).abs().max() > 1e-3
 
 
-def test_a_corner_child_of_a_conv_map_shares_itself_over_fewer_parents_than_a_centre_child():
+def test_a_corner_child_of_a_conv_map_has_fewer_parents_than_a_centre_child():
     case = random_case(RoutingMap.conv((4, 4), kernel_size=3), seed=6, dtype=torch.float64)
     couplings = rule({"iterations": 1})(*case)[1]
     child = case.routing_map.edges[:, 0]
@@ -104,7 +104,7 @@ def test_a_corner_child_of_a_conv_map_shares_itself_over_fewer_parents_than_a_ce
     torch.testing.assert_close(couplings[:, :, child == 5], torch.full((2, 4, 4, 3), 1 / 16, dtype=torch.float64))
 
 
-def test_cumulative_logits_sharpen_while_latest_logits_settle():
+def test_cumulative_logits_sharpen_couplings_and_latest_logits_converge():
     case = random_case(RoutingMap.dense(30), seed=7, dtype=torch.float64)
     sharp = rule({"iterations": 60})(*case)[1].max(dim=1).values.mean()
     settled = [rule({"iterations": t, "logits": "latest"})(*case)[0].pose for t in (60, 61)]
@@ -130,21 +130,21 @@ def test_gradient_through_the_last_pass_only_treats_couplings_as_constants():
     assert (torch.autograd.grad(through_all.sum(), transform)[0] - expected).abs().max() > 1e-4
 
 
-def test_autocast_leaves_routing_in_float32():
+def test_dynamic_routing_computes_in_float32_under_autocast():
     case = random_case(MAPS["dense"], seed=9, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = dynamic_routing(*case).pose
     assert torch.equal(inside, dynamic_routing(*case).pose)
 
 
-def test_matrix_poses_route_too():
+def test_dynamic_routing_accepts_matrix_poses():
     pose, transform = torch.randn(2, 9, 3, 4, 4), torch.randn(4, 3, 5, 4, 4)
     capsules = dynamic_routing(pose, transform, RoutingMap.conv((3, 3), 2))
     assert capsules.pose.shape == (2, 4, 5, 4, 4)
     assert (capsules.activation < 1).all()
 
 
-def test_module_is_the_function():
+def test_the_module_gives_the_same_parents_as_the_function():
     pose, transform, routing_map = random_case(MAPS["conv"], seed=10, dtype=torch.float64)
     module = ROUTINGS["dynamic"](iterations=2, **SU)
     expected = dynamic_routing(pose, transform, routing_map, iterations=2, **SU)
@@ -155,13 +155,13 @@ def test_module_is_the_function():
     "options", [{"iterations": 0}, {"logits": "none"}, {"squash_form": "x"}, {"gradient_passes": "first"}]
 )
 @pytest.mark.usefixtures("untyped")
-def test_unknown_options_raise(options):
+def test_unknown_options_are_refused(options):
     with pytest.raises(ValueError, match=r"iterations|logits|squash|gradient_passes"):
         DynamicRouting(**options)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_shapes_that_disagree_with_the_map_raise():
+def test_shapes_that_do_not_match_the_map_are_refused():
     pose, transform, routing_map = random_case(MAPS["dense"], seed=0, dtype=torch.float32)
     with pytest.raises(ValueError, match="4 child sites"):
         dynamic_routing(pose[:, :3], transform, routing_map)

@@ -26,7 +26,7 @@ OPTIONS = {
 
 
 def rule(options):
-    """A child is as active as its pose is long; β is the same for all parent types."""
+    """EM routing with the same β for all parent types; the activation of a child grows with the length of its pose."""
 
     def run(pose, transform, routing_map):
         activation = pose.square().sum(dim=(-2, -1)).tanh()
@@ -40,18 +40,18 @@ def rule(options):
 
 
 def problem(routing_map, seed=0, dtype=torch.float64, sizes=(2, 3, 4), rows=2):
-    """A case, the activations of its children (some 0, some 1) and β."""
+    """A random case, the activations of its children (some 0, some 1), beta_u and beta_a."""
     case = random_case(MAPS[routing_map], seed, dtype, sizes, rows)
     activation = (3 * torch.rand(case.pose.shape[:3], dtype=dtype) - 1).clamp(0, 1)
     beta_u, beta_a = torch.randn(2, sizes[2], dtype=dtype)
     return case, activation, beta_u, beta_a
 
 
-def keeps_the_laws(options, case):
-    """In float32 with a floor as wide as the votes are apart and two passes at most.
+def check_properties(options, case):
+    """Check the properties of a routing rule; in float32, with a variance floor of 1 and at most two passes.
 
-    A parent midway between two votes stands on a saddle: each further pass multiplies the rounding of the one before
-    by up to thirty, and after five of them no bound is left that an error in the code would not keep as well.
+    If a parent lies midway between two votes, each further pass can multiply rounding errors by thirty. After five
+    passes in float32, rounding errors could therefore not be told from a wrong rule.
     """
     chosen = dict(OPTIONS[options])
     if case.pose.dtype == torch.float32:
@@ -68,18 +68,18 @@ def keeps_the_laws(options, case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_laws(options, routing_map, dtype):
-    keeps_the_laws(options, random_case(MAPS[routing_map], seed=0, dtype=dtype, rows=3))
+def test_em_routing_has_the_properties_of_a_routing_rule(options, routing_map, dtype):
+    check_properties(options, random_case(MAPS[routing_map], seed=0, dtype=dtype, rows=3))
 
 
 @settings(max_examples=60)
 @given(cases(), st.sampled_from(sorted(OPTIONS)))
-def test_laws_on_random_problems(case, options):
-    keeps_the_laws(options, case)
+def test_em_routing_has_these_properties_on_random_problems(case, options):
+    check_properties(options, case)
 
 
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_equals_the_papers_procedure_in_loops(options, routing_map):
+def test_em_routing_equals_the_procedure_of_the_paper(options, routing_map):
     case, activation, beta_u, beta_a = problem(routing_map)
     expected = em_routing_in_loops(case, activation, beta_u.tolist(), beta_a.tolist(), **OPTIONS[options])
     children = Capsules(case.pose, activation)
@@ -91,7 +91,7 @@ def test_equals_the_papers_procedure_in_loops(options, routing_map):
 
 
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
-def test_gradcheck(options, routing_map):
+def test_gradients_equal_finite_differences(options, routing_map):
     case, activation, beta_u, beta_a = problem(routing_map, seed=1, sizes=(1, 2, 2))
     activation = activation.clamp(0.1, 0.9)
 
@@ -147,7 +147,7 @@ def test_extreme_children_give_finite_values_and_gradients(case, options, scale,
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_identical_votes_give_that_vote(options):
+def test_identical_votes_give_a_parent_with_this_pose(options):
     pose = torch.randn(2, 1, 1, 4, 3, dtype=torch.float64).expand(2, 5, 1, 4, 3)
     transform = torch.randn(1, 1, 4, 3, 6, dtype=torch.float64)
     parents = rule(OPTIONS[options])(pose, transform, RoutingMap.shared(5))[0].pose[:, 0]
@@ -155,7 +155,7 @@ def test_identical_votes_give_that_vote(options):
 
 
 def clusters():
-    """Twelve children vote for two parents; nine of the votes for the first agree, those for the second scatter."""
+    """Twelve children vote for two parents. For the first parent, nine votes agree; for the second, none agree."""
     torch.manual_seed(0)
     pose = torch.eye(4, dtype=torch.float64).expand(1, 12, 1, 4, 4)
     transform = 3 * torch.randn(12, 1, 2, 4, 4, dtype=torch.float64)
@@ -163,7 +163,7 @@ def clusters():
     return Capsules(pose, torch.ones(1, 12, 1, dtype=torch.float64)), transform, RoutingMap.dense(12)
 
 
-def test_a_cluster_of_votes_is_found_and_its_parent_is_the_more_active():
+def test_a_parent_with_clustered_votes_is_more_active_than_a_parent_with_scattered_votes():
     zero = torch.zeros(2, dtype=torch.float64)
     passes = em_routing(*clusters(), zero, zero, iterations=4, return_passes=True)[1]
     last = passes[-1]
@@ -175,21 +175,21 @@ def test_a_cluster_of_votes_is_found_and_its_parent_is_the_more_active():
     torch.testing.assert_close(passes[0].couplings, torch.full((1, 2, 12, 1), 0.5, dtype=torch.float64))
 
 
-def test_the_inverse_temperature_rises_as_published():
+def test_the_inverse_temperature_of_the_first_pass_is_five_percent_of_the_constant_one():
     zero, case = torch.zeros(2, dtype=torch.float64), clusters()
     rising = em_routing(*case, zero, zero, iterations=1).activation.logit()
     constant = em_routing(*case, zero, zero, iterations=1, temperature_schedule="constant")
     torch.testing.assert_close(rising / constant.activation.logit(), torch.full_like(rising, 0.05))
 
 
-def test_pitfall_one_a_single_child_needs_a_variance_floor():
+def test_a_single_child_needs_a_variance_floor():
     case = random_case(RoutingMap.dense(1), seed=3, dtype=torch.float64, sizes=(2, 1, 3))
     assert torch.isfinite(rule({})(*case)[0].activation).all()
     assert not torch.isfinite(rule({"variance_floor": 0.0})(*case)[1]).all()
 
 
-def test_pitfall_two_without_mean_data_a_class_layer_saturates():
-    """The class layer of the 64/8/16/16 net in Gritzman's size: 5·5·16 children over 5 parents."""
+def test_class_activations_saturate_without_normalise_data():
+    """The class layer has the size of Gritzman's 64/8/16/16 network: 5·5·16 children and 5 parents."""
     case = random_case(RoutingMap.shared(25), seed=4, dtype=torch.float64, sizes=(2, 16, 5), rows=4)
     fair = rule({})(*case)[0].activation
     saturated = rule({"normalise_data": False})(*case)[0].activation
@@ -198,7 +198,7 @@ def test_pitfall_two_without_mean_data_a_class_layer_saturates():
     assert (torch.minimum(saturated, 1 - saturated) < 1e-9).float().mean() > 0.5
 
 
-def test_pitfall_three_children_divide_themselves_among_positions_too():
+def test_children_are_divided_among_parents_at_all_positions():
     case = random_case(RoutingMap.conv((4, 4), kernel_size=3), seed=5, dtype=torch.float64, rows=4)
     right, wrong = (laws.couplings_of_children(rule({"competition": by}), case) for by in ("parents", "types"))
     torch.testing.assert_close(right, torch.ones_like(right))
@@ -212,7 +212,7 @@ def test_pitfall_three_children_divide_themselves_among_positions_too():
     torch.testing.assert_close(first[:, :, child == 5], torch.full((2, 4, 4, 3), 1 / 16, dtype=torch.float64))
 
 
-def test_mixing_proportions_sum_to_one_over_the_layer():
+def test_mixing_proportions_of_a_layer_sum_to_one():
     case, activation, beta_u, beta_a = problem("conv")
     children = Capsules(case.pose, activation)
     passes = em_routing(
@@ -221,7 +221,7 @@ def test_mixing_proportions_sum_to_one_over_the_layer():
     torch.testing.assert_close(passes[-1].activation.sum(dim=(1, 2)), torch.ones(2, dtype=torch.float64))
 
 
-def test_the_module_learns_its_betas_and_saves_them():
+def test_beta_is_learned_and_saved_by_the_module():
     module = EMRouting(4)
     case, activation, _, _ = problem("conv", dtype=torch.float32)
     module(Capsules(case.pose, activation), case.transform, case.routing_map).activation.sum().backward()
@@ -232,8 +232,8 @@ def test_the_module_learns_its_betas_and_saves_them():
     assert not any(parameter.requires_grad for parameter in mixing.parameters())
 
 
-def test_a_starved_parent_is_the_same_in_float32_as_in_float64():
-    """Every child prefers the first parent by hundreds of nats; the second still has the mean of what it gets."""
+def test_a_parent_with_tiny_couplings_has_the_same_mean_in_float32_and_float64():
+    """The logits of every child favour the first parent by hundreds, so the couplings to the second parent are tiny."""
     children, transform, routing_map = clusters()
     transform[:, 0, 0] = 1.0
     zero = torch.zeros(2, dtype=torch.float64)
@@ -251,8 +251,8 @@ BACKENDS = ["reference", *(["fused"] if _cpu is not None else [])]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("routing_map", [name for name in MAPS if name != "no-edges"])
 @pytest.mark.parametrize("faint", [1e-20, 1e-30, 1e-37])
-def test_the_mean_of_faint_children_is_that_of_children_as_unequally_on(faint, routing_map, backend):
-    """In float32, down to its smallest normal number; each parent has children of its own brightness."""
+def test_children_with_tiny_activations_give_the_same_parents_in_float32_and_float64(faint, routing_map, backend):
+    """In each image, other children have tiny activations, down to the smallest normal number of float32."""
     case = random_case(MAPS[routing_map], 5, torch.float64, rows=2)
     activation = torch.rand(case.pose.shape[:3], dtype=torch.float64).clamp_min(0.2)
     activation[0] = activation[0] * faint
@@ -270,7 +270,7 @@ def test_the_mean_of_faint_children_is_that_of_children_as_unequally_on(faint, r
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("faint", [1e-20, 1e-30])
-def test_the_gradients_of_faint_children(faint, backend):
+def test_children_with_tiny_activations_have_the_same_gradients_in_float32_and_float64(faint, backend):
     case = random_case(MAPS["conv"], 6, torch.float64, rows=2)
     activation = faint * torch.rand(case.pose.shape[:3], dtype=torch.float64).clamp_min(0.2)
     gradients = []
@@ -286,7 +286,7 @@ def test_the_gradients_of_faint_children(faint, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_parent_whose_children_are_all_off_has_mean_zero(backend):
+def test_a_parent_of_inactive_children_has_mean_zero(backend):
     case = random_case(MAPS["conv"], 7, torch.float32)
     activation = torch.rand(case.pose.shape[:3])
     child, parent, _ = case.routing_map.edges.unbind(1)
@@ -315,12 +315,12 @@ def test_a_parent_whose_children_are_all_off_has_mean_zero(backend):
     ],
 )
 @pytest.mark.usefixtures("untyped")
-def test_options_out_of_range_raise(options):
+def test_options_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         EMRouting(4, **options)
 
 
-def test_autocast_does_not_reach_into_the_routing():
+def test_em_routing_computes_in_float32_under_autocast():
     case, activation, beta_u, beta_a = problem("conv", dtype=torch.float32)
     run = partial(em_routing, Capsules(case.pose, activation), case.transform, case.routing_map, beta_u, beta_a)
     for options in ({"backend": "reference"}, {"backend": "auto"}):

@@ -1,4 +1,4 @@
-"""The estimate before a training: what it says, and that it changes nothing."""
+"""The estimate before a training run: its text and numbers, and that it does not change the result of the training."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def module(name="cnn-baseline-mnist", **settings):
 
 @pytest.mark.parametrize("settings", [{}, {"mixup": "0.2"}, {"gradient_clip": "0.1", "optimizer": "radam"}])
 def test_an_estimate_changes_neither_weights_nor_random_numbers(settings):
-    """Of a network with dropout, and of mixup: both draw random numbers in every step."""
+    """The network has dropout and the recipe has mixup, because both draw random numbers in every step."""
     one = module(**settings)
     before, state = {name: value.clone() for name, value in one.state_dict().items()}, torch.get_rng_state()
     found = estimate(one, SPLITS, 2)
@@ -45,7 +45,7 @@ def test_an_estimate_changes_neither_weights_nor_random_numbers(settings):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_training_gives_the_same_bits_with_and_without_an_estimate(tmp_path):
+def test_an_estimate_does_not_change_the_final_weights(tmp_path):
     recipe, seen = module().recipe, []
 
     def measure(one, epochs):
@@ -59,7 +59,7 @@ def test_a_training_gives_the_same_bits_with_and_without_an_estimate(tmp_path):
     assert weights[0] == weights[1]
 
 
-def test_state_is_weights_gradients_and_two_moments_of_adam():
+def test_the_state_consists_of_weights_gradients_and_two_moments_of_adam():
     one = module()
     weights = sum(value.numel() * value.element_size() for value in one.state_dict().values())
     parameters = 4 * sum(value.numel() for value in one.parameters())
@@ -69,12 +69,12 @@ def test_state_is_weights_gradients_and_two_moments_of_adam():
 
 
 def test_a_larger_batch_needs_more_memory():
-    """More by what PyTorch allocates: the convolutions of the pooled network keep 0.6 MB per image."""
+    """The convolutions of this network save 0.6 MB per image for the backward pass."""
     small, large = (estimate(module("pooled-cnn-mnist", batch_size=size), SPLITS, 1) for size in ("2", "60"))
     assert large.step_bytes - small.step_bytes > 20e6
 
 
-def test_the_text_names_the_day_if_it_is_not_today():
+def test_the_text_names_the_day_of_the_end_if_it_is_not_today():
     found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0)
     assert found.text(1, datetime(2026, 1, 1, 12, 0)).endswith("about 20 s per epoch, 1 to go; done at about 13:00")
     assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("3 to go; done at about 2026-01-02 00:30")
@@ -97,7 +97,7 @@ def test_the_text_names_the_processes_and_the_worker_processes(call, images):
         assert re.search(rf"MB; {said} worker processes need more memory\n", out)
 
 
-def test_a_slow_step_is_said_once_and_the_estimate_ends(monkeypatch):
+def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):
     monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
     said = []
     estimate(module(), SPLITS, 1, say=said.append)
@@ -126,8 +126,8 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 
-def test_capsnet_on_large_images_names_a_command_that_fits(call, images, monkeypatch):
-    """With a limit below the size of a small network."""
+def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(call, images, monkeypatch):
+    """The limits are lowered below the size and the time of a small network."""
     words = (
         "train",
         "capsnet-mnist",

@@ -1,4 +1,4 @@
-"""Experiments: what they measure, that they go on where they were, and what they write."""
+"""Experiments: their measurements, their recipes, their continuation after an interruption, and their reports."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ from torchcaps.training import fit
 
 
 def plain_images(count: int = 40, classes: int = 10) -> Images:
-    """Images that are as bright as their label."""
+    """Images of constant brightness, which is proportional to the label."""
     labels = torch.arange(count) % classes
     pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8)
     return Images(pixels.contiguous(), labels, tuple(str(label) for label in range(classes)))
@@ -51,7 +51,7 @@ def test_the_list_names_the_experiments_with_a_standard_result():
     assert stored == {name for name, experiment in EXPERIMENTS.items() if experiment.standard}
 
 
-def test_a_strip_is_different_digits_side_by_side():
+def test_a_strip_consists_of_different_digits_side_by_side():
     strip = strips(plain_images(), 3, 50)
     pixels, labels = strip.pixels, strip.labels
     assert pixels.shape == (50, 1, 28, 84)
@@ -62,12 +62,12 @@ def test_a_strip_is_different_digits_side_by_side():
     assert not (strips(plain_images(), 3, 50, seed=1).labels == labels).all()
 
 
-def test_named_alike_needs_the_exact_set():
+def test_a_strip_counts_as_recognised_only_if_the_set_of_digits_is_exact():
     scores = torch.tensor([[0.9, 0.1, 0.8], [0.9, 0.1, 0.8], [0.2, 0.7, 0.6]])
     assert named_alike(scores, torch.tensor([[2, 0], [0, 1], [0, 1]])).tolist() == [True, False, False]
 
 
-def test_what_positions_contribute_adds_up_to_the_capsules():
+def test_the_contributions_of_all_positions_add_up_to_the_class_capsules():
     model = PooledCapsNet().eval()
     with torch.no_grad():
         scores, couplings, parts = traced(model, torch.rand(2, 1, 28, 40))
@@ -77,7 +77,7 @@ def test_what_positions_contribute_adds_up_to_the_capsules():
         torch.testing.assert_close(squash(sums[..., None, None], "su").flatten(1), scores, rtol=1e-4, atol=1e-5)
 
 
-def test_the_order_is_read_from_left_to_right():
+def test_read_order_lists_digits_from_left_to_right():
     model = PooledCapsNet().eval()
     pixels = torch.randint(0, 256, (3, 1, 28, 84), dtype=torch.uint8)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_the_order_is_read_from_left_to_right():
             assert sorted(centre[row, classes].tolist()) == centre[row, classes].tolist()
 
 
-def test_digits_for_strips_are_varied_in_the_recent_recipes_alone(tmp_path):
+def test_only_the_recent_recipes_augment_the_digits_of_strips(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
     for network in two_digits.NETWORKS:
         old, new = (
@@ -103,7 +103,7 @@ def test_digits_for_strips_are_varied_in_the_recent_recipes_alone(tmp_path):
     assert new.routing_options == {"iterations": 1}
 
 
-def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
+def test_a_pair_is_the_clipped_sum_of_two_digits_of_different_classes():
     images = overlaid(plain_images(), 200, seed=0)
     assert images.image_shape == (3, 36, 36)
     assert (images.labels[:, 0] != images.labels[:, 1]).all()
@@ -115,7 +115,7 @@ def test_pairs_are_two_digits_of_different_classes_added_and_clipped():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe_of", [Study.digit_recipe, Study.recent_digit_recipe])
-def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
+def test_pairs_of_digits_are_trained_with_a_reconstruction_of_each_digit(tmp_path, recipe_of):
     digits = plain_images()
     splits = Splits(*(overlaid(digits, count, seed) for seed, count in enumerate((60, 20, 20))))
     study = Study("quick", None, 1, tmp_path, tmp_path)
@@ -139,7 +139,7 @@ def test_pairs_are_learned_with_both_digits_drawn(tmp_path, recipe_of):
     assert [row["epochs_seen"] for row in read_rows(tmp_path / "run" / "metrics.csv")] == ["1.0000", "2.0000"]
 
 
-def test_attacks_stay_within_epsilon_and_do_what_they_say():
+def test_attacks_stay_within_epsilon_and_change_the_loss_as_intended():
     classifier = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
     images, labels = torch.rand(8, 1, 3, 4), torch.randint(0, 3, (8,))
 
@@ -159,7 +159,7 @@ def test_attacks_stay_within_epsilon_and_do_what_they_say():
     assert gradient_health(classifier, images, labels).norm == pytest.approx(sum(each) / 8, rel=1e-4)
 
 
-def test_a_dimension_that_is_not_moved_draws_the_same():
+def test_a_sweep_contains_the_reconstruction_of_the_unchanged_pose():
     model = CapsNet(convolution_channels=4, primary_types=2).eval()
     images = torch.rand(2, 1, 28, 28)
     drawings = swept(model, images)
@@ -170,7 +170,7 @@ def test_a_dimension_that_is_not_moved_draws_the_same():
     assert (drawings[:, :, 0] != drawings[:, :, -1]).flatten(2).any(dim=2).all()
 
 
-def test_vote_distances_are_those_of_the_last_pass():
+def test_distances_returns_vote_distances_and_couplings_of_every_pass():
     model = MatrixCapsNet((2, 32, 32), 5, widths=(4, 2, 3, 3), routing=Routing("em", iterations=2)).eval()
     images = torch.rand(2, 2, 32, 32)
     (first, uniform), (second, couplings) = distances(model, images)
@@ -179,7 +179,7 @@ def test_vote_distances_are_those_of_the_last_pass():
     torch.testing.assert_close(couplings.sum(dim=1), torch.ones(2, 48))
 
 
-def test_health_of_uniform_couplings_is_an_entropy_of_one():
+def test_uniform_couplings_have_an_entropy_of_one():
     recipe = create_recipe("matrix-capsnet-toys-paper", {})
     images = Images(torch.randint(0, 256, (6, 2, 36, 36), dtype=torch.uint8), torch.arange(6) % 5, tuple("abcde"))
     for iterations in (1, 3):
@@ -192,7 +192,7 @@ def test_health_of_uniform_couplings_is_an_entropy_of_one():
             assert layer["entropy"] == pytest.approx(1, abs=1e-5) if iterations == 1 else layer["entropy"] < 0.999
 
 
-def test_viewpoints_are_parted_and_none_is_lost():
+def test_by_viewpoint_puts_every_image_into_exactly_one_part():
     attributes = {"azimuth": torch.arange(0, 36, 2).repeat(2), "elevation": torch.arange(36) % 9}
     images = Images(torch.zeros(36, 1, 2, 2, dtype=torch.uint8), torch.zeros(36, dtype=torch.long), ("a",), attributes)
     for split, count in (("azimuth", 12), ("elevation", 12)):
@@ -201,12 +201,12 @@ def test_viewpoints_are_parted_and_none_is_lost():
         assert not set(familiar.attributes[split].tolist()) & set(novel.attributes[split].tolist())
 
 
-def test_a_row_tells_the_spread_over_seeds():
+def test_a_row_shows_the_standard_deviation_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
 
 
-def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
+def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
     here = {"processor": "p", "gpu": None, "threads": 1, "versions": {"torch": "2"}, "precision": "float32"}
     plain = {"experiment": "pitfalls", "notes": [], "command": "c", "training_minutes": 2.5}
     plain["environment"] = {**here, "commits": ["a", "b"]}
@@ -227,7 +227,7 @@ def test_the_report_takes_the_largest_budget_of_each_dataset(tmp_path):
     assert "](../2.png)" in report
 
 
-def test_what_was_found_of_a_training_goes_with_its_folder(tmp_path):
+def test_stored_measurements_of_a_run_are_deleted_with_its_folder(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
     for value in (1, 2):
         (tmp_path / "net-seed0").mkdir()
@@ -237,14 +237,14 @@ def test_what_was_found_of_a_training_goes_with_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["matrix-capsnet", "cnn-baseline"])
-def test_the_papers_tables_are_made_with_the_papers_settings(name, tmp_path):
+def test_repeated_tables_use_the_settings_of_the_papers(name, tmp_path):
     on_toys, on_smallnorb = (
         RECIPES[Study("quick", data, 1, tmp_path, tmp_path).toys(name)]() for data in (None, "smallnorb")
     )
     assert replace(on_toys, name=on_smallnorb.name, data="smallnorb") == on_smallnorb
 
 
-def test_recent_networks_of_toys_share_all_but_the_network(tmp_path):
+def test_recent_recipes_for_toys_differ_only_in_the_network(tmp_path):
     study = Study("quick", "smallnorb", 1, tmp_path, tmp_path)
     cnn, capsules, uniform = (study.recent_toy_recipe(name, 1, images=1_000, epochs=3) for name in NETWORKS)
     assert uniform == replace(capsules, routing_options={**capsules.routing_options, "iterations": 1})
@@ -253,7 +253,7 @@ def test_recent_networks_of_toys_share_all_but_the_network(tmp_path):
     assert (cnn.epochs, cnn.batch_size, cnn.mixup, cnn.schedule) == (3, 64, 0.4, "cosine")
 
 
-def test_recent_networks_of_digits_share_all_but_the_network(tmp_path):
+def test_recent_recipes_for_digits_differ_only_in_the_network(tmp_path):
     study = Study("quick", None, 1, tmp_path, tmp_path)
     cnn, capsules, uniform = (
         study.recent_digit_recipe(name, 1, data="mnist-5k", shift=6, images=60, epochs=3) for name in NETWORKS
@@ -265,24 +265,24 @@ def test_recent_networks_of_digits_share_all_but_the_network(tmp_path):
         assert (recipe.epochs, recipe.batch_size, recipe.schedule, recipe.seed) == (3, 64, "cosine", 1)
 
 
-def test_every_row_of_the_ablation_is_another_recipe():
+def test_every_row_of_the_ablation_has_a_different_recipe():
     recipes = [create_recipe("matrix-capsnet-toys", changes) for changes in CHANGES.values()]
     assert recipes[0] == create_recipe("matrix-capsnet-toys")
     assert all(one != other for one, other in combinations(recipes, 2))
 
 
-def test_strips_want_as_many_classes():
+def test_strips_longer_than_the_number_of_classes_are_refused():
     with pytest.raises(BadInput, match=r"length is 5, but the images have only 3 classes"):
         strips(plain_images(classes=3), 5, 10)
 
 
-def test_a_sure_capsule_can_still_be_attacked():
+def test_the_attack_loss_has_a_gradient_for_confident_predictions():
     scores, label = torch.tensor([0.97, 0.02, 0.03]).view(1, 1, 1, 3), torch.tensor([0])
     for loss, zero in ((partial(spread_loss, margin=0.9), 100.0), (LOSSES["capsules"], 0.0)):
         assert gradient_health(lambda x: x.flatten(1), scores, label, loss).zero == zero
 
 
-def test_experiments_refuse_what_they_do_not_know(call, refused, tmp_path):
+def test_unknown_experiments_and_budgets_and_a_report_without_results_are_refused(call, refused, tmp_path):
     assert all(name in call("experiment", "list")[1] for name in EXPERIMENTS)
     assert "did you mean 'two-digits'" in refused("experiment", "two-digit")
     assert "Known: quick, standard, paper" in refused(
@@ -292,7 +292,7 @@ def test_experiments_refuse_what_they_do_not_know(call, refused, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_experiment_goes_on_to_the_same_result(call, tmp_path):
+def test_a_killed_experiment_that_is_continued_gives_the_same_result(call, tmp_path):
     def words(name: str) -> list[object]:
         folders = ["--out", tmp_path / name, "--results", tmp_path / name]
         return ["experiment", "two-digits", "--data", "mnist-5k", *folders]

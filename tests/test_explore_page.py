@@ -1,4 +1,4 @@
-"""The explorer in a real Chromium: `make test-browser`."""
+"""The page of `torchcaps explore` in a real Chromium; `make test-browser` runs these tests."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ ANSWER = "document.querySelector('#message').innerText.includes('{}')"
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """A server with the weights of the repository and a network with a decoder."""
+    """Serve the weights of the repository and a network with a decoder; return the address."""
     from torchcaps import CapsNet, Classifier, Preparation
 
     folder = tmp_path_factory.mktemp("explore")
@@ -60,7 +60,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, address):
-    """The page, and at the end: nothing was asked of another address, and no error was logged."""
+    """Open the page; at the end, check that it requested no other address and logged no error."""
     page = browser.new_page(viewport={"width": 1400, "height": 1200})
     asked, errors = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -72,7 +72,7 @@ def page(browser, address):
     yield page
     hosts = {re.match(r"\w+://([^/]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}
     assert hosts == {address.removeprefix("http://")}
-    assert [error for error in errors if "aborted" not in error] == []  # of requests that a new address ended
+    assert [error for error in errors if "aborted" not in error] == []  # a new address aborts requests
     page.close()
 
 
@@ -100,14 +100,14 @@ def draw_one(page) -> None:
     page.mouse.up()
 
 
-def answer_of(page, words: str) -> str:
+def prediction_of(page, words: str) -> str:
     page.wait_for_function(ANSWER.format(words), timeout=20_000)
-    return page.locator("#message").inner_text().splitlines()[-1]  # above it, Gradio's progress
+    return page.locator("#message").inner_text().splitlines()[-1]  # the lines above show Gradio's progress
 
 
-def test_draw_switch_attack_and_save(page, tmp_path):
+def test_drawing_switching_the_rule_attacking_and_saving_work(page, tmp_path):
     draw_one(page)
-    assert answer_of(page, "(").startswith("1 (")
+    assert prediction_of(page, "(").startswith("1 (")
     page.wait_for_url(re.compile("network=digit-strips"))
     before = page.locator("#support img").get_attribute("src")
     page.locator("#pass input[type=number]").fill("1")
@@ -117,21 +117,21 @@ def test_draw_switch_attack_and_save(page, tmp_path):
     choose(page, "rule", "uniform")
     page.wait_for_function("text => document.querySelector('#message').innerText !== text", arg=before)
     page.wait_for_url(re.compile("rule=uniform"))
-    assert answer_of(page, "(").startswith("1 (")
+    assert prediction_of(page, "(").startswith("1 (")
     with page.expect_download() as download:
         page.locator("#picture a[download]").click()
     download.value.save_as(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_url_restores_the_state(page, address):
+def test_the_url_restores_the_choices_on_the_page(page, address):
     page.goto(f"{address}/?network=matrix-capsnet-toys&rule=em&iterations=2&epsilon=0.1&category=truck")
     page.wait_for_function("document.querySelector('#network input')?.value === 'matrix-capsnet-toys'")
     page.wait_for_timeout(1_000)
     assert page.locator("#iterations input[type=number]").input_value() == "2"
     assert page.locator("#epsilon input[type=number]").input_value() == "0.1"
     page.get_by_role("tab", name="Toy").click()
-    answer_of(page, "(")
+    prediction_of(page, "(")
     before = page.locator("#picture img").get_attribute("src")
     page.locator("#azimuth input[type=number]").fill("10")
     page.locator("#azimuth input[type=number]").press("Enter")
@@ -140,10 +140,10 @@ def test_the_url_restores_the_state(page, address):
     page.wait_for_function("document.querySelector('#network input')?.value === 'digit-strips'")
 
 
-def test_the_pose_redraws_the_reconstruction(page):
+def test_a_changed_pose_changes_the_reconstruction(page):
     choose(page, "network", "untrained")
     draw_one(page)
-    answer_of(page, "(")
+    prediction_of(page, "(")
     page.get_by_text("Change the pose").click()
     before = page.locator("#reconstruction img").get_attribute("src")
     page.locator("#pose-0 input[type=number]").fill("1")
@@ -165,11 +165,11 @@ def bad_files(folder: Path) -> dict[str, Path]:
     return files
 
 
-def test_bad_uploads_get_a_sentence(page, tmp_path):
+def test_an_upload_that_cannot_be_read_causes_one_sentence(page, tmp_path):
     page.get_by_role("tab", name="Upload").click()
     for name, path in bad_files(tmp_path).items():
         page.locator("#file input[type=file]").set_input_files(path)
-        said = answer_of(page, "(" if name in ("dot", "cmyk") else f"{name}.png")
+        said = prediction_of(page, "(" if name in ("dot", "cmyk") else f"{name}.png")
         assert "Traceback" not in said
         page.locator("#file").get_by_role("button", name=re.compile("clear|remove", re.I)).first.click()
-        answer_of(page, "Draw, upload or choose an image.")
+        prediction_of(page, "Draw, upload or choose an image.")

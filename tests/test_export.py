@@ -1,4 +1,4 @@
-"""Classifiers as files for other programs: the same scores for any batch, from stored pixels."""
+"""Exported files take stored pixels and give the same scores as the classifier, for any batch size."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def scores_of_file(file, images):
 
 
 def check(classifier, file):
-    """The file gives the classifier's scores for one image and for many, whatever batch it was traced with."""
+    """Check that the exported file gives the classifier's scores for batches of one, two and seven images."""
     found = export_classifier(classifier, file, file.suffix[1:])
     assert found.largest_difference < 1e-4
     assert found.same_classes == found.images == 6
@@ -60,13 +60,13 @@ def check(classifier, file):
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.parametrize("name", slow_unless(FAST, NETWORKS))
-def test_a_file_gives_the_scores_of_every_model(name, format, tmp_path):
+def test_exported_files_give_the_scores_of_every_model(name, format, tmp_path):
     check(classifier_of(name), tmp_path / f"model.{format}")
 
 
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.parametrize("rule", slow_unless(("dynamic",), ROUTINGS))
-def test_a_file_gives_the_scores_of_every_rule(rule, format, tmp_path):
+def test_exported_files_give_the_scores_of_every_rule(rule, format, tmp_path):
     plain = Preparation(standardise="first")
     check(classifier_of("capsnet", (2, 18, 18), plain, routing=rule), tmp_path / f"model.{format}")
 
@@ -74,17 +74,17 @@ def test_a_file_gives_the_scores_of_every_rule(rule, format, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_a_file_gives_the_scores_of_matrix_capsules_with_every_rule(rule, format, tmp_path):
+def test_exported_files_give_the_scores_of_matrix_capsules_with_every_rule(rule, format, tmp_path):
     routing = Routing("em", iterations=2) if rule == "em" else rule
     check(classifier_of("matrix-capsnet", routing=routing), tmp_path / f"model.{format}")
 
 
-def test_the_digamma_function_of_onnx_files_is_that_of_torch():
+def test_the_digamma_function_of_onnx_files_equals_that_of_torch():
     x = torch.cat([torch.linspace(1, 20, 2000), torch.logspace(1, 6, 100)]).double()
     torch.testing.assert_close(written_digamma(x), x.digamma(), rtol=1e-9, atol=1e-9)
 
 
-def test_an_operator_that_onnx_lacks_is_refused(tmp_path):
+def test_a_network_with_an_operator_that_onnx_lacks_is_refused(tmp_path):
     class Lacking(torch.nn.Module):
         def forward(self, images):
             return images.lgamma()
@@ -99,7 +99,7 @@ def test_an_operator_that_onnx_lacks_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("standardise", "crop", "test_crops"), [("none", 0, 1), ("first", 15, 1), ("first", 14, 3), ("last", 15, 1)]
 )
-def test_the_preparation_is_inside(standardise, crop, test_crops, tmp_path):
+def test_the_exported_file_contains_the_preparation_of_images(standardise, crop, test_crops, tmp_path):
     preparation = Preparation(shift=2, standardise=standardise, crop=crop, flip=True, test_crops=test_crops)
     classifier, file = classifier_of("pooled-cnn", (2, 18, 17), preparation), tmp_path / "model.pt2"
     images = torch.randint(0, 256, (3, 2, 18, 17), dtype=torch.uint8)
@@ -109,7 +109,7 @@ def test_the_preparation_is_inside(standardise, crop, test_crops, tmp_path):
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-5)
 
 
-def test_class_names_shape_and_model_are_inside(tmp_path):
+def test_the_exported_file_contains_class_names_image_shape_and_model_name(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     classifier = classifier_of("pooled-cnn")
     for format in ("onnx", "pt2"):
@@ -126,7 +126,7 @@ def test_class_names_shape_and_model_are_inside(tmp_path):
 
 
 @pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
-def test_a_pt2_file_keeps_the_fused_operators_and_an_onnx_file_has_none(tmp_path):
+def test_a_pt2_file_contains_fused_operators_and_an_onnx_file_contains_none(tmp_path):
     classifier = classifier_of("capsnet", routing=Routing("dynamic", backend="fused"))
     export_classifier(classifier, tmp_path / "model.pt2", "pt2")
     graphs = torch.export.load(tmp_path / "model.pt2").graph_module.modules()
@@ -138,8 +138,8 @@ def test_a_pt2_file_keeps_the_fused_operators_and_an_onnx_file_has_none(tmp_path
     assert classifier.model.decoder is not None
 
 
-def test_a_network_that_an_export_changes_is_refused_and_not_written(tmp_path):
-    """A network whose scores depend on the other images of its batch: the classifier sees one image at a time."""
+def test_a_network_whose_exported_scores_differ_is_not_written(tmp_path):
+    """The scores of this network depend on the other images of a batch; the classifier runs one image at a time."""
     classifier = classifier_of("pooled-cnn", preparation=Preparation())
     trunk = classifier.model.trunk
     classifier.model.trunk = torch.nn.Sequential(trunk, torch.nn.BatchNorm2d(128, track_running_stats=False))
@@ -151,7 +151,7 @@ def test_a_network_that_an_export_changes_is_refused_and_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["onnx", pytest.param("pt2", marks=pytest.mark.slow)])
-def test_the_command_writes_the_file_and_says_how_it_compares(format, command, finished, tmp_path):
+def test_the_command_writes_the_file_and_prints_the_largest_difference(format, command, finished, tmp_path):
     pytest.importorskip("onnxruntime")
     folder, _ = finished
     file = tmp_path / f"model.{format}"
@@ -166,8 +166,8 @@ def test_the_command_writes_the_file_and_says_how_it_compares(format, command, f
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
 
 
-def test_the_command_compares_on_validation_images(command, finished, images, tmp_path):
-    """From a run folder the validation images are those of the run; from published weights, any dataset will do."""
+def test_the_command_compares_scores_on_validation_images(command, finished, images, tmp_path):
+    """For a run folder, these are the validation images of the run; for published weights, those of any dataset."""
     pytest.importorskip("onnxruntime")
     folder, _ = finished
     done = command("export", folder, "--out", tmp_path / "model.onnx", "--data", images)
@@ -218,7 +218,7 @@ def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_pat
     assert right.max() > 0.1
 
 
-def test_what_the_command_refuses(refused, tmp_path):
+def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
     weights = classifier_of("pooled-cnn")
     weights.save_pretrained(tmp_path)
     export = ("export", tmp_path, "--out")
@@ -236,7 +236,7 @@ def test_what_the_command_refuses(refused, tmp_path):
 @pytest.mark.parametrize(
     ("absent", "says"), [("onnxscript", "pip install 'torchcaps[onnx]'"), ("onnxruntime", "onnx.reference")]
 )
-def test_without_an_optional_package(absent, says, tmp_path):
+def test_a_missing_optional_package_is_named(absent, says, tmp_path):
     classifier_of("pooled-cnn", preparation=Preparation()).save_pretrained(tmp_path)
     script = f"""
 import sys

@@ -18,13 +18,13 @@ OF_CLASSES = {"class_capsules.transform", "decoder.layers.0.weight"}
 
 @pytest.fixture
 def three(images, tmp_path):
-    """Images of three classes: those of the finished run and one more."""
+    """Images of three classes: the two classes of the finished run and one more class."""
     folder = shutil.copytree(images, tmp_path / "three")
     shutil.copytree(images / "left", folder / "middle")
     return folder
 
 
-def test_weights_that_fit_are_loaded_and_those_of_the_classes_are_random(finished, three):
+def test_tensors_of_other_classes_keep_random_values_and_all_others_are_loaded(finished, three):
     recipe = create_recipe("capsnet-mnist", {"pretrained": str(finished[0]), "model.convolution_channels": "8"})
     options = {"image_shape": (3, 20, 24), "convolution_channels": 8, "primary_types": 2}
     saved = load_file(finished[0] / "model.safetensors")
@@ -40,7 +40,7 @@ def test_weights_that_fit_are_loaded_and_those_of_the_classes_are_random(finishe
         assert said.partition("initial values: ")[2] == (", ".join(sorted(fresh)) or "none")
 
 
-def test_a_run_that_starts_from_weights_is_recorded_and_goes_on(call, refused, finished, three, tmp_path):
+def test_a_run_records_its_initial_weights_and_can_be_resumed(call, refused, finished, three, tmp_path):
     run = tmp_path / "run"
     words = (three, run, "--from", finished[0])
     code, out, _ = train(call, *words, "--dry-run")
@@ -58,7 +58,7 @@ def test_a_run_that_starts_from_weights_is_recorded_and_goes_on(call, refused, f
     assert (run / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
-def test_weights_that_do_not_fit_are_refused(refused, finished, images, tmp_path):
+def test_weights_of_another_network_are_refused(refused, finished, images, tmp_path):
     words = ("--data", images, "--out", tmp_path / "run", "--epochs", 1, "--from", finished[0])
     line = refused("train", "pooled-cnn-mnist", *words)
     assert "contains a capsnet, but pooled-cnn-mnist trains a pooled-cnn" in line
@@ -70,7 +70,7 @@ def test_weights_that_do_not_fit_are_refused(refused, finished, images, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_that_were_trained_on_other_pixel_values_are_named(call, finished, images, tmp_path):
+def test_weights_trained_with_another_standardise_cause_a_warning(call, finished, images, tmp_path):
     words = (images, tmp_path / "run", "--from", finished[0], "--dry-run", "--set", "reconstruction_weight=0")
     for value, said in (("none", 0), ("last", 1)):
         code, _, error = train(call, *words, "--set", f"standardise={value}")

@@ -1,4 +1,4 @@
-"""Rules on the fused kernels against the same rules on written votes: outputs and every gradient."""
+"""On the fused kernels, every rule has the same outputs and gradients as with materialised votes."""
 
 import copy
 
@@ -27,7 +27,7 @@ def instruction_set(request):
 
 
 def both(name, routing_map, parent_types):
-    """A rule in evaluation mode, fused and by the reference, with parameters that are not those of the start."""
+    """Create a rule with random parameters in evaluation mode, once with the fused backend, once with the reference."""
     shape = LayerShape(routing_map.transforms, 3, parent_types, (ROWS, INNER), (ROWS, COLUMNS))
     rule = ROUTINGS[name].for_layer(shape).double().eval()
     for parameter in rule.parameters():
@@ -39,7 +39,7 @@ def both(name, routing_map, parent_types):
 
 
 def everything(rule, tensors, routing_map):
-    """Pose and activation of the parents; the gradients of children, transform and the rule, of a random weighting."""
+    """Poses and activations of the parents, and the gradients of a random sum of them for all inputs and parameters."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     parents = rule(Capsules(*leaves[:2]), leaves[2], routing_map)
     random = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def close(found, right, rtol=1e-7, atol=1e-8):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def refuse_to_write_votes(monkeypatch):
+def forbid_materialised_votes(monkeypatch):
     def refuse(*_):
         raise AssertionError("votes were written to memory")
 
@@ -73,12 +73,12 @@ def test_every_rule_equals_the_reference(name, routing_map):
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_no_rule_writes_votes(name, monkeypatch):
+def test_no_rule_materialises_votes_on_the_fused_kernels(name, monkeypatch):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
     fused, reference = both(name, MAPS["conv"], 5)
     with torch.no_grad():
         right = reference(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     everything(fused, (pose, activation, transform), MAPS["conv"])
     with torch.no_grad():
         parents, couplings = fused(Capsules(pose, activation), transform, MAPS["conv"], return_couplings=True)
@@ -87,7 +87,7 @@ def test_no_rule_writes_votes(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("part", range(3))
-def test_a_nan_reaches_the_parents_that_it_reaches_in_the_reference(name, part):
+def test_a_nan_gives_nan_in_the_same_parents_as_in_the_reference(name, part):
     case = [x.clone() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     case[part].view(-1)[-1] = torch.nan
     found, right = (rule(Capsules(*case[:2]), case[2], MAPS["conv"]) for rule in both(name, MAPS["conv"], 5))
@@ -112,7 +112,7 @@ def test_options_of_em_equal_the_reference(options, routing_map, monkeypatch):
     results = []
     for backend in BACKENDS[::-1]:
         if backend == "fused":
-            refuse_to_write_votes(monkeypatch)
+            forbid_materialised_votes(monkeypatch)
         leaves = [x.clone().requires_grad_() for x in (0.3 * case[0], case[1].clamp_min(0.1), *case[2:])]
         children, chosen = Capsules(*leaves[:2]), {**options, "backend": backend}
         parents = em_routing(children, leaves[2], MAPS[routing_map], *leaves[3:], **chosen)
@@ -122,11 +122,11 @@ def test_options_of_em_equal_the_reference(options, routing_map, monkeypatch):
     close(*results)
 
 
-def test_passes_of_em_equal_the_reference(monkeypatch):
+def test_all_passes_of_em_equal_the_reference(monkeypatch):
     pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, POSE)
     options = {"mean_damping": 0.1, "return_passes": True}
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="reference")[1]
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     found = em_routing(Capsules(pose, activation), transform, MAPS["conv"], *betas, **options, backend="fused")[1]
     for one, other in zip(found, right, strict=True):
         close(one, other)
@@ -137,12 +137,12 @@ def test_couplings_of_dynamic_routing_equal_the_reference(options, monkeypatch):
     pose, _, transform, *_ = full_problem(MAPS["irregular"], 5, POSE)
     problem, options = (pose, transform, MAPS["irregular"]), {**options, "return_couplings": True}
     right, couplings = dynamic_routing(*problem, **options, backend="reference")
-    refuse_to_write_votes(monkeypatch)
+    forbid_materialised_votes(monkeypatch)
     found, fused = dynamic_routing(*problem, **options, backend="fused")
     close((*found, fused), (*right, couplings))
 
 
-def test_couplings_have_the_gradients_of_the_reference():
+def test_gradients_of_couplings_equal_the_reference():
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     gradients = []
     for rule in both("attention", MAPS["conv"], 5):
@@ -152,7 +152,7 @@ def test_couplings_have_the_gradients_of_the_reference():
 
 
 def three_passes(votes):
-    """Moments of three passes; each agreement depends on the pass before."""
+    """Compute the moments of three passes; the agreement of a pass depends on the moments of the previous pass."""
     agreement, found = None, []
     for _ in range(3):
         found.append(votes.moments(agreement))
@@ -161,7 +161,7 @@ def three_passes(votes):
 
 
 def of_votes(loss, backend, passes=3, **options):
-    """The gradients of children and transform, of what a loss makes of three passes over the votes."""
+    """Compute the gradients of pose, activation and transform for a loss of three passes over the votes."""
     torch.manual_seed(2)
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     votes = Votes(*leaves, MAPS["conv"], passes=passes, backend=backend, **options)
@@ -175,7 +175,7 @@ def every_pass(found):
 @pytest.mark.parametrize("passes", [1, 2, 3, 5])
 @pytest.mark.parametrize("competition", ["parents", "types"])
 @pytest.mark.parametrize("none_of_the_above", [False, True])
-def test_more_or_fewer_passes_than_promised(passes, competition, none_of_the_above):
+def test_gradients_are_right_if_passes_is_too_large_or_too_small(passes, competition, none_of_the_above):
     options = {"competition": competition, "none_of_the_above": none_of_the_above}
     close(*(of_votes(every_pass, backend, passes, **options) for backend in BACKENDS))
 
@@ -189,11 +189,11 @@ def test_more_or_fewer_passes_than_promised(passes, competition, none_of_the_abo
     ],
 )
 @pytest.mark.parametrize("passes", [1, 3])
-def test_passes_that_the_loss_does_not_reach(loss, passes):
+def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
     close(*(of_votes(loss, backend, passes) for backend in BACKENDS))
 
 
-def test_two_backward_passes_through_one_graph():
+def test_a_second_backward_through_the_same_graph_gives_the_same_gradients():
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     loss = every_pass(three_passes(Votes(*leaves, MAPS["conv"], passes=3, backend="fused")))
     once = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -206,7 +206,7 @@ def test_two_backward_passes_through_one_graph():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_checkpointed_rules_have_the_same_gradients(name, use_reentrant):
+def test_rules_with_activation_checkpointing_have_the_same_gradients(name, use_reentrant):
     rule, _ = both(name, MAPS["conv"], 5)
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
 
@@ -225,8 +225,8 @@ def test_checkpointed_rules_have_the_same_gradients(name, use_reentrant):
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_none_of_the_above_beside_the_types_at_one_site(routing_map):
-    """Softmax over the types at one site and a further logit 0, in plain loops; fused and by the reference."""
+def test_none_of_the_above_with_competition_among_types_equals_plain_loops(routing_map):
+    """Each softmax runs over the types at one site and one more logit 0; tested fused and with the reference."""
     routing_map = MAPS[routing_map]
     pose, activation, transform, *_ = full_problem(routing_map, 3, POSE)
     linear = 0.3 * torch.randn(3, routing_map.parent_sites, 3, ROWS, COLUMNS).double()

@@ -1,4 +1,4 @@
-"""Generative routing: its paper's procedure in plain loops, the laws, gradients, and a few steps of training."""
+"""Generative routing: the procedure of its paper, the properties of a routing rule, gradients, and training steps."""
 
 import math
 
@@ -13,7 +13,7 @@ from torchcaps.routing.generative import GenerativeRouting
 
 
 def random_rule(transform, **options):
-    """A rule for a transform ``[K, C, J, Q, N]``, of its dtype, with random β."""
+    """Create a rule with random β, in the dtype and for the sizes of a transform ``[K, C, J, Q, N]``."""
     rule = GenerativeRouting(*transform.shape[:3], **options).to(transform.dtype)
     generator = torch.Generator().manual_seed(4)
     for beta in rule.parameters():
@@ -22,7 +22,7 @@ def random_rule(transform, **options):
 
 
 def as_function(rule):
-    """The form of `laws`; the activation is smooth, and 0 for a pose of 0."""
+    """Turn the rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = -torch.expm1(-pose.square().sum(dim=(3, 4)))
@@ -32,7 +32,7 @@ def as_function(rule):
 
 
 def heinsen_in_loops(case, activation, rule):
-    """Heinsen 2019 on plain lists: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
+    """Heinsen 2019 in plain loops: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
     edges = case.routing_map.edges.tolist()
     m, a, w = case.pose.tolist(), activation.tolist(), case.transform.tolist()
     beta_use, beta_ignore = rule.beta_use.tolist(), rule.beta_ignore.tolist()
@@ -98,7 +98,7 @@ def heinsen_in_loops(case, activation, rule):
     ("rows", "options"),
     [(1, {}), (2, {}), (1, {"iterations": 1}), (2, {"iterations": 4, "mass_floor": 0.3, "variance_floor": 0.1})],
 )
-def test_equals_its_papers_loops(routing_map, rows, options):
+def test_generative_routing_equals_the_procedure_of_its_paper(routing_map, rows, options):
     case = random_case(MAPS[routing_map], 1, torch.float64, rows=rows)
     activation = torch.rand(case.pose.shape[:3], generator=torch.Generator().manual_seed(2)).double()
     activation[0, :, 0], activation[-1, :, -1] = 0, 1
@@ -110,8 +110,8 @@ def test_equals_its_papers_loops(routing_map, rows, options):
 
 @settings(max_examples=25)
 @given(cases())
-def test_keeps_the_laws(case):
-    # In float32 the floor of 1e-5 turns the rounding of one vote into 2e-4 of a pose, and no law is told from that.
+def test_generative_routing_has_the_properties_of_a_routing_rule(case):
+    # In float32, a variance floor of 1e-5 magnifies the rounding error of a vote to an error of 2e-4 in a pose.
     route = as_function(random_rule(case.transform, variance_floor=1e-5 if case.pose.dtype == torch.float64 else 0.1))
     with torch.no_grad():
         laws.samples_are_independent(route, case)
@@ -123,9 +123,9 @@ def test_keeps_the_laws(case):
 
 @settings(max_examples=25)
 @given(cases())
-def test_order_of_children_and_parents_does_not_matter(case):
-    # β belongs to a transform, a child type and a parent type: of types in another order, β is in that order too. The
-    # laws of `laws` move the transform alone, so that they hold where β is the same for all types.
+def test_the_order_of_children_and_parents_does_not_matter(case):
+    # β depends on transform, child type and parent type. The checks in `torchcaps.testing` change the order of types in
+    # the transform only, so they hold only if β is the same for all types.
     rule = random_rule(case.transform, variance_floor=0.1)
     for beta in rule.parameters():
         beta.data = beta.data[:, :1, :1].expand_as(beta).clone()
@@ -134,7 +134,7 @@ def test_order_of_children_and_parents_does_not_matter(case):
         laws.equivariant_to_order_of_parent_types(as_function(rule), case)
 
 
-def test_types_in_another_order_with_their_betas_are_the_same_layer():
+def test_types_and_beta_in_another_order_give_parents_in_this_order():
     case = random_case(MAPS["conv"], 3, torch.float64)
     children = Capsules(case.pose, torch.rand(case.pose.shape[:3]).double())
     rule, moved = random_rule(case.transform), random_rule(case.transform)
@@ -150,14 +150,14 @@ def test_types_in_another_order_with_their_betas_are_the_same_layer():
 
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_gradients_are_right(routing_map, rows):
+def test_gradients_equal_finite_differences(routing_map, rows):
     case = random_case(MAPS[routing_map], 0, torch.float64, rows=rows)
     rule = random_rule(case.transform)
     laws.gradients_are_right(as_function(rule), case, fast=True)
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_gradients_of_activation_and_beta_are_right(routing_map):
+def test_gradients_of_activation_and_beta_equal_finite_differences(routing_map):
     case = random_case(MAPS[routing_map], 0, torch.float64)
     rule = random_rule(case.transform)
     activation = 0.1 + 0.8 * torch.rand(case.pose.shape[:3], generator=torch.Generator().manual_seed(1)).double()
@@ -174,7 +174,7 @@ def test_gradients_of_activation_and_beta_are_right(routing_map):
 @pytest.mark.parametrize("activation", [0.0, 1e-30, 1e-6, 1.0])
 @pytest.mark.parametrize("scale", [0.0, 1e-10, 1.0, 1e3])
 @pytest.mark.parametrize("children", [1, 5])
-def test_extremes_are_finite(activation, scale, children):
+def test_extreme_poses_and_activations_give_finite_values_and_gradients(activation, scale, children):
     pose = (scale * torch.randn(1, children, 1, 1, 4)).requires_grad_()
     transform = torch.randn(children, 1, 3, 4, 4, requires_grad=True)
     activations = torch.full((1, children, 1), activation, requires_grad=True)
@@ -208,7 +208,7 @@ def test_training_steps_stay_finite_and_change_beta():
     assert rule.beta_ignore.abs().max() > 0
 
 
-def test_half_precision_is_computed_in_float32():
+def test_inputs_in_half_precision_are_routed_in_float32():
     case = random_case(MAPS["conv"], 5, torch.float32)
     children, rule = Capsules(case.pose, torch.rand(case.pose.shape[:3])), random_rule(case.transform)
     plain = rule(children, *case[1:])
@@ -220,7 +220,7 @@ def test_half_precision_is_computed_in_float32():
     assert half.pose.dtype == torch.float32
 
 
-def test_saved_options_make_the_rule_again():
+def test_the_saved_options_create_the_same_rule():
     rule = GenerativeRouting(4, 3, 5, iterations=2, variance_floor=0.1, mass_floor=0.01)
     assert GenerativeRouting(**rule.saved_options).saved_options == rule.saved_options
 
@@ -233,7 +233,7 @@ def test_options_out_of_range_are_refused(options):
         GenerativeRouting(**{"transforms": 4, "child_types": 3, "parent_types": 5, **options})
 
 
-def test_a_layer_that_beta_does_not_fit_is_refused():
+def test_a_layer_whose_sizes_differ_from_those_of_beta_is_refused():
     case = random_case(MAPS["conv"], 0, torch.float32)
     children = Capsules(case.pose, torch.rand(case.pose.shape[:3]))
     with pytest.raises(ValueError, match=r"\[K, C, J\] = \[4, 3, 5\], the sizes of β in this rule; got \[4, 3, 4\]"):

@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+"""The Triton kernels against the reference: on a GPU if there is one, otherwise in Triton's interpreter on the CPU."""
 
 import os
 import subprocess
@@ -38,8 +38,10 @@ CHILDREN = ("pose", "activation", "transform")
 
 @pytest.fixture(scope="module")
 def device():
-    """Where the kernels run. The interpreter reads their source: they are imported without what the run-time check of
-    types puts around a function; and the operators are told to take them for the CPU too."""
+    """The device of the kernels: a GPU, or the CPU with Triton's interpreter, which reads the source of the kernels.
+
+    For the interpreter, the kernels are imported without type checks, and the operators are registered for the CPU.
+    """
     if torch.cuda.is_available():
         yield "cuda"
         return
@@ -59,7 +61,7 @@ def device():
 
 
 def prepare_once(patch):
-    """The interpreter prepares a module at every call of a function from it: half of its time."""
+    """Let Triton's interpreter prepare each module only once; preparing it at every call takes half of the time."""
     interpreter, prepared = import_module("triton.runtime.interpreter"), set()
 
     def call(function, *arguments, **options):
@@ -72,7 +74,7 @@ def prepare_once(patch):
 
 
 class Fused:
-    """What `Votes` does, by the operators."""
+    """The same interface as `Votes`, computed by the operators."""
 
     def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
         self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
@@ -96,7 +98,7 @@ class Fused:
 
 
 def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
-    """Children, transforms and an agreement, by name, in float64."""
+    """Pose, activation, transform and the parts of an agreement, keyed by name, in float64."""
     rows, _, columns = POSES[pose]
     pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSES[pose], child_types, batch)
     parents = (batch, routing_map.parent_sites, parent_types)
@@ -108,7 +110,7 @@ def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
 
 
 def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64, **options):
-    """What a rule gives, and the gradients of all tensors, of a random weighting."""
+    """Return the outputs of a rule, and the gradients of a random sum of the outputs for all tensors."""
     statistics = torch.promote_types(dtype, torch.float32)
     leaves = {
         name: x.to(device, dtype if name in CHILDREN else statistics, copy=True).requires_grad_()
@@ -148,7 +150,7 @@ def constant_couplings(votes, agreement):
 
 
 def as_in_em(votes, agreement):
-    """Three passes in one sweep; the last does not see the second one's mass."""
+    """Three passes that share one sweep; the loss does not depend on the mass of the second pass."""
     first = votes.moments()
     variance = first.variance + 0.1
     constant = torch.log1p(first.mass) - 0.5 * variance.log().sum(dim=(3, 4))
@@ -159,7 +161,7 @@ def as_in_em(votes, agreement):
 
 
 def as_in_dynamic_routing(votes, agreement):
-    """Sums, squashed: the loss reaches the middle pass through its mean alone, and the last one's variance is not."""
+    """Three passes without variance; the loss depends on the second pass through its mean only."""
     even = votes.moments(variance=False)
     parents = torch.tanh(even.mass[..., None, None] * even.mean)
     middle = votes.moments(Agreement(linear=parents), variance=False)
@@ -168,7 +170,7 @@ def as_in_dynamic_routing(votes, agreement):
 
 
 def last_alone(votes, agreement):
-    """The loss does not reach the first pass."""
+    """Two passes; no gradient flows to the first pass."""
     found = votes.moments()
     return votes.moments(Agreement(quadratic=0.5 / (found.variance.detach() + 0.1), centre=found.mean.detach()))
 
@@ -177,25 +179,25 @@ def last_alone(votes, agreement):
     ("routing_map", "competition"),
     [*((name, "parents") for name in MAPS), ("irregular", "types"), ("no-edges", "types")],
 )
-def test_maps_equal_the_reference(device, routing_map, competition):
+def test_every_routing_map_equals_the_reference(device, routing_map, competition):
     routing_map = MAPS[routing_map]
     compare(device, problem(routing_map), routing_map, one_pass, competition=competition)
 
 
 @pytest.mark.parametrize(("pose", "parent_types"), [("vector", 1), ("matrix", 5), ("odd", 5), ("matrix", 17)])
-def test_shapes_of_votes_equal_the_reference(device, pose, parent_types):
-    """A batch of five votes of 4×4 for 17 parents is cut into blocks of samples and of parent types."""
+def test_votes_of_every_shape_equal_the_reference(device, pose, parent_types):
+    """A batch of five with votes of 4×4 for 17 parent types is larger than one block of the kernels."""
     compare(device, problem(SMALL, parent_types, pose, batch=5), SMALL, one_pass)
 
 
 @pytest.mark.parametrize("parts", SUBSETS, ids="-".join)
-def test_parts_of_an_agreement_equal_the_reference(device, parts):
+def test_every_part_of_an_agreement_equals_the_reference(device, parts):
     case = {name: x for name, x in problem(SMALL).items() if name in CHILDREN + parts}
     compare(device, case, SMALL, one_pass)
 
 
 @pytest.mark.parametrize("rule", [even, one_pass, without_variance, constant_couplings])
-def test_kinds_of_passes_equal_the_reference(device, rule):
+def test_every_kind_of_pass_equals_the_reference(device, rule):
     case = problem(SMALL)
     compare(device, case, SMALL, rule, none_of_the_above=True)
     del case["activation"]
@@ -212,7 +214,7 @@ def test_several_passes_equal_the_reference(device, rule, competition):
 
 @pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
 def test_rules_equal_the_reference(device):
-    """By `Votes`, as a layer routes."""
+    """The rules call `Votes`, as in a layer."""
     tensors, results = full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2), []
     for backend, where in (("fused", device), ("reference", "cpu")):
         leaves = [x.to(where, copy=True).requires_grad_() for x in tensors]
@@ -237,7 +239,7 @@ def test_couplings_equal_the_reference(device):
         torch.testing.assert_close(found.cpu(), right[:, :, order], rtol=1e-9, atol=1e-10)
 
 
-def test_none_of_the_above_beside_the_types_at_one_site(device):
+def test_none_of_the_above_with_competition_among_types_equals_the_reference(device):
     case = problem(SMALL)
     fused = Fused(*(case[part].to(device) for part in CHILDREN), SMALL, "types", none_of_the_above=True)
     couplings = fused.couplings(Agreement(case["constant"].to(device))).cpu()
@@ -250,7 +252,7 @@ def test_none_of_the_above_beside_the_types_at_one_site(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_children_have_float32_statistics(device, dtype):
+def test_children_in_half_precision_have_moments_in_float32(device, dtype):
     case = {name: x.to(dtype).double() for name, x in problem(SMALL, 5, "matrix").items()}
     exact = everything(Reference, case, SMALL, one_pass)
     narrow = everything(Fused, case, SMALL, one_pass, device, dtype)
@@ -261,7 +263,7 @@ def test_narrow_children_have_float32_statistics(device, dtype):
 
 
 @pytest.mark.parametrize("faint", [0.0, 1e-20, 1e-30, 1e-37])
-def test_faint_children_have_their_mean(device, faint):
+def test_children_with_tiny_activations_have_the_right_moments(device, faint):
     case = problem(SMALL)
     activation = case["activation"]
     activation[0], activation[1, ::2] = faint * activation[0].clamp_min(0.2), faint * activation[1, ::2]
@@ -271,13 +273,13 @@ def test_faint_children_have_their_mean(device, faint):
     found = everything(Fused, case, SMALL, one_pass, device, torch.float32, **options)
     for index, (one, right) in enumerate(zip(found, exact, strict=True)):
         is_of_activation = index == 4
-        if is_of_activation and faint == 1e-37:  # beyond float32
+        if is_of_activation and faint == 1e-37:  # the gradient is too large for float32
             continue
         assert far(one, right) < 1e-3
 
 
-def test_shares_are_right_where_every_logit_is_far_below_the_largest(device):
-    """A parent whose couplings float32 has no numbers for: log c of about -300."""
+def test_a_parent_with_couplings_too_small_for_float32_has_the_right_moments(device):
+    """The logarithms of the couplings are about -300, so the couplings themselves are 0 in float32."""
     case = problem(SMALL)
     case["constant"][..., 1] -= 300
     exact = everything(Reference, case, SMALL, one_pass)
@@ -306,7 +308,7 @@ def test_an_empty_batch_has_no_gradients(device):
         assert not any(x.any() for x in found)
 
 
-def test_nothing_stands_beyond_the_batch(device):
+def test_the_padding_of_the_batch_contains_only_zeros(device):
     fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
     agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
     log_sums = operators.moments([], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False)[-1]
@@ -314,14 +316,14 @@ def test_nothing_stands_beyond_the_batch(device):
     assert not log_sums[2:].any()
 
 
-def test_many_children_are_added_up_in_groups(device):
+def test_sums_over_many_children_equal_the_reference(device):
     routing_map = RoutingMap.shared(16)
     case = problem(routing_map, parent_types=1, child_types=1)
     compare(device, case, routing_map, one_pass)
 
 
-def test_they_compile_for_gpus(tmp_path):
-    """Down to machine code, without a GPU: the interpreter lets more pass than the compiler."""
+def test_all_kernels_compile_for_gpus(tmp_path):
+    """Compiles to machine code without a GPU, because the compiler rejects code that the interpreter accepts."""
     script = """
 import torch
 from triton import JITFunction

@@ -1,4 +1,4 @@
-"""Capsules on the feature maps of any network: every rule, any size, gradients for the backbone, one graph."""
+"""Capsule heads on feature maps of any network: every rule, any size, gradients of the backbone, one compiled graph."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def backbone_of(channels=6):
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_a_head_gives_a_gradient_to_every_weight_of_backbone_and_head_with_every_rule(rule):
+def test_every_weight_of_backbone_and_head_has_a_gradient_with_every_rule(rule):
     network = nn.Sequential(backbone_of(), CapsuleHead((6, 4, 5), 3, types=4, routing=rule))
     images, labels = torch.rand(5, 2, 9, 11), torch.tensor([0, 1, 2, 0, 1])
     optimizer = torch.optim.Adam(network.parameters())
@@ -37,7 +37,7 @@ def test_a_head_gives_a_gradient_to_every_weight_of_backbone_and_head_with_every
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_a_head_learns_with_every_rule(rule):
+def test_a_network_with_a_head_learns_two_classes_with_every_rule(rule):
     labels = torch.arange(16) % 2
     images = 0.3 * torch.rand(16, 2, 9, 11)
     for image, label in zip(images, labels, strict=True):
@@ -51,7 +51,7 @@ def test_a_head_learns_with_every_rule(rule):
     assert (network.eval()(images).scores.argmax(dim=1) == labels).all()
 
 
-def test_a_head_takes_vectors():
+def test_a_head_accepts_feature_vectors():
     head = CapsuleHead((7,), 3, types=2).eval()
     vectors = torch.randn(4, 7)
     scores = head(vectors).scores
@@ -61,12 +61,12 @@ def test_a_head_takes_vectors():
     assert torch.equal(as_map(vectors[:, :, None, None]).scores, scores)
 
 
-def test_a_head_has_as_many_weights_for_any_size_of_the_map():
+def test_the_number_of_weights_does_not_depend_on_the_size_of_the_feature_map():
     counts = {sum(weights.numel() for weights in CapsuleHead((8, side, 3), 5).parameters()) for side in (1, 7, 40)}
     assert len(counts) == 1
 
 
-def test_coordinates_tell_apart_where_children_are():
+def test_only_a_head_with_coordinates_depends_on_positions():
     features = torch.rand(1, 3, 4, 4)
     flipped = features.flip(3)
     for coordinates in (True, False):
@@ -89,7 +89,7 @@ def test_coordinates_tell_apart_where_children_are():
         (((3, 4, 4), 2, 4, (4, 4), True, "atention"), "did you mean 'attention'"),
     ],
 )
-def test_what_a_head_refuses(arguments, message):
+def test_a_head_refuses_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         CapsuleHead(*arguments)(torch.rand(2, 3, 4, 4))
 
@@ -102,8 +102,8 @@ def test_features_of_another_shape_are_refused():
             head(torch.rand(shape))
 
 
-def test_backbone_and_head_compile_as_one_graph():
-    """In a process of its own: the run-time check of types cannot be traced."""
+def test_backbone_and_head_compile_to_one_graph():
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import torch
 from torch import nn
@@ -119,7 +119,7 @@ for batch in (2, 3):
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
 
 
-def test_the_residual_network_has_the_weights_of_its_blocks():
+def test_the_residual_network_has_the_expected_number_of_weights():
     stem, first, second = 9 * 3 * 4 + 8, 9 * 4 * 8 + 9 * 8 * 8 + 4 * 8 + 48, 9 * 8 * 16 + 9 * 16 * 16 + 8 * 16 + 96
     head = 16 * 2 * 16 + 2 * 5 * 16 + 3 * 16 + 1
     sizes = [

@@ -1,4 +1,4 @@
-"""The rules of the house: floors, imports, and how little importing the library costs."""
+"""Rules for the source code: the layers of modules, the length of files, and the cost of importing the library."""
 
 import ast
 import inspect
@@ -58,7 +58,7 @@ FLOORS = {
 }
 
 
-def test_a_lower_floor_imports_nothing_above_it():
+def test_a_module_imports_only_from_its_own_and_lower_layers():
     for path in ROOT.rglob("*.py"):
         own = path.relative_to(ROOT).with_suffix("").parts[0]
         if own == "__init__":
@@ -72,7 +72,7 @@ def test_a_lower_floor_imports_nothing_above_it():
                     assert FLOORS[parts[1]] <= FLOORS[own], f"{path.name} imports {module}"
 
 
-def test_importing_the_library_loads_nothing_heavy():
+def test_importing_the_library_does_not_import_heavy_packages():
     def loaded_by(code):
         code = f"import sys, torchcaps; {code}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -94,7 +94,7 @@ def test_importing_the_library_loads_nothing_heavy():
     } & set(loaded)
 
 
-def test_no_file_is_longer_than_the_house_allows():
+def test_no_file_is_longer_than_400_lines():
     files = [path for folder in ("src", "tests") for path in (REPOSITORY / folder).rglob("*")]
     lines = {path: len(path.read_text().splitlines()) for path in files if path.suffix in (".py", ".hpp", ".cpp")}
     assert {".py", ".hpp", ".cpp"} == {path.suffix for path in lines}
@@ -102,7 +102,7 @@ def test_no_file_is_longer_than_the_house_allows():
 
 
 def words_of(path):
-    """Classes and strings that a Python file names, but no docstrings; all words of C++, but no pragmas."""
+    """Names of classes and strings in a Python file, without docstrings; all words of a C++ file, without pragmas."""
     if path.suffix != ".py":
         return set(re.findall(r"\w+", re.sub("#pragma.*", "", path.read_text())))
     nodes = [*ast.walk(ast.parse(path.read_text()))]
@@ -113,8 +113,8 @@ def words_of(path):
 
 
 @pytest.mark.parametrize("name", torchcaps.ROUTINGS)
-def test_a_rule_is_named_in_its_own_file_and_in_the_table_alone(name):
-    """What builds the papers' networks and compares them may name the papers' rules; no kernel names any."""
+def test_a_rule_is_named_only_in_its_own_file_and_in_the_table_of_rules(name):
+    """Benchmarks, experiments, models and recipes may also name the rules of the papers that they reproduce."""
     rule = torchcaps.ROUTINGS[name]
     own = Path(inspect.getfile(rule)).relative_to(ROOT).as_posix()
     places = {own, "__init__.py", "routing/__init__.py", "routing/choice.py"}
@@ -130,6 +130,6 @@ def test_a_rule_is_named_in_its_own_file_and_in_the_table_alone(name):
     assert {name, rule.__name__} <= words_of(ROOT / "routing/choice.py")
 
 
-def test_what_is_exported_is_there():
+def test_every_exported_name_exists():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
     assert sorted(torchcaps.__all__) == sorted(torchcaps._MODULE_OF)

@@ -1,4 +1,4 @@
-"""The format of MNIST."""
+"""The IDX format of MNIST's files."""
 
 import gzip
 import struct
@@ -15,7 +15,7 @@ from torchcaps.errors import BadInput
 
 
 @pytest.mark.parametrize("array", [np.arange(7), np.arange(2 * 3 * 5).reshape(2, 3, 5)])
-def test_idx_round_trip_raw_and_gzipped_whatever_the_name(array, tmp_path):
+def test_idx_files_are_read_raw_and_gzipped_whatever_their_name(array, tmp_path):
     content = idx(array)
     assert np.array_equal(parse_idx(content, "x"), array)
     for name, stored in (("raw.gz", content), ("zipped", gzip.compress(content))):
@@ -27,7 +27,7 @@ def test_idx_round_trip_raw_and_gzipped_whatever_the_name(array, tmp_path):
         assert uncompressed_md5(tmp_path / name) == md5(content).hexdigest()
 
 
-def test_idx_refuses_what_is_not_an_idx_file():
+def test_content_that_is_not_an_idx_file_is_refused():
     good = idx(np.arange(6).reshape(1, 2, 3))
     for content, part in (
         (b"", "not an IDX file"),
@@ -48,7 +48,7 @@ def test_read_idx_refuses_damaged_files(tmp_path):
     path = tmp_path / "labels.gz"
     zipped = gzip.compress(idx(np.arange(200)))
     corrupt = bytearray(zipped)
-    corrupt[-8] ^= 1  # in the CRC: all bytes are there, and one lies
+    corrupt[-8] ^= 1  # changes the checksum of gzip; no byte is missing
     for stored in (zipped[:-1], zipped[:20], zipped[:2], bytes(corrupt), zipped + b"rubbish"):
         path.write_bytes(stored)
         with refused(str(path), "download it again"):
@@ -61,7 +61,7 @@ def test_read_idx_refuses_damaged_files(tmp_path):
         read_idx(tmp_path)
 
 
-def test_read_idx_stops_at_what_the_header_promises(tmp_path, monkeypatch):
+def test_read_idx_does_not_read_more_bytes_than_the_header_declares(tmp_path, monkeypatch):
     bomb = tmp_path / "bomb.gz"
     bomb.write_bytes(gzip.compress(idx(np.arange(10)) + bytes(50_000_000), compresslevel=1))
     read = []
@@ -95,7 +95,7 @@ def mutate(content: bytes, kind: int, place: int, value: int) -> bytes:
 
 @given(st.binary(min_size=4, max_size=10))
 @settings(max_examples=10_000, deadline=None, database=None)
-def test_damaged_idx_files_give_bad_input_or_an_array(tmp_path_factory, chosen):
+def test_a_damaged_idx_file_raises_bad_input_or_gives_an_array(tmp_path_factory, chosen):
     path = tmp_path_factory.getbasetemp() / "damaged"
     content = SEEDS[chosen[0] % 4]
     for i in range(1, len(chosen) - 2, 3):

@@ -1,4 +1,4 @@
-"""Folders of real image files, made by Pillow."""
+"""Folders of real image files, written by Pillow."""
 
 import tracemalloc
 
@@ -13,7 +13,7 @@ from torchcaps.data.image_file import FORMATS
 from torchcaps.errors import BadInput
 
 
-def test_one_tree_is_split_by_class_and_seed(tmp_path):
+def test_a_folder_of_classes_is_split_by_class_and_seed(tmp_path):
     tree(tmp_path, count=10)
     train, test = load_image_folder(tmp_path)
     assert train.class_names == test.class_names == ("cat", "dog")
@@ -29,7 +29,7 @@ def test_one_tree_is_split_by_class_and_seed(tmp_path):
     assert len(load_image_folder(tmp_path, test_fraction=0.5)[1]) == 10
 
 
-def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
+def test_train_and_test_folders_are_not_split_again(tmp_path):
     tree(tmp_path / "train", count=3)
     tree(tmp_path / "test", count=1)
     (tmp_path / "validation" / "cat").mkdir(parents=True)
@@ -39,12 +39,12 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path):
     assert test.labels.tolist() == [0, 1]
 
 
-def test_train_may_be_the_name_of_a_class(tmp_path):
+def test_a_class_may_be_named_train(tmp_path):
     tree(tmp_path, classes=("bus", "train"))
     assert load_image_folder(tmp_path)[0].class_names == ("bus", "train")
 
 
-def test_every_format_is_read_and_clutter_is_passed_over(tmp_path):
+def test_every_format_is_read_and_other_files_are_skipped(tmp_path):
     names = ("a.PNG", "b.jpg", "c.JpEg", "d.bmp", "e.webp", "f.gif", "g.tif", "h.TIFF")
     assert {name[1:].lower() for name in names} == set(FORMATS)
     for name in names:
@@ -61,7 +61,7 @@ def test_every_format_is_read_and_clutter_is_passed_over(tmp_path):
     assert ((of_one - 100).abs() <= 2).all()
 
 
-def test_channels_are_one_where_all_is_grey_and_three_where_anything_is_not(tmp_path):
+def test_images_have_one_channel_only_if_all_are_grey(tmp_path):
     tree(tmp_path)
     assert load_image_folder(tmp_path)[0].image_shape == (1, 6, 8)
     assert load_image_folder(tmp_path, channels=3)[0].image_shape == (3, 6, 8)
@@ -83,7 +83,7 @@ def test_image_size_resizes_exactly(tmp_path):
     assert load_image_folder(tmp_path / "even", image_size=5)[0].image_shape == (1, 5, 5)
 
 
-def test_a_changed_aspect_ratio_is_told(tmp_path):
+def test_a_changed_aspect_ratio_causes_a_warning(tmp_path):
     tree(tmp_path, count=2)
     save(tmp_path / "dog" / "tall.jpg", size=(30, 40))
     cure = "crop them, or set data.image_size=[height,width]"
@@ -101,7 +101,7 @@ def test_shrinking_is_antialiased(tmp_path):
     assert ((pixels.int() - 127).abs() < 20).all()
 
 
-def test_pixels_arrive_exactly(tmp_path):
+def test_pixels_are_read_exactly(tmp_path):
     grey = np.random.default_rng(0).integers(0, 256, (6, 8), dtype=np.uint8)
     colour = np.random.default_rng(1).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     Image.fromarray(grey).save(tmp_path / "grey.png")
@@ -112,7 +112,7 @@ def test_pixels_arrive_exactly(tmp_path):
     assert read_image(tmp_path / "colour.bmp").is_contiguous()
 
 
-def test_orientation_of_the_camera_is_honoured(tmp_path):
+def test_the_orientation_stored_by_the_camera_is_applied(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turn a quarter clockwise to see it upright
     pixels = np.zeros((8, 16), dtype=np.uint8)
@@ -124,7 +124,7 @@ def test_orientation_of_the_camera_is_honoured(tmp_path):
     assert (upright[0, 8:] < 5).all()
 
 
-def test_sixteen_bits_are_scaled(tmp_path):
+def test_images_of_sixteen_bits_are_scaled_to_eight_bits(tmp_path):
     Image.fromarray(np.array([[0, 257, 32896, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
     assert read_image(tmp_path / "deep.png").flatten().tolist() == [0, 1, 128, 255]
     assert read_image(tmp_path / "deep.png", channels=3).shape == (3, 1, 4)
@@ -141,7 +141,7 @@ def test_transparent_pixels_are_black(tmp_path):
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("1", 1), ("P", 3), ("CMYK", 3)])
-def test_other_kinds_of_pixels_are_read(mode, channels, tmp_path):
+def test_pixels_of_other_modes_are_read(mode, channels, tmp_path):
     path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
     Image.new("RGB", (4, 4), "white").convert(mode).save(path)
     pixels = read_image(path)
@@ -149,7 +149,7 @@ def test_other_kinds_of_pixels_are_read(mode, channels, tmp_path):
     assert pixels.min() > 250
 
 
-def test_sizes_that_differ_are_refused_by_name(tmp_path):
+def test_images_of_different_sizes_are_refused_by_name(tmp_path):
     tree(tmp_path)
     odd = save(tmp_path / "dog" / "odd.png", size=(9, 6))
     refused(
@@ -197,13 +197,13 @@ def test_damaged_images_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [30, 20])
-def test_images_of_absurd_size_are_refused(limit, tmp_path, monkeypatch):
+def test_images_with_too_many_pixels_are_refused(limit, tmp_path, monkeypatch):
     bomb = save(tmp_path / "bomb.png")  # 48 pixels: Pillow warns beyond its limit, and raises beyond twice its limit
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     refused(lambda: read_image(bomb), bomb, "too many pixels")
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path):
+def test_options_out_of_range_are_refused(tmp_path):
     path = save(tree(tmp_path) / "image.png")
     for channels in (0, 2, 4):
         refused(lambda channels=channels: read_image(path, channels=channels), "channels", "1 (grey) or 3")
@@ -214,7 +214,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_options_of_another_kind_are_refused(tmp_path):
+def test_options_of_another_type_are_refused(tmp_path):
     tree(tmp_path)
     for size in (10_001, 10**10, (5, 10**10), 8.0, True, "8", "many", "8,", (8, "6")):
         refused(lambda size=size: load_image_folder(tmp_path, image_size=size), "image_size", "from 1 to 10,000")
@@ -226,7 +226,7 @@ def test_options_of_another_kind_are_refused(tmp_path):
         )
 
 
-def test_images_beyond_the_memory_are_refused(tmp_path, monkeypatch):
+def test_images_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     tree(tmp_path)
 
     def full(*shape, **_):
@@ -250,7 +250,7 @@ def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_load_splits_takes_a_folder_and_its_options(tmp_path):
+def test_load_splits_accepts_a_folder_and_its_options(tmp_path):
     tree(tmp_path, count=20)
     options = {"image_size": (3, 4), "channels": 3, "test_fraction": 0.5}
     one, other = (
@@ -267,9 +267,6 @@ def test_load_splits_takes_a_folder_and_its_options(tmp_path):
         assert torch.equal(found.labels, expected.labels)
 
 
-# What a person should know
-
-
 # Damage and size
 
 
@@ -284,7 +281,7 @@ def damaged(content, random):
 
 
 @pytest.mark.parametrize("ending", sorted(set(FORMATS) - {".jpeg", ".tiff"}))
-def test_damaged_files_give_bad_input_or_an_image(ending, tmp_path):
+def test_a_damaged_file_raises_bad_input_or_gives_an_image(ending, tmp_path):
     random = np.random.default_rng(0)
     picture = Image.fromarray(random.integers(0, 256, (6, 8, 3), dtype=np.uint8))
     path = tmp_path / f"damaged{ending}"
@@ -301,7 +298,7 @@ def test_damaged_files_give_bad_input_or_an_image(ending, tmp_path):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_memory_peaks_at_about_the_images_themselves(late, tmp_path, monkeypatch):
+def test_loading_needs_little_more_memory_than_the_images(late, tmp_path, monkeypatch):
     tree(tmp_path, classes=("cat", "dog"), count=100, size=(192, 128))
     if late:
         save(tmp_path / "dog" / "z.png", mode="RGB", size=(192, 128), colour=(1, 2, 3))

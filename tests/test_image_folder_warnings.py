@@ -1,4 +1,4 @@
-"""What a person should know of a folder of images: it is told, or refused."""
+"""Warnings and errors about folders of images."""
 
 import os
 
@@ -25,7 +25,7 @@ def test_skipped_files_and_folders_are_named(tmp_path):
         load_splits(str(tmp_path), tmp_path)
 
 
-def test_many_endings_are_cut_short(tmp_path):
+def test_a_warning_lists_only_some_of_many_file_endings(tmp_path):
     tree(tmp_path)
     for i in range(100):
         (tmp_path / "cat" / f"scan.{i:03}").write_text("")
@@ -44,7 +44,7 @@ def test_files_of_several_frames_are_counted(tmp_path):
         assert read_image(tmp_path / "cat" / f"moving.{ending}", channels=1).unique().tolist() == [10]
 
 
-def test_the_preview_in_a_photo_is_no_frame(tmp_path):
+def test_the_preview_in_a_photo_is_not_counted_as_a_frame(tmp_path):
     tree(tmp_path)
     photo = Image.new("L", (8, 6), 100)
     photo.save(tmp_path / "cat" / "photo.jpg", "MPO", save_all=True, append_images=[Image.new("L", (4, 3), 0)])
@@ -52,7 +52,7 @@ def test_the_preview_in_a_photo_is_no_frame(tmp_path):
 
 
 @pytest.mark.parametrize(("largest", "bits", "factor"), [(4095, 12, 16), (1000, 10, 65)])
-def test_twelve_bits_in_sixteen_are_told(largest, bits, factor, tmp_path):
+def test_images_of_twelve_bits_stored_as_sixteen_cause_a_warning(largest, bits, factor, tmp_path):
     tree(tmp_path, count=2)
     for i in (2, 3):
         values = np.full((6, 8), largest - i + 2, dtype=np.uint16)
@@ -121,13 +121,13 @@ def test_a_class_whose_name_is_not_utf8_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("one", "other"), [("caf\u00e9", "cafe\u0301"), ("cat", "cat ")])
-def test_class_names_that_look_the_same_are_told(one, other, tmp_path):
+def test_class_names_that_look_the_same_cause_a_warning(one, other, tmp_path):
     tree(tmp_path, classes=("ant", one, other))
     with warned(tmp_path, ascii(one), ascii(other), "one folder if they are one class"):
         load_image_folder(tmp_path)
 
 
-def test_an_imbalance_of_the_classes_is_told(tmp_path):
+def test_unbalanced_classes_cause_a_warning(tmp_path):
     tree(tmp_path, classes=("cat", "eel"), count=58)
     tree(tmp_path, classes=("dog",), count=5)
     load_image_folder(tmp_path)

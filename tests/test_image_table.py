@@ -1,4 +1,4 @@
-"""Tables of images: CSV files, Parquet files and saved Hugging Face datasets, written by their own libraries."""
+"""Tables of images: CSV files, and Parquet files and saved datasets written by Hugging Face datasets."""
 
 import io
 
@@ -26,7 +26,7 @@ def write(path, *lines, encoding="utf-8"):
 
 
 def listed(root, **options):
-    """The images of a folder as lines of a table."""
+    """List the images of a folder as lines of a CSV file: path and label."""
     return [f"{path.relative_to(root)},{path.parent.name}" for path in sorted(root.rglob("*.png"))]
 
 
@@ -49,7 +49,7 @@ def dataset(count, first=0, names=("cat", "dog")):
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])
-def test_a_csv_gives_what_its_folder_gives(cache, tmp_path):
+def test_a_csv_file_gives_the_same_images_as_its_folder(cache, tmp_path):
     tree(tmp_path, count=10)
     table = write(tmp_path / "photos.csv", "path,label", *listed(tmp_path), encoding="utf-8-sig")
     one = load_splits(str(tmp_path), tmp_path, cache=cache)
@@ -61,7 +61,7 @@ def test_a_csv_gives_what_its_folder_gives(cache, tmp_path):
     assert other.train.class_names == ("cat", "dog")
 
 
-def test_the_splits_of_a_csv_are_its_own(tmp_path):
+def test_the_splits_of_a_csv_file_are_those_of_its_column(tmp_path):
     tree(tmp_path, count=4)
     ends = ("train", "train", "val", "TEST")
     lines = [f"{line},{ends[index % 4]}" for index, line in enumerate(listed(tmp_path))]
@@ -109,14 +109,14 @@ def test_columns_are_chosen_by_name(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_with_a_csv_is_named(lines, parts, tmp_path):
+def test_the_error_names_what_is_wrong_with_a_csv_file(lines, parts, tmp_path):
     tree(tmp_path, count=4)
     table = tmp_path / "photos.csv"
     table.write_text("\n".join(lines))
     refused(lambda: load_image_table(table), tmp_path, *parts)
 
 
-def test_text_in_another_encoding_is_named(tmp_path):
+def test_the_error_names_text_in_another_encoding(tmp_path):
     table = tmp_path / "photos.csv"
     table.write_bytes("path,label\ncat.png,Kätzchen\n".encode("latin-1"))
     refused(lambda: load_image_table(table), table, "cannot be read as a table", "UTF-8")
@@ -163,13 +163,13 @@ def test_parquet_files_are_read_with_and_without_the_librarys_own_types(tmp_path
         ({"image": [png(1)] * 5 + [b"text"]}, ("row 5 of train", "cannot be read as an image")),
     ],
 )
-def test_what_is_wrong_with_a_dataset_is_named(change, parts, tmp_path):
+def test_the_error_names_what_is_wrong_with_a_dataset(change, parts, tmp_path):
     content = {"image": [one["bytes"] for one in rows(6)["image"]], "label": [0, 1] * 3} | change
     datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
     refused(lambda: load_image_table(tmp_path / "photos.parquet"), *parts)
 
 
-def test_files_that_are_no_datasets_are_named(tmp_path):
+def test_files_that_are_not_datasets_are_refused(tmp_path):
     text = write(tmp_path / "photos.parquet", "text")
     refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
     refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
@@ -177,7 +177,7 @@ def test_files_that_are_no_datasets_are_named(tmp_path):
     refused(lambda: load_image_table(tmp_path / "saved"), "has no split train (its splits: trial)")
 
 
-def test_a_damaged_table_gives_one_sentence_or_images(tmp_path):
+def test_a_damaged_table_raises_one_line_or_gives_images(tmp_path):
     random = np.random.default_rng(0)
     tree(tmp_path, count=3)
     text = write(tmp_path / "photos.csv", "path,label,split", *(f"{line},train" for line in listed(tmp_path)))
@@ -216,8 +216,8 @@ def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
     assert "does not accept the option image_column" in done.stderr
 
 
-def test_validation_images_of_a_table_are_read_only_with_the_splits(tmp_path):
-    """`load_image_table` returns none, so a damaged one does not matter."""
+def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):
+    """`load_image_table` returns no validation images, so it ignores damaged ones."""
     tree(tmp_path, count=6)
     lines = [f"{line},{name}" for line, name in zip(listed(tmp_path), [*SPLITS, *SPLITS] * 2, strict=True)]
     table = write(tmp_path / "photos.csv", "path,label,split", *lines)

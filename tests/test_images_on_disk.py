@@ -26,7 +26,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def odd_folder(root):
-    """Files of all modes and formats, rotated, transparent and animated, with a 12-bit image."""
+    """A folder with images of all modes and formats, also rotated, transparent, animated and 12-bit images."""
     random = np.random.default_rng(0)
     colour = Image.fromarray(random.integers(0, 256, (9, 14, 3), dtype=np.uint8))
     turned = Image.Exif()
@@ -94,7 +94,7 @@ def test_a_rotation_that_a_png_stores_after_its_pixels_is_named(tmp_path):
         [getattr(images, name).pixels for name in SPLITS]
 
 
-def test_auto_holds_images_in_memory_if_they_fit(tmp_path):
+def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path):
     tree(tmp_path, count=4)
     images, said = loaded(tmp_path, "auto")
     assert not isinstance(images.train, ImagesOnDisk)
@@ -149,7 +149,7 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
         assert re.search("18 train and 2 validation images of .* are among these 24 images", error)
 
 
-def test_images_that_cannot_be_compared_with_the_training_are_said(command, photos, tmp_path):
+def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(command, photos, tmp_path):
     assert train(command, photos, tmp_path / "run", "--cache", "none").returncode == 0
     test = loaded(photos, "memory")[0].test
     assert seen_in_training(tmp_path / "run", test) == {"train": 0, "validation": 0}
@@ -157,7 +157,7 @@ def test_images_that_cannot_be_compared_with_the_training_are_said(command, phot
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
 
 
-def test_images_on_disk_are_compared_with_the_training_without_decoding_them(command, photos, tmp_path):
+def test_images_on_disk_are_compared_with_the_training_images_without_decoding(command, photos, tmp_path):
     assert train(command, photos, tmp_path / "run").returncode == 0
     shutil.copytree(photos, tmp_path / "again" / "train")
     shutil.copytree(photos, tmp_path / "again" / "test")
@@ -168,7 +168,7 @@ def test_images_on_disk_are_compared_with_the_training_without_decoding_them(com
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, workers, tmp_path):
+def test_an_image_with_damaged_pixels_is_named_in_one_line(command, photos, workers, tmp_path):
     shutil.copytree(photos, tmp_path / "photos")
     bad = tmp_path / "photos" / "left" / "003.png"
     bad.write_bytes(bad.read_bytes()[:-40])
@@ -179,7 +179,7 @@ def test_an_image_that_is_damaged_within_is_named_in_one_line(command, photos, w
 
 
 @pytest.mark.slow  # it depends on the moment at which PyTorch notices that a process has ended
-def test_a_killed_worker_process_is_said_in_one_line(photos, tmp_path):
+def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(photos), "--out", str(tmp_path / "run"), *SMALL_CAPSNET]
     words += ["--cache", "none", "--workers", "1", "--epochs", "500", "--batch-size", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

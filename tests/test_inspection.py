@@ -1,4 +1,4 @@
-"""Support of classes in an image, pass by pass; the explorer without its page."""
+"""The support of classes in an image in each routing pass, and the explorer without its page."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ def test_support_sums_to_one_per_class_and_pass(name, rule):
 
 
 @torch.no_grad()
-def test_support_is_the_share_of_the_mean_vote():
+def test_support_equals_the_fraction_of_the_mean_vote_computed_in_loops():
     network = classifier("capsnet")
     with recorded(network.model) as layers:
         prediction = network.model(torch.rand(1, 1, 28, 28))
@@ -61,7 +61,7 @@ def test_support_is_the_share_of_the_mean_vote():
     torch.testing.assert_close(layer.support(2), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_shares_of_a_parents_mass_sum_to_one():
+def test_the_shares_of_the_mass_of_a_parent_sum_to_one():
     model = classifier("matrix-capsnet").model
     with recorded(model) as layers, torch.inference_mode():
         model(torch.rand(1, 1, 28, 28))
@@ -73,7 +73,7 @@ def test_shares_of_a_parents_mass_sum_to_one():
         torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
-def test_recording_changes_nothing_and_ends():
+def test_recording_does_not_change_scores_and_removes_its_hooks():
     model, images = classifier().model, torch.rand(2, 1, 28, 28)
     before = model(images).scores
     with recorded(model):
@@ -86,8 +86,8 @@ def test_recording_changes_nothing_and_ends():
 
 
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
-def test_feature_maps_are_where_their_receptive_fields_are(name):
-    """The centre of the pixels that a site depends on, by the gradient of its features."""
+def test_positions_of_feature_maps_are_the_centres_of_receptive_fields(name):
+    """The gradient of the features of a site shows which pixels are in its receptive field."""
     model = create_model(name, image_shape=(1, 40, 40), num_classes=3, **SMALL.get(name, {})).double().eval()
     image = torch.rand(1, 1, 40, 40, dtype=torch.double, requires_grad=True)
     with recorded(model) as layers, inspection._feature_maps(model, layers) as maps:
@@ -141,14 +141,14 @@ def test_images_of_another_shape_are_refused():
     )
 
 
-def test_an_attack_leaves_no_gradients():
+def test_an_attack_does_not_change_the_gradients_of_the_network():
     network = classifier()
     pixels = torch.randint(0, 255, (1, 28, 28), dtype=torch.uint8)
     assert (attacked(network, pixels, 0.1) - pixels / 255).abs().max() <= 0.1 + 1e-6
     assert all(parameter.grad is None for parameter in network.model.parameters())
 
 
-def test_threads_record_apart():
+def test_threads_record_independently():
     classifiers = [classifier("capsnet"), classifier("matrix-capsnet"), classifier("capsnet")]
     images = [torch.rand(1, 28, 28) for _ in range(12)]
     alone = [inspect(classifiers[index % 3], image).support for index, image in enumerate(images)]
@@ -157,7 +157,7 @@ def test_threads_record_apart():
     assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=True))
 
 
-def test_a_rule_that_runs_twice_has_the_passes_of_both_runs():
+def test_the_passes_of_both_runs_of_a_rule_are_recorded():
     model, images = classifier("matrix-capsnet").model, torch.rand(1, 1, 28, 28)
     with recorded(model) as layers, torch.inference_mode():
         model(images)
@@ -165,7 +165,7 @@ def test_a_rule_that_runs_twice_has_the_passes_of_both_runs():
     assert [len(layer.passes) for layer in layers] == [6, 6, 6]
 
 
-def test_the_support_of_a_digit_is_where_the_digit_is():
+def test_the_support_of_a_digit_is_at_the_position_of_the_digit():
     images, _ = load_mnist_5k()
     left, right = (int((images.labels == digit).nonzero()[0]) for digit in (3, 8))
     strip = torch.cat([images.pixels[left], images.pixels[right]], dim=2)
@@ -183,7 +183,7 @@ def test_a_network_without_capsules_is_refused():
         inspect(classifier("baseline-cnn"), torch.rand(1, 28, 28))
 
 
-def test_figure_and_command(call, refused, tmp_path):
+def test_the_figure_and_the_command_write_a_picture(call, refused, tmp_path):
     found = inspect(classifier("capsnet"), torch.zeros(1, 28, 28, dtype=torch.uint8))
     assert isinstance(found, Inspection)
     assert len(found.figure().axes) == 15
@@ -222,7 +222,7 @@ def test_the_explorer_offers_the_rules_that_fit_the_weights():
     assert views[0].pose().shape == (80, 80 * views[0].found.poses.shape[2], 3)
 
 
-def test_the_explorer_draws_from_a_moved_pose(tmp_path):
+def test_the_explorer_reconstructs_from_a_changed_pose(tmp_path):
     classifier().save_pretrained(tmp_path)
     explorer = Explorer({"net": tmp_path})
     view = explorer.view("net", torch.zeros(1, 28, 28, dtype=torch.uint8), "dynamic", 3, 0.0)
@@ -236,7 +236,7 @@ def test_the_explorer_draws_from_a_moved_pose(tmp_path):
         redrawn(classifier("capsnet", decoder=False), view.found, pose)
 
 
-def test_every_view_of_a_toy_is_another_picture():
+def test_toy_view_returns_the_rendered_view_in_the_requested_size():
     views = toy_views(4, 0)
     assert views.shape == (9, 18, 6, 2, 48, 48)
     assert not torch.equal(views[0, 0, 0], views[8, 9, 0])
@@ -245,11 +245,11 @@ def test_every_view_of_a_toy_is_another_picture():
     assert toy_view((1, 28, 28), 4, 0, 8, 18, 0) is None
 
 
-def test_the_explorer_needs_a_network(tmp_path, monkeypatch, refused):
+def test_the_explorer_refuses_folders_without_networks(tmp_path, monkeypatch, refused):
     with pytest.raises(BadInput, match="no network"):
         sources_of(tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="no folder weights/"):
+    with pytest.raises(BadInput, match="no network in the folder weights/"):
         sources_of(None)
     assert sources_of(WEIGHTS / "digit-strips") == {"digit-strips": WEIGHTS / "digit-strips"}
     classifier("baseline-cnn").save_pretrained(tmp_path / "cnn")

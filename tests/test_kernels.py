@@ -1,4 +1,4 @@
-"""The fused kernels against the reference: outputs and every gradient."""
+"""The fused kernels have the same outputs and gradients as the reference."""
 
 from itertools import product
 
@@ -24,7 +24,7 @@ POSES = {"matrix": (4, 4, 4), "vector": (1, 8, 16), "odd": (3, 2, 5)}
 
 
 def everything(tensors, routing_map, dtype=torch.float64, **options):
-    """Mean and activation of the parents and the gradients of all five tensors, of a random weighting of both."""
+    """Pose and activation of the parents, and the gradients of a random sum of both for all five inputs."""
     leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
     parents = em_routing(Capsules(*leaves[:2]), leaves[2], routing_map, *leaves[3:], **options)
     random = torch.Generator().manual_seed(1)
@@ -35,7 +35,7 @@ def everything(tensors, routing_map, dtype=torch.float64, **options):
 
 
 def where_on(results, activation):
-    """Without the activation gradients of children that are off: of a starved parent they are as large as e^60."""
+    """Set the activation gradients of inactive children to 0; for a parent with little mass, they can reach e^60."""
     return [*results[:3], results[3] * (activation > 0), *results[4:]]
 
 
@@ -66,15 +66,15 @@ def test_em_equals_the_reference(routing_map, pose, parent_types):
 
 @pytest.fixture
 def best_instruction_set():
-    """Back to the widest vectors after a test that tries them all."""
+    """Select the widest vector instructions again after a test that tries all instruction sets."""
     yield
     _cpu.use(cpu_instruction_sets()[0])
 
 
 @pytest.mark.usefixtures("best_instruction_set")
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
-def test_em_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(routing_map, pose):
-    """In the geometric mean of 27 problems: of a few, both errors are chance."""
+def test_em_in_float32_has_at_most_twice_the_error_of_the_reference(routing_map, pose):
+    """Errors are averaged geometrically over 27 problems, because the errors of a few problems depend on chance."""
     ratios = {name: [] for name in cpu_instruction_sets()}
     for _ in range(27):
         case = full_problem(MAPS[routing_map], 16, POSES[pose])
@@ -108,8 +108,8 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(cases(), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from(["logistic", "mixing"]))
-def test_ten_thousand_random_problems(case, scale, form):
-    """In float64, where the reference's own error is small, and before a saddle magnifies it: see test_em_routing."""
+def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, scale, form):
+    """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`."""
     pose, transform = scale * case.pose.double(), scale * case.transform.double()
     activation = (3 * torch.rand(pose.shape[:3]) - 1).clamp(0, 1).double()
     betas = torch.randn(2, transform.shape[2]).double()
@@ -119,11 +119,11 @@ def test_ten_thousand_random_problems(case, scale, form):
         em = everything(tensors, case.routing_map, backend=backend, **options)
         results.append(where_on(em, activation) + dynamic((pose, transform), case.routing_map, backend=backend))
     for found, right in zip(*results, strict=True):
-        nothing = found.norm() < 1e-12 and right.norm() < 1e-12  # 0, but for the rounding of either
+        nothing = found.norm() < 1e-12 and right.norm() < 1e-12  # both are 0 up to rounding errors
         assert nothing or far(found, right) < 1e-9
 
 
-def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
+def test_parents_with_little_mass_and_distant_votes_are_as_exact_as_the_reference():
     torch.manual_seed(3)
     routing_map = RoutingMap.shared(12)
     pose, activation, transform, beta_u, beta_a = full_problem(routing_map, 3, (4, 4, 4), child_types=1, batch=1)
@@ -138,8 +138,8 @@ def test_a_starved_parent_and_a_mean_that_moves_far_are_fitted_exactly():
 
 
 @pytest.mark.parametrize(("routing_map", "parent_types"), [("conv", 16), ("dense", 5), ("shared", 5)])
-def test_the_same_bits_for_any_number_of_threads(routing_map, parent_types):
-    """With types in the lanes, and with samples: of own transforms and of shared ones."""
+def test_em_is_bit_identical_for_any_number_of_threads(routing_map, parent_types):
+    """The cases cover vectors of parent types and vectors of samples, with separate and with shared transforms."""
     case = full_problem(MAPS[routing_map], parent_types, (4, 4, 4), batch=40)
     before = torch.get_num_threads()
     try:
@@ -152,7 +152,7 @@ def test_the_same_bits_for_any_number_of_threads(routing_map, parent_types):
     assert all(torch.equal(first, second) for first, second in zip(one, three, strict=True))
 
 
-def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
+def test_strided_and_empty_inputs_are_accepted_and_bfloat16_is_refused():
     pose, activation, transform, beta_u, beta_a = full_problem(MAPS["conv"], 5, (4, 4, 4))
     right = em_routing(Capsules(pose, activation), transform, MAPS["conv"], beta_u, beta_a, backend="fused")
     turned = Capsules(pose.mT.contiguous().mT, activation.mT.contiguous().mT)
@@ -172,7 +172,7 @@ def test_inputs_that_are_not_contiguous_empty_or_of_another_kind():
 
 
 @pytest.mark.parametrize("part", ["pose", "activation"])
-def test_the_gradient_of_either_output_alone(part):
+def test_the_gradients_of_a_single_output_equal_the_reference(part):
     both = []
     leaves = [tensor.requires_grad_() for tensor in full_problem(MAPS["conv"], 5, (4, 4, 4))]
     for backend in ("fused", "reference"):
@@ -182,8 +182,8 @@ def test_the_gradient_of_either_output_alone(part):
         torch.testing.assert_close(found, torch.zeros_like(found) if right is None else right, rtol=1e-6, atol=1e-7)
 
 
-def test_the_backward_pass_takes_no_memory_as_large_as_what_it_is_given():
-    """Autograd would fill zeros in for the gradients of what the forward pass keeps."""
+def test_the_backward_pass_allocates_less_than_half_of_what_the_forward_pass_saves():
+    """Autograd must not allocate zeros as gradients of the tensors that the forward pass saves."""
     children = Capsules(torch.randn(4, 9, 1, 4, 4, requires_grad=True), torch.rand(4, 9, 1))
     betas = [torch.zeros(16) for _ in range(2)]
     parents = em_routing(children, torch.randn(4, 1, 16, 4, 4), RoutingMap.conv((3, 3), 2), *betas, backend="fused")
@@ -194,7 +194,7 @@ def test_the_backward_pass_takes_no_memory_as_large_as_what_it_is_given():
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_both_rules_equal_the_papers_loops(routing_map):
+def test_em_and_dynamic_routing_equal_the_procedures_of_their_papers(routing_map):
     case = random_case(MAPS[routing_map], seed=2, dtype=torch.float64)
     activation = (3 * torch.rand(case.pose.shape[:3], dtype=torch.float64) - 1).clamp(0, 1)
     betas = torch.randn(2, 4, dtype=torch.float64)
@@ -207,7 +207,7 @@ def test_both_rules_equal_the_papers_loops(routing_map):
     torch.testing.assert_close(dynamic_routing(*case, backend="fused").pose, parents, rtol=1e-10, atol=1e-12)
 
 
-def test_a_model_has_the_gradients_of_the_reference():
+def test_the_gradients_of_a_model_equal_the_reference():
     images = torch.rand(2, 2, 20, 20)
     rules = [Routing("em", backend=name) for name in ("fused", "reference")]
     models = [MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=rule) for rule in rules]
@@ -231,7 +231,7 @@ DYNAMIC = {
 
 
 def dynamic(tensors, routing_map, dtype=torch.float64, **options):
-    """Pose and activation of the parents and both gradients, of a random weighting of both."""
+    """Pose and activation of the parents, and the gradients of a random sum of both for pose and transform."""
     leaves = [tensor.detach().to(dtype).clone().requires_grad_() for tensor in tensors]
     parents = dynamic_routing(*leaves, routing_map, **options)
     random = torch.Generator().manual_seed(1)
@@ -248,7 +248,7 @@ def dynamic_problem(routing_map, parent_types, pose, batch=5):
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("parent_types", [1, 10, 16, 33])
 @pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
-def test_dynamic_equals_the_reference(routing_map, options, parent_types):
+def test_dynamic_routing_equals_the_reference(routing_map, options, parent_types):
     for pose in POSES.values():
         case = dynamic_problem(MAPS[routing_map], parent_types, pose)
         both = [dynamic(case, MAPS[routing_map], backend=b, **DYNAMIC[options]) for b in ("fused", "reference")]
@@ -258,7 +258,7 @@ def test_dynamic_equals_the_reference(routing_map, options, parent_types):
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
-def test_dynamic_in_float32_is_at_most_twice_as_far_from_float64_as_the_reference(routing_map, options):
+def test_dynamic_routing_in_float32_has_at_most_twice_the_error_of_the_reference(routing_map, options):
     ratios = []
     for pose in (*POSES.values(), *POSES.values()):
         case = dynamic_problem(MAPS[routing_map], 10, pose)
@@ -273,8 +273,8 @@ def test_dynamic_in_float32_is_at_most_twice_as_far_from_float64_as_the_referenc
 
 @settings(max_examples=200)
 @given(cases(), st.sampled_from(sorted(DYNAMIC)), st.sampled_from([0.0, 1e-30, 1e-15, 1e-6, 1.0, 1e3, 1e6]))
-def test_dynamic_stays_finite(case, options, scale):
-    """Where all passes are squashed: without, five of them raise huge votes to a power that overflows."""
+def test_dynamic_routing_gives_finite_values_and_gradients(case, options, scale):
+    """Without a squash, huge votes overflow after five passes; that case runs only with votes of normal size."""
     assume(options != "five-passes" or scale <= 1)
     found = dynamic(
         (case.pose * scale, case.transform), case.routing_map, case.pose.dtype, backend="fused", **DYNAMIC[options]
@@ -282,7 +282,7 @@ def test_dynamic_stays_finite(case, options, scale):
     assert all(torch.isfinite(value).all() for value in found)
 
 
-def test_dynamic_gives_the_same_bits_for_any_number_of_threads():
+def test_dynamic_routing_is_bit_identical_for_any_number_of_threads():
     before = torch.get_num_threads()
     for routing_map in ("dense", "conv"):
         case = dynamic_problem(MAPS[routing_map], 10, (1, 8, 16), batch=40)
@@ -313,7 +313,7 @@ def test_a_nan_is_never_turned_into_a_number(which, dtype):
         assert (torch.isnan(found.pose) == torch.isnan(right.pose)).all()
 
 
-def test_the_gradients_of_a_parent_that_is_surely_active():
+def test_a_parent_with_activation_near_one_has_the_right_gradients():
     case = full_problem(MAPS["conv"], 4, (4, 4, 4))
     case = (*case[:4], torch.full((4,), 15.0))
     options = {"temperature_schedule": "constant", "normalise_data": False}
@@ -340,7 +340,7 @@ def twin_parents_far_from_all(case):
 
 @pytest.mark.parametrize("change", [faint, faint_and_far_first, twin_parents_far_from_all])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_corners_are_as_near_to_the_truth_as_the_reference(change, dtype):
+def test_extreme_inputs_have_at_most_four_times_the_error_of_the_reference(change, dtype):
     torch.manual_seed(5)
     case = change(full_problem(MAPS["shared"], 4, (4, 4, 4)))
     exact = everything(case, MAPS["shared"], backend="reference")
@@ -349,7 +349,7 @@ def test_corners_are_as_near_to_the_truth_as_the_reference(change, dtype):
         assert far(one, right) <= 4 * far(other, right) + (1e-4 if dtype == torch.float32 else 1e-7)
 
 
-def test_children_that_are_off_do_not_spoil_the_gradients_of_the_others():
+def test_gradients_are_finite_if_half_of_the_children_are_inactive():
     torch.manual_seed(6)
     case = full_problem(MAPS["shared"], 4, (4, 4, 4))
     activation = torch.ones_like(case[1])
@@ -359,7 +359,7 @@ def test_children_that_are_off_do_not_spoil_the_gradients_of_the_others():
 
 
 @pytest.mark.parametrize("squash_form", ["sabour", "su", "unit"])
-def test_squash_of_huge_sums_has_its_small_gradient(squash_form):
+def test_squash_of_huge_sums_has_the_right_tiny_gradient(squash_form):
     pose, transform = dynamic_problem(MAPS["dense"], 3, (1, 8, 16))
     case = (1e8 * pose, transform)
     options = {"squash_form": squash_form, "iterations": 1}

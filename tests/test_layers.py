@@ -32,7 +32,7 @@ from torchcaps.losses import (
 )
 
 
-def test_a_primary_capsule_is_the_channels_at_one_position():
+def test_a_primary_capsule_consists_of_the_channels_at_one_position():
     layer = PrimaryCaps(2, types=3, pose_size=4, kernel_size=3, stride=2)
     features = torch.randn(2, 2, 7, 9)
     convolved = layer.convolution(features)
@@ -44,14 +44,14 @@ def test_a_primary_capsule_is_the_channels_at_one_position():
     torch.testing.assert_close(capsules.activation, lengths(capsules.pose))
 
 
-def test_channels_last_changes_nothing():
+def test_channels_last_inputs_give_the_same_primary_capsules():
     layer = PrimaryCaps(2, types=3, pose_size=4, kernel_size=3)
     features = torch.randn(2, 2, 7, 9)
     torch.testing.assert_close(layer(features).pose, layer(features.contiguous(memory_format=torch.channels_last)).pose)
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "bias"), [(3, 2, 0, True), (4, 3, 2, False), (1, 1, 0, True)])
-def test_an_unfolded_convolution_is_the_convolution(kernel, stride, padding, bias):
+def test_im2col_convolutions_equal_convolutions(kernel, stride, padding, bias):
     options = {"stride": stride, "padding": padding, "bias": bias}
     plain = nn.Conv2d(3, 5, kernel, **options).double()
     unfolded = Im2colConv2d(3, 5, kernel, **options).double()
@@ -68,7 +68,7 @@ def test_an_unfolded_convolution_is_the_convolution(kernel, stride, padding, bia
     assert torch.autograd.gradcheck(unfolded, [images])
 
 
-def test_unfolded_convolutions_take_the_weights_of_the_others():
+def test_a_network_with_im2col_loads_the_weights_of_a_network_without():
     options = {"convolution_channels": 8, "primary_types": 2}
     plain, unfolded = create_model("capsnet", **options), create_model("capsnet", im2col=True, **options)
     unfolded.load_state_dict(plain.state_dict())
@@ -91,7 +91,7 @@ def test_dense_caps_give_each_child_its_own_transform():
     torch.testing.assert_close(parents.pose[0, 0, :, 0], layer.transform[3, 1].sum(dim=1) / 10)
 
 
-def test_dense_caps_begin_with_parents_of_the_same_length_for_any_number_of_children_and_classes():
+def test_initial_parents_of_dense_caps_have_the_same_length_for_any_number_of_children():
     torch.manual_seed(0)
     lengths_at_start = []
     for sites, classes in ((36, 10), (64, 3), (400, 2), (9, 100)):
@@ -103,7 +103,7 @@ def test_dense_caps_begin_with_parents_of_the_same_length_for_any_number_of_chil
     torch.testing.assert_close(DenseCaps(36, 32, 8, 10, 16).transform.std(), torch.tensor(0.088), rtol=0.02, atol=0)
 
 
-def test_shared_caps_take_any_number_of_children_in_any_order():
+def test_shared_caps_accept_any_number_of_children_in_any_order():
     layer = SharedCaps(8, 10, 16)
     pose = torch.randn(2, 30, 3, 1, 8)
     children = Capsules(pose, lengths(pose))
@@ -115,7 +115,7 @@ def test_shared_caps_take_any_number_of_children_in_any_order():
     assert couplings.shape == (2, 10, 90, 1)
 
 
-def test_matrix_primary_capsules_are_linear_with_an_activation_of_their_own():
+def test_matrix_primary_capsules_have_linear_poses_and_a_separate_activation():
     layer = PrimaryCaps(2, 3, (4, 4), 1, bias=False, squash_form="none", activation="sigmoid")
     features = torch.randn(2, 2, 5, 6)
     capsules = layer(features)
@@ -126,7 +126,7 @@ def test_matrix_primary_capsules_are_linear_with_an_activation_of_their_own():
 
 
 @pytest.mark.parametrize("pose_size", [(4, 4), (1, 16)])
-def test_conv_caps_see_their_window_alone(pose_size):
+def test_a_parent_of_conv_caps_depends_only_on_the_children_in_its_window(pose_size):
     layer = ConvCaps((5, 6), 2, 3, kernel_size=3, stride=2, padding=1, pose_size=pose_size)
     assert layer.parent_grid == (3, 3)
     pose = torch.randn(1, 30, 2, *pose_size, requires_grad=True)
@@ -141,7 +141,7 @@ def test_conv_caps_see_their_window_alone(pose_size):
 
 
 @pytest.mark.parametrize("pose_size", [(4, 4), (1, 16)])
-def test_coordinates_go_to_the_first_two_elements_of_the_right_hand_column(pose_size):
+def test_coordinates_are_added_to_the_first_two_numbers_of_the_last_column(pose_size):
     coordinates = torch.tensor([[0.125, 0.25], [0.5, 0.75]])
     pose, transform = torch.randn(2, 2, 3, *pose_size), torch.randn(1, 3, 5, pose_size[1], pose_size[1])
     routing_map = RoutingMap.shared(2)
@@ -152,7 +152,7 @@ def test_coordinates_go_to_the_first_two_elements_of_the_right_hand_column(pose_
     torch.testing.assert_close(added, expected, rtol=0, atol=1e-5)
 
 
-def test_without_coordinates_class_capsules_do_not_see_positions():
+def test_class_capsules_without_coordinates_do_not_depend_on_positions():
     with_coordinates, without = (ClassCaps(torch.rand(6, 2), 2, 4, add_coordinates=on) for on in (True, False))
     children = Capsules(torch.randn(2, 6, 2, 4, 4), torch.rand(2, 6, 2))
     order = torch.randperm(6)
@@ -162,7 +162,7 @@ def test_without_coordinates_class_capsules_do_not_see_positions():
     assert with_coordinates(children, return_couplings=True)[1].shape == (2, 4, 6, 2)
 
 
-def test_spread_loss_is_its_formula_and_with_margin_one_the_squared_hinge():
+def test_spread_loss_equals_its_formula():
     scores = torch.tensor([[0.7, 0.4, 0.0], [0.1, 0.2, 0.9]])
     expected = ((0.5 - 0.3) ** 2 + 0 + (0.5 + 0.1) ** 2 + (0.5 + 0.8) ** 2) / 2
     torch.testing.assert_close(spread_loss(scores, torch.tensor([0, 0]), margin=0.5), torch.tensor(expected))
@@ -170,7 +170,7 @@ def test_spread_loss_is_its_formula_and_with_margin_one_the_squared_hinge():
     torch.testing.assert_close(spread_loss(scores, torch.tensor([0, 0]), margin=1.0), hinge)
 
 
-def test_the_margin_rises_from_two_tenths_to_nine():
+def test_the_margin_rises_from_0_2_to_0_9():
     assert spread_margin("official", 0, 1) == pytest.approx(0.2 + 0.79 / (1 + math.exp(4)))
     assert spread_margin("official", 10**9, 1) == pytest.approx(0.99, abs=1e-3)
     rises = [spread_margin("linear", step, 10) for step in range(12)]
@@ -178,7 +178,7 @@ def test_the_margin_rises_from_two_tenths_to_nine():
     assert (rises[0], rises[-1]) == (0.2, 0.9)
 
 
-def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():
+def test_the_decoder_uses_only_the_pose_of_the_chosen_class():
     decoder = Decoder(5, 4, (3, 6, 7))
     pose = torch.randn(2, 1, 5, 1, 4)
     other = pose.clone()
@@ -193,7 +193,7 @@ def test_decoder_sees_the_chosen_class_alone_and_draws_any_shape():
     assert ((drawn > 0) & (drawn < 1)).all()
 
 
-def test_layers_move_with_to_and_save_no_maps():
+def test_routing_maps_follow_the_device_of_their_layer_and_are_not_saved():
     layer = DenseCaps(4, 2, 8, 10, 16).to(torch.float64)
     assert set(layer.state_dict()) == {"transform"}
     there = layer.to("meta")
@@ -201,7 +201,7 @@ def test_layers_move_with_to_and_save_no_maps():
     assert layer.routing_map is layer.routing_map
 
 
-def test_margin_loss_is_its_formula_for_one_class_and_for_several():
+def test_margin_loss_equals_its_formula_for_one_class_and_for_several():
     scores = torch.tensor([[0.5, 0.3, 0.95], [0.05, 0.9, 0.6]])
     expected = ((0.4**2 + 0.5 * 0.2**2 + 0.5 * 0.85**2) + (0.85**2 + 0.5 * 0.8**2 + 0.5 * 0.5**2)) / 2
     torch.testing.assert_close(margin_loss(scores, torch.tensor([0, 0])), torch.tensor(expected))
@@ -209,7 +209,7 @@ def test_margin_loss_is_its_formula_for_one_class_and_for_several():
     torch.testing.assert_close(both, torch.tensor(0.4**2 + 0.25 * 0.2**2))
 
 
-def test_reconstruction_loss_is_a_sum_over_pixels_and_a_mean_over_the_batch():
+def test_reconstruction_loss_sums_over_pixels_and_averages_over_the_batch():
     images = torch.zeros(4, 3, 5, 5)
     torch.testing.assert_close(reconstruction_loss(torch.full_like(images, 0.5), images), torch.tensor(75 / 4.0))
     mean_of_squares = nn.functional.mse_loss(torch.full((2, 1, 28, 28), 0.5), torch.zeros(2, 1, 28, 28))
@@ -217,7 +217,7 @@ def test_reconstruction_loss_is_a_sum_over_pixels_and_a_mean_over_the_batch():
     torch.testing.assert_close(summed, 0.392 * mean_of_squares)
 
 
-def test_reconstruction_loss_is_never_narrower_than_its_inputs():
+def test_reconstruction_loss_is_at_least_float32_and_at_least_the_dtype_of_its_inputs():
     drawn, images = torch.rand(2, 2, 1, 3, 3, dtype=torch.float64).unbind()
     exact = (drawn - images).square().sum() / 2
     assert reconstruction_loss(drawn, images).dtype == torch.float64
@@ -227,7 +227,7 @@ def test_reconstruction_loss_is_never_narrower_than_its_inputs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stack_trains_under_autocast(dtype):
+def test_a_stack_of_layers_has_finite_gradients_under_autocast(dtype):
     stack = nn.ModuleList([PrimaryCaps(1, 2, 4, 3), DenseCaps(16, 2, 4, 3, 5)])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         parents = stack[1](stack[0](torch.rand(2, 1, 6, 6)))
@@ -248,7 +248,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_every_layer_takes_every_rule_by_its_name(kind, name):
+def test_every_layer_accepts_the_name_of_every_rule(kind, name):
     make, shape = LAYERS[kind]
     layer = make(name)
     assert type(layer.routing) is ROUTINGS[name]
@@ -267,7 +267,7 @@ def test_an_unknown_rule_is_refused_with_the_nearest_name():
         SharedCaps(16, 5, 16, routing="dynamik")
 
 
-def test_logit_cross_entropy_is_a_softmax_over_the_logits_and_finite_at_the_bounds():
+def test_activation_logit_cross_entropy_equals_its_formula_and_is_finite_at_0_and_1():
     scores, target = torch.tensor([[0.9, 0.2, 0.4]]), torch.tensor([1])
     odds = scores / (1 - scores)
     torch.testing.assert_close(activation_logit_cross_entropy(scores, target), -(odds[0, 1] / odds.sum()).log())
@@ -278,7 +278,7 @@ def test_logit_cross_entropy_is_a_softmax_over_the_logits_and_finite_at_the_boun
     assert torch.isfinite(certain.grad).all()
 
 
-def test_the_exponential_squash_is_its_formula_and_finite_at_zero():
+def test_the_exponential_squash_equals_its_formula_and_is_finite_at_zero():
     pose = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]], requires_grad=True)
     found = squash(pose, "exponential")
     torch.testing.assert_close(found[0], (1 - math.exp(-5)) * torch.tensor([[0.6, 0.8]]))
@@ -298,7 +298,7 @@ def test_normalised_primary_capsules_have_poses_of_unit_variance_and_logits_of_m
 
 
 @pytest.mark.parametrize("affine", [False, True])
-def test_a_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_sites(affine):
+def test_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_sites(affine):
     norm = PoseNorm(3, (2, 4), affine=affine)
     children = Capsules(5 + 3 * torch.randn(16, 9, 3, 2, 4), torch.rand(16, 9, 3))
     parents = norm(children)
@@ -310,8 +310,8 @@ def test_a_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_s
 
 @pytest.mark.parametrize("normalise", ["none", "plain", "affine"])
 @pytest.mark.parametrize("activation", ["length", "sigmoid"])
-def test_primary_capsules_use_every_weight_that_they_have(activation, normalise):
-    """DistributedDataParallel refuses a network with weights that get no gradient."""
+def test_every_weight_of_primary_capsules_has_a_gradient(activation, normalise):
+    """DistributedDataParallel refuses a network in which a weight gets no gradient."""
     layer = PrimaryCaps(1, 2, 3, 3, activation=activation, normalise=normalise)
     capsules = layer(torch.randn(4, 1, 5, 5))
     (capsules.pose.square().sum() + capsules.activation.square().sum()).backward()

@@ -1,4 +1,4 @@
-"""Loggers: their files, their names, and one line where they are missing or cannot write."""
+"""Loggers: their files, their names, and errors of one line if a logger is missing or cannot write."""
 
 import csv
 import shutil
@@ -31,7 +31,7 @@ def logged(path):
         return [row for row in csv.DictReader(stream) if row["train_loss"]]
 
 
-def test_a_csv_logger_writes_a_table_per_session(tmp_path):
+def test_the_csv_logger_writes_a_new_table_after_each_resume(tmp_path):
     fit(recipe_of(2), SPLITS, tmp_path / "run", logger="csv")
     fit(recipe_of(3), SPLITS, tmp_path / "run", resume=True, logger="csv")
     folder = tmp_path / "run" / "csv"
@@ -40,7 +40,7 @@ def test_a_csv_logger_writes_a_table_per_session(tmp_path):
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
-def test_no_logger_writes_no_logs_and_the_same_weights(tmp_path):
+def test_training_without_a_logger_writes_no_logs_and_gives_the_same_weights(tmp_path):
     for name in ("none", "tensorboard"):
         fit(recipe_of(1), SPLITS, tmp_path / name, logger=name)
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("none", "tensorboard")]
@@ -58,7 +58,7 @@ def test_wandb_logs_offline(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
-def test_mlflow_that_cannot_be_reached_is_refused_in_one_line(tmp_path, monkeypatch):
+def test_an_mlflow_server_that_cannot_be_reached_causes_an_error_of_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(BadInput, match="the logger mlflow cannot start"):
@@ -75,8 +75,8 @@ def test_an_unknown_or_missing_logger_is_refused_before_anything_is_written(refu
     check_logger("none")
 
 
-def test_a_log_that_cannot_be_written_ends_in_one_line(tmp_path):
-    """Of the CSV logger; for TensorBoard, a test fills a disk."""
+def test_a_log_that_cannot_be_written_causes_an_error_of_one_line(tmp_path):
+    """This test uses the CSV logger; a test in test_outputs.py fills the disk for TensorBoard."""
     logger = create_logger("csv", tmp_path, recipe_of(1))
     logger.log_metrics({"train_loss": 1.0}, 0)
     shutil.rmtree(logger.log_dir)

@@ -29,7 +29,7 @@ def parameters(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_capsnet_has_the_papers_parameters():
+def test_capsnet_has_the_parameters_of_the_paper():
     convolution = 9 * 9 * 256 + 256
     primary = 9 * 9 * 256 * 256 + 256
     digits = 6 * 6 * 32 * 8 * 10 * 16
@@ -38,19 +38,19 @@ def test_capsnet_has_the_papers_parameters():
     assert parameters(create_model("capsnet")) == 6_804_224 + decoder == 8_215_568
 
 
-def test_the_baseline_has_the_papers_parameters():
+def test_the_baseline_cnn_has_the_parameters_of_the_paper():
     convolutions = (25 + 1) * 256 + (25 * 256 + 1) * 256 + (25 * 256 + 1) * 128
     linear = (28 * 28 * 128 + 1) * 328 + (328 + 1) * 192 + (192 + 1) * 10
     assert parameters(create_model("baseline-cnn")) == convolutions + linear == 35_445_522
 
 
-def test_sus_pair_has_the_authors_parameters():
+def test_the_networks_of_su_have_the_parameters_of_the_author():
     trunk = (9 + 1) * 64 + (9 * 64 + 1) * 64 + (9 * 64 + 1) * 128 + (9 * 128 + 1) * 128
     assert parameters(create_model("pooled-cnn")) == trunk + 129 * 128 + 129 * 10 == 276_810
     assert parameters(create_model("pooled-capsnet")) == trunk + 128 * 160 == 279_488
 
 
-def test_matrix_capsnet_has_the_papers_parameters():
+def test_matrix_capsnet_has_the_parameters_of_the_paper():
     def by_hand(features, primary, first, second, transform, channels=2, classes=5):
         convolution = (25 * channels + 1) * features
         primary_capsules = features * primary * 17
@@ -66,7 +66,7 @@ def test_matrix_capsnet_has_the_papers_parameters():
     assert parameters(create_model("matrix-capsnet", widths=(8, 2, 3, 4), **stereo)) == by_hand(8, 2, 3, 4, 16)
 
 
-def test_a_stem_adds_its_convolutions_and_norms_and_keeps_the_grid():
+def test_a_stem_adds_the_weights_of_its_convolutions_and_batch_norms():
     plain, deep = (MatrixCapsNet((2, 32, 32), 5, stem=stem) for stem in (0, 2))
     assert parameters(deep) - parameters(plain) == 2 * (64 * 64 * 9 + 64) + 3 * 128
     assert deep.second_capsules.parent_grid == plain.second_capsules.parent_grid
@@ -77,7 +77,7 @@ def test_a_stem_adds_its_convolutions_and_norms_and_keeps_the_grid():
 
 
 @pytest.mark.parametrize("side", [17, 18, 19, 20, 28, 36])
-def test_capsnet_with_a_stem_has_its_convolutions_and_primary_capsules_of_a_quarter_of_the_grid(side):
+def test_capsnet_with_a_stem_has_the_expected_number_of_parameters(side):
     model = CapsNet((2, side, side), 5, convolution_channels=16, primary_types=3, stem=True, decoder=False).eval()
     convolutions = 25 * 2 * 4 + 9 * (4 * 8 + 8 * 8 + 8 * 16) + 2 * (4 + 8 + 8 + 16)
     sites = (-(-side // 4) - 2) ** 2
@@ -86,12 +86,12 @@ def test_capsnet_with_a_stem_has_its_convolutions_and_primary_capsules_of_a_quar
 
 
 @pytest.mark.parametrize("options", [{"convolution_channels": 18}, {"im2col": True}])
-def test_capsnet_refuses_what_a_stem_has_not(options):
+def test_capsnet_with_a_stem_refuses_options_that_a_stem_does_not_support(options):
     with pytest.raises(ValueError, match="with stem=True, use a multiple of 4 as convolution_channels"):
         CapsNet(stem=True, **options)
 
 
-def test_efficient_capsnet_has_the_authors_parameters():
+def test_efficient_capsnet_has_the_parameters_of_the_authors():
     convolutions = 5 * 5 * 32 + 32 + 9 * (32 * 64 + 64 * 64 + 64 * 128) + 64 + 64 + 128
     norms, primary = 2 * (32 + 64 + 64 + 128), 9 * 9 * 128 + 128
     routed = 16 * 10 * 8 * 16 + 16 * 10
@@ -99,7 +99,7 @@ def test_efficient_capsnet_has_the_authors_parameters():
     assert convolutions + norms + primary + routed == 161_824
 
 
-def test_the_self_routing_network_has_the_authors_parameters():
+def test_the_self_routing_network_has_the_parameters_of_the_authors():
     channels = (2, 16, 32, 32, 64, 64, 128)
     backbone = sum(9 * below * above + 2 * above for below, above in pairwise(channels))
     primary = 9 * 128 * (32 + 512) + 2 * (32 + 512)
@@ -113,7 +113,7 @@ def test_the_self_routing_network_has_the_authors_parameters():
     assert parameters(deeper) - parameters(model) == 9 * 32 * 32 * (16 * 16 + 16 + 1) + 2 * 512
 
 
-def test_the_attention_network_has_the_authors_parameters():
+def test_the_attention_network_has_the_parameters_of_the_authors():
     convolution, primary, norm = 27 * 256 + 256, 256 * 512, 2 * 16
     routed = (2 * 9 * 32 * 32 + 25 * 32 * 10) * 16 + 3 * (32 + 17)
     model = create_model("attention-capsnet", image_shape=(3, 32, 32))
@@ -124,7 +124,7 @@ def test_the_attention_network_has_the_authors_parameters():
     assert sum(weights.numel() for weights in model.parameters() if not weights.requires_grad) == 2 * 17
 
 
-def test_the_generative_network_has_the_authors_parameters_without_the_biases_of_its_votes():
+def test_the_generative_network_has_the_parameters_of_the_author_except_the_biases_of_votes():
     convolutions = (9 * 4 * 64 + 64 + 2 * 4) + 5 * (9 * 64 * 64 + 64 + 2 * 64)
     primary = 2 * 64 + 65 * 64 * 17
     routed = 64 * (16 + 2) + 64 * 5 * (16 + 2)
@@ -133,7 +133,7 @@ def test_the_generative_network_has_the_authors_parameters_without_the_biases_of
         assert parameters(model) == convolutions + primary + routed == 265_416
 
 
-def test_the_matrix_baseline_has_the_papers_parameters():
+def test_the_matrix_baseline_cnn_has_the_parameters_of_the_paper():
     by_hand = (50 + 1) * 32 + (800 + 1) * 64 + (8 * 8 * 64 + 1) * 1024 + 1025 * 5
     model = create_model("matrix-baseline-cnn", image_shape=(2, 32, 32), num_classes=5)
     assert parameters(model) == by_hand == 4_253_349
@@ -147,7 +147,7 @@ def test_the_matrix_baseline_has_the_papers_parameters():
         ({"stem": 3, "stem_stride": 2}, (13, 15), [(3, 3), (6, 9)]),
     ],
 )
-def test_class_capsules_know_where_their_children_look(stem, grid, places):
+def test_coordinates_of_children_are_the_centres_of_their_receptive_fields(stem, grid, places):
     routing = Routing("em", iterations=1)
     model = create_model("matrix-capsnet", image_shape=(1, 72, 80), routing=routing, **stem).eval()
     assert model.second_capsules.parent_grid == grid
@@ -179,7 +179,7 @@ SMALL = {
 
 
 def has_timm():
-    """Whether timm can be imported; a torchvision that does not fit torch raises RuntimeError."""
+    """Return whether timm can be imported; a torchvision built for another version of torch raises RuntimeError."""
     try:
         import timm  # noqa: F401
     except (ImportError, RuntimeError):
@@ -202,13 +202,13 @@ def test_models_take_any_image_shape_and_class_count(name, shape):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_sample_alone_is_the_sample_in_its_batch(name):
+def test_the_scores_of_an_image_do_not_depend_on_its_batch(name):
     model = create_model(name, image_shape=(1, 28, 28), **SMALL[name]).eval()
     images = torch.rand(3, 1, 28, 28)
     torch.testing.assert_close(model(images[1:2]).scores, model(images).scores[1:2], rtol=1e-4, atol=1e-5)
 
 
-def test_the_decoder_is_masked_by_the_label_in_training_and_by_the_longest_capsule_without_one():
+def test_the_decoder_uses_the_capsule_of_the_label_or_else_the_longest_capsule():
     model = CapsNet(**SMALL["capsnet"])
     images = torch.rand(4, 1, 28, 28)
     free = model(images)
@@ -220,7 +220,7 @@ def test_the_decoder_is_masked_by_the_label_in_training_and_by_the_longest_capsu
 @pytest.mark.parametrize(
     ("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13), ("matrix-capsnet", 16)]
 )
-def test_an_image_too_small_is_refused_by_name(name, size):
+def test_an_image_that_is_too_small_is_refused(name, size):
     with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
         create_model(name, image_shape=(1, size, size))
     create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
@@ -234,7 +234,7 @@ def test_unknown_models_and_options_are_refused_with_the_nearest_name():
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_saved_models_come_back_exactly(name, tmp_path):
+def test_loaded_models_have_the_saved_weights_and_options(name, tmp_path):
     model = create_model(name, image_shape=(1, 28, 28), num_classes=4, **SMALL[name]).eval()
     model.save_pretrained(tmp_path / "saved")
     again = MODELS[name].from_pretrained(tmp_path / "saved").eval()
@@ -246,7 +246,7 @@ def test_saved_models_come_back_exactly(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["capsnet", "matrix-capsnet", "pooled-capsnet"])
 @pytest.mark.parametrize("rule", ROUTINGS)
-def test_every_model_learns_by_every_rule_and_is_saved_with_it(name, rule, tmp_path):
+def test_every_model_is_trained_and_saved_with_every_rule(name, rule, tmp_path):
     model = create_model(name, image_shape=(1, 20, 20), num_classes=3, routing=rule, **SMALL[name])
     images, labels = torch.rand(3, 1, 20, 20), torch.tensor([0, 1, 2])
     before = copy.deepcopy(model.state_dict())
@@ -267,7 +267,7 @@ def test_every_model_learns_by_every_rule_and_is_saved_with_it(name, rule, tmp_p
     assert described == [(type(x.routing), x.routing.saved_options) for x in layers]
 
 
-def test_options_of_a_rule_reach_every_layer_and_the_others_are_the_models_own(tmp_path):
+def test_given_options_of_a_rule_apply_to_every_layer_and_the_model_sets_all_others(tmp_path):
     model = create_model("matrix-capsnet", routing=Routing("em", iterations=2), class_temperature_factor=0.25)
     for layer, heat in ((model.first_capsules, 1.0), (model.second_capsules, 1.0), (model.class_capsules, 0.25)):
         options = layer.routing.saved_options
@@ -303,7 +303,7 @@ def test_every_layer_of_a_model_gets_a_copy_of_a_rule():
         assert "\n" not in str(refused.value)
 
 
-def test_a_routing_is_a_name_with_options_and_does_not_change():
+def test_a_routing_is_an_immutable_name_with_options():
     routing = Routing("em", variance_floor=0.5, iterations=2)
     assert repr(routing) == "Routing('em', iterations=2, variance_floor=0.5)"
     with pytest.raises(FrozenInstanceError):
@@ -326,12 +326,12 @@ def test_a_routing_is_a_name_with_options_and_does_not_change():
     ],
 )
 @pytest.mark.usefixtures("untyped")
-def test_a_routing_that_is_none_is_refused_at_once(name, options, message):
+def test_a_routing_with_an_unknown_name_or_option_is_refused_when_created(name, options, message):
     with pytest.raises(BadInput, match=message):
         Routing(name, **options)
 
 
-def test_saved_weights_can_be_read_by_whom_the_other_files_can(tmp_path):
+def test_saved_weights_have_the_same_file_permissions_as_other_files(tmp_path):
     create_model("pooled-cnn").save_pretrained(tmp_path / "saved")
     (tmp_path / "other").write_text("")
     modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "saved" / "model.safetensors", tmp_path / "other")]
@@ -353,8 +353,8 @@ def test_a_folder_without_safetensors_or_with_a_pickle_is_refused(tmp_path):
         MODELS["pooled-cnn"].from_pretrained(folder)
 
 
-def test_three_iterations_do_not_magnify_small_changes_at_the_start():
-    """Random votes around zero and sharp couplings would: the scores move with every child, and little is learned."""
+def test_small_changes_of_images_change_initial_poses_little():
+    """Random initial votes around 0 with sharp couplings would change much; such a network learns little."""
     coarse = torch.randn(64, 2, 8, 8)
     images = torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic")
     changed = images + 0.01 * images.std() * torch.randn_like(images)
@@ -370,8 +370,8 @@ def test_three_iterations_do_not_magnify_small_changes_at_the_start():
     assert max(moved() for _ in range(3)) < 0.05 < min(moved(**around_zero) for _ in range(3))
 
 
-def test_class_activations_begin_away_from_their_bounds():
-    """On images that are mostly empty the votes of most children are the same, and the logistic function saturates."""
+def test_initial_class_activations_are_not_saturated():
+    """If most of an image is empty, most votes are equal, and the logistic function saturates with initial_beta_a=0."""
     images = torch.zeros(32, 1, 28, 28)
     images[:, :, 10:18, 12:16] = torch.rand(32, 1, 8, 4)
 

@@ -1,4 +1,4 @@
-"""smallNORB's format and the toys rendered in it."""
+"""The file format of smallNORB, and the rendered toys in the same format."""
 
 import gzip
 import struct
@@ -26,7 +26,7 @@ from torchcaps.data.toys import CATEGORIES, DISTANCE, _camera, cast, load_toys, 
 
 
 def write_split(folder, split="train", count=12, size=96, **changed):
-    """The three files of a split, random, with some of them replaced."""
+    """Write the three files of a split with random content, and replace some of the files."""
     random = np.random.default_rng(0)
     arrays = {
         "dat": random.integers(0, 256, (count, 2, size, size), dtype=np.uint8),
@@ -42,7 +42,7 @@ def write_split(folder, split="train", count=12, size=96, **changed):
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (5, 2, 6, 6)])
 @pytest.mark.parametrize("kind", [np.uint8, np.int32])
-def test_what_is_written_is_read_back_exactly_raw_and_gzipped(shape, kind, tmp_path):
+def test_written_files_are_read_back_exactly_raw_and_gzipped(shape, kind, tmp_path):
     array = np.random.default_rng(0).integers(0, 200, shape).astype(kind)
     (tmp_path / "raw.mat").write_bytes(norb_bytes(array))
     (tmp_path / "zipped.mat").write_bytes(gzip.compress(norb_bytes(array)))
@@ -52,8 +52,8 @@ def test_what_is_written_is_read_back_exactly_raw_and_gzipped(shape, kind, tmp_p
         assert np.array_equal(found, array)
 
 
-def test_the_bytes_are_those_of_the_published_header():
-    """Four sizes for images, as in the training images' 24300 × 2 × 96 × 96; three for a vector, the last two 1."""
+def test_the_bytes_of_the_header_equal_the_published_format():
+    """Images have four sizes in the header. A vector has three sizes, of which the last two are 1."""
     content = norb_bytes(np.zeros((243, 2, 96, 96), dtype=np.uint8))
     assert content[:24] == bytes(
         [0x55, 0x4C, 0x3D, 0x1E, 4, 0, 0, 0, 243, 0, 0, 0, 2, 0, 0, 0, 96, 0, 0, 0, 96, 0, 0, 0]
@@ -95,7 +95,7 @@ def test_a_truncated_gzip_is_refused(tmp_path):
 
 @settings(max_examples=2_000, deadline=None, database=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(0, 255)), min_size=5, max_size=5))
-def test_ten_thousand_mutated_files_give_an_array_or_a_clean_error(chosen):
+def test_a_damaged_file_raises_bad_input_or_gives_an_array(chosen):
     sound = norb_bytes(np.arange(24, dtype=np.int32).reshape(2, 3, 4))
     for kind, place, value in chosen:
         content = bytearray(sound)
@@ -111,7 +111,7 @@ def test_ten_thousand_mutated_files_give_an_array_or_a_clean_error(chosen):
             assert parse_norb(bytes(content), "file").size > 0
 
 
-def test_a_split_keeps_its_attributes_and_shrinks_by_area(tmp_path):
+def test_resized_images_keep_their_attributes_and_are_averaged_over_areas(tmp_path):
     arrays = write_split(tmp_path)
     files = load_norb_files(tmp_path, "smallnorb", "train", 96)
     images = as_images(files, 48, stereo=True)
@@ -142,13 +142,13 @@ def test_a_split_keeps_its_attributes_and_shrinks_by_area(tmp_path):
         ({"dat": np.zeros((12, 2, 96), dtype=np.uint8)}, "not uint8 images"),
     ],
 )
-def test_files_that_disagree_are_refused_by_name(changed, problem, tmp_path):
+def test_files_that_do_not_match_are_refused_by_name(changed, problem, tmp_path):
     write_split(tmp_path, **changed)
     with pytest.raises(BadInput, match=problem):
         load_norb_files(tmp_path, "smallnorb", "train", 96)
 
 
-def test_smallnorb_of_other_content_is_refused_by_its_checksum(tmp_path):
+def test_smallnorb_files_with_a_wrong_checksum_are_refused(tmp_path):
     for split in ("train", "test"):
         write_split(tmp_path / "smallnorb", split)
     assert [file for file, _ in verify_smallnorb(tmp_path)] == [*MD5]
@@ -157,14 +157,14 @@ def test_smallnorb_of_other_content_is_refused_by_its_checksum(tmp_path):
         load_splits("smallnorb", tmp_path)
 
 
-def test_an_absent_file_is_named(tmp_path):
+def test_the_error_names_a_missing_file(tmp_path):
     with pytest.raises(BadInput, match=r"smallnorb-5x46789x9x18x6x2x96x96-training-dat\.mat nor smallnorb"):
         load_norb_files(tmp_path, "smallnorb", "train", 96)
 
 
 @pytest.fixture
 def few_views(monkeypatch):
-    """Two elevations, three azimuths and two lightings in place of all, so that rendering takes seconds."""
+    """Reduce the views to two elevations, three azimuths and two lightings, so that rendering takes seconds."""
     from torchcaps.data import toys
 
     monkeypatch.setattr(toys, "ELEVATIONS", (0, 8))
@@ -173,7 +173,7 @@ def few_views(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_views")
-def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
+def test_the_same_seed_renders_the_same_bytes_and_another_seed_other_bytes(tmp_path):
     first, again, other = (tmp_path / name for name in ("first", "again", "other"))
     render_toys(first, progress=False)
     render_toys(again, progress=False)
@@ -213,7 +213,7 @@ def test_toys_are_the_same_bytes_twice_and_others_for_another_seed(tmp_path):
     assert set(splits.validation.attributes) == {"instance", "elevation", "azimuth", "lighting"}
 
 
-def test_toys_fill_the_frame():
+def test_toys_fill_the_image_without_leaving_it():
     for category in CATEGORIES:
         corners = [
             np.array(solid.centre) + solid.rotation() @ (np.array(solid.half_sizes) * signs)
@@ -224,8 +224,8 @@ def test_toys_fill_the_frame():
 
 
 @pytest.mark.parametrize("kind", ["ellipsoid", "box", "cylinder"])
-def test_rays_meet_solids_where_geometry_says(kind):
-    """A ray down the optical axis meets a unit solid at its near face, with the normal towards the camera."""
+def test_rays_hit_solids_at_the_computed_position(kind):
+    """The ray along the optical axis hits the near face of a solid, and the normal points to the camera."""
     place, right, up, towards = _camera(0, 0, 0)
     turned = (place, right, up, towards)
     axis = Solid("box", (0, 0, 0), (1, 1, 1), (0, 60, 0)).rotation() @ np.array([0, 0, 1.0])
@@ -244,7 +244,7 @@ def test_rays_meet_solids_where_geometry_says(kind):
     torch.testing.assert_close(both[0, :, middle], normals[0, :, middle])
 
 
-def test_camera_rotations_are_rotations_that_look_at_the_toy():
+def test_camera_rotations_are_orthogonal_and_point_at_the_toy():
     for view in [(0, 0, 0), (8, 34, 1), (4, 18, 0)]:
         rotation = camera_rotation(*view)
         np.testing.assert_allclose(rotation @ rotation.T, np.eye(3), atol=1e-12)
@@ -254,7 +254,7 @@ def test_camera_rotations_are_rotations_that_look_at_the_toy():
         assert np.linalg.norm(place) == pytest.approx(DISTANCE, rel=0.01)
 
 
-def test_a_cylinder_that_tapers_is_narrower_at_its_top():
+def test_a_tapered_cylinder_is_narrower_at_its_top():
     place = _camera(0, 0, 0)
     rows = []
     for taper in (1.0, 0.2):
@@ -277,6 +277,6 @@ def test_renderings_out_of_range_are_refused(options, problem, tmp_path):
 
 
 @pytest.mark.usefixtures("untyped")
-def test_attributes_must_fit_the_images():
+def test_attributes_of_another_length_are_refused():
     with pytest.raises(BadInput, match="attribute azimuth"):
         Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0]), ("a",), {"azimuth": torch.zeros(2)})

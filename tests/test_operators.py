@@ -1,4 +1,4 @@
-"""The fused operators as citizens of PyTorch; and what they refuse."""
+"""The fused operators: their registration in PyTorch, torch.compile, torch.export, and inputs that they refuse."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ NAMES = ("open_votes", *OF_VOTES, "gaussian", "gaussian_backward")
 
 
 def calls():
-    """Arguments of every operator, by its name. Sixteen samples fill a vector: kernels leave the rest of one alone."""
+    """Arguments of every operator, keyed by its name. 16 samples fill a vector: kernels do not write unused lanes."""
     pose, activation, transform, *_ = (x.float() for x in full_problem(MAPS["conv"], 5, (4, 4, 4), batch=16))
     layer = (pose, activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
     scalar, vector = (*pose.shape[:1], MAPS["conv"].parent_sites, 5), (4, 4)
@@ -42,7 +42,7 @@ def calls():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operators_are_registered_as_torch_wants_them(name):
+def test_operators_pass_opcheck_of_pytorch(name):
     def leaf(x):
         differentiable = (
             name in ("open_votes", "moments", "gaussian") and isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -55,7 +55,7 @@ def test_operators_are_registered_as_torch_wants_them(name):
 
 
 @pytest.mark.parametrize("name", OF_VOTES)
-def test_edges_that_do_not_fit_are_refused(name):
+def test_edges_out_of_range_are_refused(name):
     arguments = calls()[name]
     place = next(i for i, x in enumerate(arguments) if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
     lists = arguments[place]
@@ -65,12 +65,12 @@ def test_edges_that_do_not_fit_are_refused(name):
         (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
         if name == "votes_backward" and wrong.is_meta:
-            continue  # not called but with what `moments` was given
+            continue  # is only called with arguments that `moments` has checked
         with pytest.raises(ValueError, match=message):
             getattr(torch.ops.torchcaps, name)(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
-def test_passes_of_a_wrong_number_or_shape_are_refused():
+def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
         (records[:-1], "12 tensors per pass; got 11"),
@@ -81,7 +81,7 @@ def test_passes_of_a_wrong_number_or_shape_are_refused():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
+def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_reference():
     case = full_problem(MAPS["dense"], 4, (5, 2, 13))
     with pytest.raises(
         ValueError, match='"fused" cannot run this: there are no fused kernels for poses of more than 64'
@@ -94,8 +94,8 @@ def test_what_the_kernels_cannot_do_is_refused_or_left_to_the_reference():
         Votes(*case[:3], MAPS["dense"]).moments(Agreement(linear=torch.zeros(3, 1, 4, 5)))
 
 
-def test_models_compile_as_one_graph():
-    """In a process of its own: the run-time check of types cannot be traced."""
+def test_models_compile_to_one_graph_that_calls_the_operators():
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
 import torch
 from torchcaps import CapsNet, MatrixCapsNet, Routing
@@ -119,7 +119,7 @@ for model in (
 
 
 @pytest.mark.usefixtures("untyped")
-def test_a_model_on_the_reference_is_exported():
+def test_a_model_with_the_reference_backend_can_be_exported():
     model = MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=Routing("em", backend="reference"))
     images = torch.rand(2, 2, 20, 20)
     exported = torch.export.export(model, (images,)).module()
@@ -127,7 +127,7 @@ def test_a_model_on_the_reference_is_exported():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_other_kinds_of_differentiation_run_on_the_reference():
+def test_torch_func_and_forward_mode_derivatives_run_on_the_reference():
     pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, (4, 4, 4))
 
     def routed(pose, backend="auto"):

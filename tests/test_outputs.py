@@ -1,4 +1,4 @@
-"""Files that commands write: what cannot be written, full disks, and messages that a terminal could misread."""
+"""Files that commands write: files that cannot be written, full disks, and control characters in messages."""
 
 import os
 import re
@@ -26,7 +26,7 @@ from torchcaps.export import _compiled
 
 @contextmanager
 def limited(kind, number):
-    """Lower a limit of this process, such as the size of the files that it writes."""
+    """Lower a resource limit of this process, such as the size of the files that it may write."""
     before, ignored = resource.getrlimit(kind), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(kind, (number, before[1]))
     try:
@@ -54,7 +54,7 @@ def classifier(names=("cat", "dog")):
     ],
 )
 def test_links_devices_and_folders_are_not_replaced(words, option, ending, refused, finished, images, tmp_path):
-    """As root, a device such as /dev/null would become a file."""
+    """Without this check, root could replace a device such as /dev/null by a file."""
     known = {"RUN": finished[0], "IMAGE": images / "left" / "000.png", "IMAGES": images}
     words = [known.get(word, word) for word in words]
     link, pipe, folder = (tmp_path / f"{name}.{ending}" for name in ("link", "pipe", "folder"))
@@ -67,7 +67,7 @@ def test_links_devices_and_folders_are_not_replaced(words, option, ending, refus
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in (link, pipe, folder))
 
 
-def test_a_picture_that_a_benchmark_does_not_draw_is_refused(refused, tmp_path):
+def test_plot_is_refused_for_a_benchmark_without_a_plot(refused, tmp_path):
     assert "only `bench memory` draws a picture" in refused("bench", "rules", "--plot", tmp_path / "a.png")
 
 
@@ -77,8 +77,8 @@ def test_a_device_is_not_replaced_from_python(tmp_path):
         pass
 
 
-def test_weights_and_options_stay_a_pair_if_the_disk_is_full(tmp_path):
-    """With a file of options that is larger than the weights and than the limit."""
+def test_a_full_disk_leaves_matching_weights_and_options(tmp_path):
+    """config.json is larger than the weights and than the limit for files."""
     earlier, later = classifier(), classifier(("cat" * 100_000, "dog"))
     earlier.save_pretrained(tmp_path)
     pixels = torch.zeros(1, 1, 16, 16, dtype=torch.uint8)
@@ -108,7 +108,7 @@ def test_the_cache_of_a_dataset_on_a_full_disk_names_the_cure(tmp_path, monkeypa
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_worker_processes_that_cannot_start_are_one_line():
+def test_worker_processes_that_cannot_start_cause_an_error_of_one_line():
     images = Images(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("cat",))
     loader = Batches(ImageBatches(images, Preparation()), np.arange(8), 1, 4)
     limit = len(os.listdir("/proc/self/fd")) + 3
@@ -119,14 +119,14 @@ def test_worker_processes_that_cannot_start_are_one_line():
 @pytest.mark.parametrize(
     ("said", "cure"), [("No space left on device", "free disk space in .*TMPDIR"), ("sorry", "use the format pt2")]
 )
-def test_what_the_compiler_of_aotinductor_says_is_one_line(said, cure):
+def test_an_error_of_the_compiler_of_aotinductor_becomes_one_line(said, cure):
     text = f"C++ compile error\n\nOutput:\na.cpp:1: fatal error: {said}\ncompilation terminated.\n"
     expected = rf"cannot compile this network \(a.cpp:1: fatal error: {said}\): {cure}"
     with pytest.raises(ValueError, match=expected), _compiled():
         raise RuntimeError(text)
 
 
-def test_messages_hold_no_control_characters_and_no_endless_names(refused, call, tmp_path):
+def test_messages_contain_no_control_characters_and_have_a_limited_length(refused, call, tmp_path):
     table = tmp_path / "photos.csv"
     table.write_text("path,label\n\x1b[2J\0.png,cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
     assert "\\x1b[2J\\x00.png: no such file" in refused("data", "show", table, "--out", tmp_path / "a.png")
@@ -139,13 +139,13 @@ def test_messages_hold_no_control_characters_and_no_endless_names(refused, call,
 
 @pytest.fixture
 def interruptible():
-    """The command line ignores Ctrl-C after an interruption, when its process is about to end."""
+    """Restore Ctrl-C, which the command line ignores after an interruption because its process is about to end."""
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, finished, tmp_path, monkeypatch):
+def test_ctrl_c_during_an_export_is_reported_as_an_interruption(call, finished, tmp_path, monkeypatch):
     def exporter(*_, **__):
         try:
             os.kill(os.getpid(), signal.SIGINT)
@@ -159,8 +159,8 @@ def test_ctrl_c_within_an_exporter_that_converts_it_is_an_interruption(call, fin
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeypatch):
-    """As of a data loader, whose finaliser waits for its worker processes."""
+def test_ctrl_c_during_a_finaliser_interrupts_the_command(call, finished, tmp_path, monkeypatch):
+    """An example is the finaliser of a data loader, which waits for its worker processes."""
 
     class Slow:
         def __del__(self):
@@ -177,7 +177,7 @@ def test_ctrl_c_within_a_finaliser_is_not_lost(call, finished, tmp_path, monkeyp
     assert (code, error) == (130, "interrupted\n")
 
 
-def test_a_second_ctrl_c_counts_if_the_first_was_lost(monkeypatch):
+def test_a_later_ctrl_c_interrupts_if_the_first_had_no_effect(monkeypatch):
     handler, now = _OneInterrupt(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with pytest.raises(KeyboardInterrupt):

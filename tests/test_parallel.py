@@ -1,4 +1,4 @@
-"""Two processes together compute what one computes: data-parallel and sharded training with PyTorch's own tools."""
+"""Data-parallel and sharded training in two processes computes the same as training in one process."""
 
 import json
 import socket
@@ -47,7 +47,7 @@ for name, options in models.items():
             if any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    for step in range(2):  # the second step meets weights that were gathered again
+    for step in range(2):  # in the second step, the weights are gathered again
         model.zero_grad()
         margin_loss(run(images[rank::world]).scores, labels[rank::world]).backward()
     for path, weights in model.named_parameters():
@@ -71,7 +71,7 @@ def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_two_processes_have_the_gradients_of_one(way, tmp_path):
+def test_two_processes_compute_the_same_gradients_as_one(way, tmp_path):
     alone, together = gradients(tmp_path, "alone"), gradients(tmp_path, way)
     assert alone.keys() == together.keys()
     assert {name.partition(".")[0] for name in alone} == set(MODELS)
@@ -85,7 +85,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def trained(images: Path, out: Path, agents: list[list[str]], *more: str) -> list[str]:
-    """Train in the processes of several agents of torchrun; return what each agent printed."""
+    """Train in the processes that several agents of torchrun start; return what each agent printed."""
     words = ["-m", "torchcaps.cli", "train", "capsnet-mnist", "--data", str(images), "--out", str(out)]
     words += [*SMALL_CAPSNET, "--epochs", "2", "--batch-size", "8", *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
@@ -104,7 +104,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_torchrun_trains_on_one_machine_and_on_two(command, images, tmp_path):
-    """Both "machines" are this one. The weights are those of two processes that Lightning starts."""
+    """This machine plays both machines. The weights must equal those of two processes that Lightning starts."""
     done = train(command, images, tmp_path / "lightning", "--epochs", 2, "--batch-size", 8, "--devices", 2)
     assert done.returncode == 0, done.stderr
     right = weights_of(tmp_path / "lightning")

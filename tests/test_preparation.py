@@ -8,7 +8,7 @@ PIXELS = torch.arange(2 * 3 * 6 * 8).remainder(251).to(torch.uint8).reshape(2, 3
 
 
 def places(whole, crops):
-    """Where each crop was cut out, by looking for it."""
+    """Find the position in the whole image from which each crop was cut."""
     size = crops.shape[-1]
     found = []
     for image, crop in zip(whole, crops, strict=True):
@@ -23,7 +23,7 @@ def places(whole, crops):
     return found
 
 
-def test_plainly_pixels_become_numbers_between_zero_and_one_and_the_crop_is_the_centre():
+def test_plain_preparation_scales_pixels_to_0_to_1_and_crops_the_centre():
     torch.testing.assert_close(Preparation().plain(PIXELS), PIXELS.float() / 255)
     assert places(PIXELS.float() / 255, Preparation(crop=4).plain(PIXELS)) == [(1, 2)] * 2
     assert Preparation(crop=4).image_shape((3, 6, 8)) == (3, 4, 4)
@@ -31,7 +31,7 @@ def test_plainly_pixels_become_numbers_between_zero_and_one_and_the_crop_is_the_
     assert Preparation(crop=4).plain(PIXELS).is_contiguous(memory_format=torch.channels_last)
 
 
-def test_standardised_images_have_mean_zero_and_variance_one_and_a_flat_one_is_finite():
+def test_standardised_images_have_mean_0_and_variance_1_and_constant_images_are_finite():
     images = Preparation(standardise="first").plain(torch.randint(0, 256, (4, 2, 9, 9)).to(torch.uint8))
     torch.testing.assert_close(images.mean(dim=(1, 2, 3)), torch.zeros(4), atol=1e-5, rtol=0)
     torch.testing.assert_close(images.std(dim=(1, 2, 3), correction=0), torch.ones(4))
@@ -39,7 +39,7 @@ def test_standardised_images_have_mean_zero_and_variance_one_and_a_flat_one_is_f
     torch.testing.assert_close(flat, torch.zeros(1, 1, 4, 4), atol=1e-4, rtol=0)
 
 
-def test_every_crop_is_as_likely_and_rows_depend_on_seed_epoch_and_index_alone():
+def test_crops_are_uniform_and_depend_only_on_seed_epoch_and_index():
     preparation = Preparation(crop=5)
     variation = preparation.variation(seed=1, epoch=2, count=4000)
     fewer = preparation.variation(seed=1, epoch=2, count=1000)
@@ -55,7 +55,7 @@ def test_every_crop_is_as_likely_and_rows_depend_on_seed_epoch_and_index_alone()
     torch.testing.assert_close(alone[0], preparation.varied(ramp, variation)[17])
 
 
-def test_brightness_adds_and_contrast_stretches_about_the_mean():
+def test_brightness_is_added_and_contrast_scales_the_distance_from_the_mean():
     pixels = torch.randint(0, 256, (500, 1, 4, 4)).to(torch.uint8)
     plain = Preparation().plain(pixels)
     brighter = Preparation(brightness=0.25)
@@ -71,7 +71,7 @@ def test_brightness_adds_and_contrast_stretches_about_the_mean():
     assert 1.7 < ratio.max() <= 1.801
 
 
-def test_shifts_are_those_of_shift():
+def test_shifted_images_equal_the_function_shift():
     preparation = Preparation(shift=2)
     variation = preparation.variation(0, 0, 2)
     assert variation.uniform is None
@@ -79,7 +79,7 @@ def test_shifts_are_those_of_shift():
     torch.testing.assert_close(preparation.varied(PIXELS, variation), expected)
 
 
-def test_a_test_sees_many_crops_from_corner_to_corner():
+def test_the_crops_of_a_test_image_reach_from_corner_to_corner():
     views = Preparation(crop=4, test_crops=3).views(PIXELS)
     assert views.shape == (9, 2, 3, 4, 4)
     seen = [places(PIXELS.float() / 255, view)[0] for view in views]
@@ -112,7 +112,7 @@ def test_a_crop_larger_than_the_image_is_refused():
 
 
 @pytest.mark.usefixtures("untyped")
-def test_standardised_last_is_standardised_whatever_crop_and_jitter_have_done():
+def test_standardise_last_gives_mean_0_and_variance_1_after_crop_and_jitter():
     pixels = torch.randint(0, 256, (50, 2, 9, 9)).to(torch.uint8)
     jitter = {"crop": 5, "brightness": 0.3, "contrast": 0.8}
     for standardise, flat in (("last", True), ("first", False)):
@@ -143,7 +143,7 @@ def test_a_rotation_turns_half_of_the_images_about_their_centre_by_less_than_the
     torch.testing.assert_close(torch.hypot(down, across), torch.full((2000,), 9.0), atol=0.2, rtol=0)
 
 
-def test_squeezed_images_are_narrower_and_no_lower_by_less_than_the_share():
+def test_squeezed_images_are_narrower_within_the_limit_and_equally_high():
     image = torch.full((1, 1, 20, 40), 255, dtype=torch.uint8)
     preparation = Preparation(squeeze=0.5)
     varied = preparation.varied(image.expand(500, -1, -1, -1), preparation.variation(0, 0, 500))[:, 0]
@@ -153,7 +153,7 @@ def test_squeezed_images_are_narrower_and_no_lower_by_less_than_the_share():
     assert 39 < widths.max() < 41
 
 
-def test_a_square_is_erased_anywhere_but_at_the_border():
+def test_a_square_is_erased_anywhere_except_at_the_border():
     image = torch.full((1, 3, 12, 14), 255, dtype=torch.uint8)
     preparation = Preparation(erase=3)
     varied = preparation.varied(image.expand(3000, -1, -1, -1), preparation.variation(0, 0, 3000))

@@ -1,4 +1,4 @@
-"""What does not fit is refused, with the argument, what it got and the cure, alike on every backend."""
+"""Bad arguments are refused on every backend; the error names the argument, what it got and the cure."""
 
 import pytest
 import torch
@@ -72,14 +72,14 @@ ITERATIONS = [0, -1, 1001, 10**9, True, 3.0, "3", None]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("rule", "change", "message"), [(rule, *one) for rule in (em, dynamic) for one in EITHER])
-def test_tensors_that_no_rule_takes(rule, change, message, backend):
+def test_tensors_that_no_rule_accepts_are_refused(rule, change, message, backend):
     with pytest.raises(ValueError, match=message):
         rule(backend, {}, **change)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("change", "message"), EM_ALONE)
-def test_tensors_that_em_routing_does_not_take(change, message, backend):
+def test_tensors_that_em_routing_does_not_accept_are_refused(change, message, backend):
     with pytest.raises(ValueError, match=message):
         em(backend, {}, **change)
 
@@ -87,7 +87,7 @@ def test_tensors_that_em_routing_does_not_take(change, message, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", [em, dynamic])
 @pytest.mark.parametrize("iterations", ITERATIONS)
-def test_iterations_out_of_range(rule, iterations, backend):
+def test_iterations_out_of_range_are_refused(rule, iterations, backend):
     with pytest.raises(ValueError, match=r"iterations must be an integer from 1 to 1000; got "):
         rule(backend, {"iterations": iterations})
     with pytest.raises(ValueError, match="iterations must be"):
@@ -97,7 +97,7 @@ def test_iterations_out_of_range(rule, iterations, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_capsules_and_their_pose_are_told_apart(backend):
+def test_capsules_instead_of_a_pose_and_the_reverse_are_refused(backend):
     children = Capsules(right()["pose"], right()["activation"])
     with pytest.raises(ValueError, match=r"pose must be a tensor .*: pass children\.pose"):
         dynamic(backend, {}, pose=children)
@@ -109,7 +109,7 @@ def test_capsules_and_their_pose_are_told_apart(backend):
 
 
 @pytest.mark.parametrize("rule", ["fast", dynamic_routing, EMRouting])
-def test_rules_of_layers_are_modules(rule):
+def test_functions_classes_and_unknown_names_are_refused_as_rules(rule):
     children = (
         lambda: DenseCaps(4, 2, 2, 3, 2, routing=rule),
         lambda: ConvCaps((2, 2), 2, 3, 1, routing=rule),
@@ -121,7 +121,7 @@ def test_rules_of_layers_are_modules(rule):
             make()
 
 
-def test_a_rule_for_another_number_of_parents():
+def test_a_rule_for_another_number_of_parent_types_is_refused():
     for make in (
         lambda: ConvCaps((2, 2), 2, 16, 1, routing=EMRouting(8)),
         lambda: SharedCaps(2, 16, 2, routing=EMRouting(8)),
@@ -152,19 +152,19 @@ def test_a_rule_for_another_number_of_parents():
         (lambda: DynamicRouting(backend="gpu"), "unknown backend 'gpu': use one of auto, reference, fused"),
     ],
 )
-def test_options_of_layers(make, message):
+def test_bad_options_of_layers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_another_number_of_children_than_of_coordinates():
+def test_different_numbers_of_children_and_coordinates_are_refused():
     layer = ClassCaps(torch.rand(9, 2), 2, 3)
     with pytest.raises(ValueError, match="the map has 9 child sites and 1 transforms; pose has 4 sites"):
         layer(Capsules(torch.randn(2, 4, 2, 4, 4), torch.rand(2, 4, 2)))
 
 
 @pytest.mark.parametrize("labels", [[0, 3], [-1, 2]])
-def test_labels_out_of_range(labels):
+def test_labels_out_of_range_are_refused(labels):
     labels = torch.tensor(labels)
     message = r"labels must be in \[0, 3\) for 3 classes; got "
     with pytest.raises(ValueError, match=message):

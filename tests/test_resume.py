@@ -1,4 +1,4 @@
-"""What a resumed training accepts: data that it has not used, and only the best epoch that it has trained."""
+"""A resumed run accepts replaced images that it has not used, and refuses to continue without its best weights."""
 
 import re
 import shutil
@@ -21,7 +21,7 @@ def photos(tmp_path):
 DISK = ("--cache", "none", "--workers", 0, "--batch-size", 8, "--epochs", 1)
 
 
-def test_a_damaged_image_that_the_first_epoch_finds_can_be_replaced(call, refused, photos, tmp_path):
+def test_a_damaged_image_found_in_the_first_epoch_can_be_replaced(call, refused, photos, tmp_path):
     bad, run = photos / "left" / "003.png", tmp_path / "run"
     bad.write_bytes(bad.read_bytes()[:-40])
     assert f"{bad}: cannot be read as an image" in train(refused, photos, run, *DISK)
@@ -33,7 +33,7 @@ def test_a_damaged_image_that_the_first_epoch_finds_can_be_replaced(call, refuse
     assert "was started with other data" in train(refused, photos, run, *DISK[:-1], 2, "--resume")
 
 
-def test_a_damaged_test_image_that_the_end_finds_can_be_replaced(call, refused, photos, tmp_path):
+def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refused, photos, tmp_path):
     run = tmp_path / "run"
     for name in ("train", "test"):
         shutil.copytree(photos, tmp_path / "split" / name)
@@ -52,8 +52,8 @@ def test_a_damaged_test_image_that_the_end_finds_can_be_replaced(call, refused, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_best_epoch_that_is_lost_is_not_replaced_by_an_earlier_one(tmp_path):
-    """As after a training that went on, was killed, and lost best.ckpt."""
+def test_a_run_whose_best_weights_are_lost_is_not_resumed_from_an_earlier_epoch(tmp_path):
+    """This happens if a run was resumed and killed, and best.ckpt was then lost."""
     run = tmp_path / "run"
     fit(tiny(1), SPLITS, run)
     names = ("model.safetensors", "config.json", "metrics.json")

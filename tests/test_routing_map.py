@@ -11,14 +11,14 @@ from problems import MAPS
 from torchcaps import RoutingMap
 
 
-def test_dense_and_shared_edges():
+def test_edges_of_dense_and_shared_maps():
     assert RoutingMap.dense(3).edges.tolist() == [[0, 0, 0], [1, 0, 1], [2, 0, 2]]
     assert RoutingMap.shared(3).edges.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0]]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_summed_votes_along_a_conv_map_are_a_convolution(height, width, kernel, stride, data):
+def test_the_sum_of_votes_along_a_conv_map_equals_a_convolution(height, width, kernel, stride, data):
     padding = data.draw(st.integers(0, kernel - 1))
     if min(height, width) + 2 * padding < kernel:
         with pytest.raises(ValueError, match="larger than"):
@@ -38,7 +38,7 @@ def test_summed_votes_along_a_conv_map_are_a_convolution(height, width, kernel, 
     torch.testing.assert_close(summed, expected)
 
 
-def test_couplings_are_a_softmax_over_every_type_at_every_site_that_a_child_reaches():
+def test_couplings_are_a_softmax_over_all_types_at_all_parent_sites_of_a_child():
     routing_map = RoutingMap.conv((1, 2), kernel_size=1)
     two_parents = RoutingMap(torch.tensor([[0, 0, 0], [0, 1, 0], [1, 1, 0]]), 2, 2, 1, (1, 2))
     logits = torch.randn(1, 3, 3, 1, dtype=torch.float64)
@@ -50,7 +50,7 @@ def test_couplings_are_a_softmax_over_every_type_at_every_site_that_a_child_reac
     torch.testing.assert_close(alone, logits[:, :, :2].softmax(1))
 
 
-def test_huge_logits_do_not_overflow():
+def test_huge_logits_give_finite_couplings():
     logits = torch.tensor([1e30, -1e30, 3e4]).reshape(1, 1, 3, 1).expand(1, 2, 3, 1)
     routing_map = RoutingMap(torch.tensor([[0, 0, 0], [0, 1, 0], [0, 1, 0]]), 1, 2, 1, (1, 2))
     assert torch.isfinite(routing_map.log_couplings(logits).exp()).all()
@@ -59,12 +59,12 @@ def test_huge_logits_do_not_overflow():
 @pytest.mark.parametrize(
     "sizes", [{"kernel_size": 0}, {"kernel_size": 2, "padding": 2}, {"kernel_size": 1, "stride": 0}]
 )
-def test_impossible_conv_maps_raise(sizes):
+def test_impossible_conv_maps_are_refused(sizes):
     with pytest.raises(ValueError, match="must be at least 1"):
         RoutingMap.conv((4, 4), **sizes)
 
 
-def test_couplings_of_a_child_with_several_edges_to_one_parent():
+def test_couplings_are_a_softmax_over_all_edges_also_with_several_edges_to_one_parent():
     routing_map = RoutingMap(torch.tensor([[0, 0, 0], [1, 0, 1], [0, 0, 1]]), 2, 1, 2, (1, 1))
     logits = torch.randn(1, 3, 3, 1, dtype=torch.float64)
     couplings = routing_map.log_couplings(logits).exp()
@@ -94,7 +94,7 @@ EDGES = torch.tensor([[0, 0, 0], [1, 1, 2]])
         ({"edges": EDGES.to("meta")}, r'edges are on the meta device.*device="cpu"'),
     ],
 )
-def test_maps_that_are_none_are_refused(arguments, message):
+def test_bad_arguments_of_a_map_are_refused(arguments, message):
     right = {"edges": EDGES, "child_sites": 2, "parent_sites": 2, "transforms": 3, "parent_grid": (1, 2)}
     RoutingMap(**right)
     with pytest.raises(ValueError, match=message):
@@ -103,13 +103,13 @@ def test_maps_that_are_none_are_refused(arguments, message):
 
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_edges_of_any_integer_dtype_are_kept_as_int64(dtype):
+def test_edges_of_any_integer_dtype_are_stored_as_int64(dtype):
     routing_map = RoutingMap(EDGES.to(dtype), 2, 2, 3, (1, 2))
     assert torch.equal(routing_map.edges, EDGES)
     assert routing_map.edges.dtype == torch.int64
 
 
-def test_maps_are_copied_pickled_and_made_under_any_default_device():
+def test_maps_can_be_copied_pickled_and_created_under_any_default_device():
     for again in (copy.deepcopy(MAPS["conv"]), pickle.loads(pickle.dumps(MAPS["conv"]))):
         assert torch.equal(again.edges, MAPS["conv"].edges)
         assert torch.equal(again.edges_on("cpu"), MAPS["conv"].edges)
@@ -120,7 +120,7 @@ def test_maps_are_copied_pickled_and_made_under_any_default_device():
     assert torch.equal(MAPS["conv"].edges_on("cpu"), MAPS["conv"].edges)
 
 
-def test_a_map_made_in_inference_mode_can_be_trained_with():
+def test_a_map_created_in_inference_mode_can_be_used_in_training():
     with torch.inference_mode():
         routing_map = RoutingMap.conv((2, 2), 1)
     votes = routing_map.votes(torch.randn(1, 4, 1, 1, 2, requires_grad=True), torch.randn(1, 1, 3, 2, 2))

@@ -1,4 +1,4 @@
-"""Rules written on moments of votes: the laws, and their papers' procedures in plain loops."""
+"""Rules that use the moments of votes: the properties of a routing rule, and the procedures of their papers."""
 
 import math
 import subprocess
@@ -32,7 +32,7 @@ NUMBERS = 5  # columns of a vote in tests/problems.py, of one row
 
 
 def rules(case):
-    """Every rule, with learned parameters that are not those of the start."""
+    """Create every rule with random parameters."""
     torch.manual_seed(3)
     rows, sizes = case.pose.shape[3], case.transform.shape[:3]
     made = {
@@ -54,7 +54,7 @@ OF_CHILDREN = ("self-routing", "self-attention")
 
 
 def as_function(rule):
-    """The form of `laws`: pose, transform and map in, capsules and couplings out."""
+    """Turn a rule into a function for `torchcaps.testing`: pose, transform and map in, capsules and couplings out."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).clamp(0, 1)
@@ -65,7 +65,7 @@ def as_function(rule):
 
 @settings(max_examples=25)
 @given(cases(), st.sampled_from(NAMES))
-def test_every_rule_keeps_the_laws(case, name):
+def test_every_rule_has_the_properties_of_a_routing_rule(case, name):
     rule = as_function(rules(case)[name])
     with torch.no_grad():
         if name not in OF_CHILDREN:
@@ -82,13 +82,13 @@ def test_every_rule_keeps_the_laws(case, name):
 
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_of_every_rule(name, routing_map):
+def test_gradients_of_every_rule_equal_finite_differences(name, routing_map):
     case = random_case(MAPS[routing_map], 0, torch.float64)
     laws.gradients_are_right(as_function(rules(case)[name]), case, fast=True)
 
 
 def votes_in_loops(case, b):
-    """The votes of sample b, (edge, child type, parent type) → its numbers."""
+    """The votes of sample b: (edge, child type, parent type) → list of numbers."""
     pose, transform, routing_map = case
     return {
         (e, c, j): (pose[b, s, c] @ transform[k, c, j]).flatten().tolist()
@@ -106,7 +106,7 @@ def softmax_over_types(logit):
 
 
 def attention_in_loops(case, iterations, types):
-    """Algorithm 1 of Tsai et al. 2020 on plain lists, poses alone."""
+    """Algorithm 1 of Tsai et al. 2020 in plain loops; returns poses only."""
     pose, transform, routing_map = case
     edges = routing_map.edges.tolist()
     parents = torch.zeros(pose.shape[0], routing_map.parent_sites, transform.shape[2], 1, NUMBERS, dtype=torch.float64)
@@ -147,7 +147,7 @@ def attention_in_loops(case, iterations, types):
 
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("competition", ["parents", "types"])
-def test_attention_equals_its_papers_loops(routing_map, competition):
+def test_attention_equals_the_procedure_of_its_paper(routing_map, competition):
     case = random_case(MAPS[routing_map], 1, torch.float64)
     rule = AttentionRouting(NUMBERS, iterations=3, competition=competition).double()
     children = Capsules(case.pose, torch.rand(case.pose.shape[:3]).double())
@@ -162,8 +162,8 @@ def test_attention_equals_its_papers_loops(routing_map, competition):
 
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_self_routing_equals_its_papers_loops(routing_map, rows):
-    """Equations 3 to 5 of Hahn et al. 2019 on plain lists."""
+def test_self_routing_equals_the_equations_of_its_paper(routing_map, rows):
+    """Equations 3 to 5 of Hahn et al. 2019 in plain loops."""
     case = random_case(MAPS[routing_map], 4, torch.float64, rows=rows)
     pose, transform, _ = case
     activation = torch.rand(pose.shape[:3]).double()
@@ -201,8 +201,8 @@ def test_self_routing_equals_its_papers_loops(routing_map, rows):
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_self_attention_equals_its_papers_loops(routing_map):
-    """Section 3.2 of Mazzia et al. 2021 on plain lists."""
+def test_self_attention_equals_the_equations_of_its_paper(routing_map):
+    """Section 3.2 of Mazzia et al. 2021 in plain loops."""
     case = random_case(MAPS[routing_map], 5, torch.float64)
     pose, transform, _ = case
     rule = rules(case)["self-attention"].double()
@@ -235,7 +235,7 @@ def test_self_attention_equals_its_papers_loops(routing_map):
             assert found.activation[b, p, j].item() == pytest.approx(math.sqrt(sum(x * x for x in v)), rel=1e-8)
 
 
-def test_uniform_couplings_are_dynamic_routing_with_one_iteration():
+def test_uniform_routing_equals_dynamic_routing_with_one_iteration():
     for routing_map in MAPS.values():
         case = random_case(routing_map, 2, torch.float64)
         children = Capsules(case.pose, torch.rand(case.pose.shape[:3]).double())
@@ -244,7 +244,7 @@ def test_uniform_couplings_are_dynamic_routing_with_one_iteration():
         torch.testing.assert_close(found.pose, right.pose, rtol=1e-12, atol=1e-14)
 
 
-def test_a_rule_of_ones_own_is_a_few_lines():
+def test_dynamic_routing_written_as_a_new_rule_equals_dynamic_routing():
     class Sabour(Rule):
         weighs_activations = False
 
@@ -282,14 +282,14 @@ def test_rules_compute_in_float32_under_autocast_and_in_half_precision():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "uniform" else [pytest.mark.slow]) for name in ROUTINGS]
 )
-def test_every_rule_passes_the_check_for_rules(name):
-    """In a process of its own: the run-time check of types cannot be traced."""
+def test_every_rule_passes_check_rule(name):
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = f"from torchcaps import ROUTINGS, testing; testing.check_rule(ROUTINGS[{name!r}].for_layer)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.usefixtures("untyped")
-def test_the_check_for_rules_finds_what_is_wrong():
+def test_check_rule_finds_wrong_rules():
     class Leaking(UniformRouting):
         def route(self, votes):
             pose, activation = super().route(votes)

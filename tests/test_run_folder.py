@@ -1,4 +1,4 @@
-"""A run folder belongs to its run: whose files it holds, on which data it was trained, and what it takes to go on."""
+"""Run folders: their files, the check that the data are unchanged, and resuming."""
 
 import json
 import os
@@ -31,7 +31,7 @@ THREE = ("--epochs", 3, "--batch-size", 2)
 
 
 def digits(count=60, seed=0):
-    """Grey squares whose brightness is their class."""
+    """Grey squares whose brightness depends on their class."""
     labels = torch.arange(count) % 10
     noise = torch.randint(0, 10, (count, 1, 28, 28), generator=torch.Generator().manual_seed(seed))
     pixels = (20 * labels[:, None, None, None] + noise).to(torch.uint8)
@@ -47,7 +47,7 @@ SPLITS = Splits(digits(60, 0), digits(20, 1), digits(20, 2))
 
 
 class FirstIsBest(TrainingModule):
-    """Its validation falls from epoch to epoch."""
+    """The validation metric falls after each epoch, so that the first epoch is the best."""
 
     def log(self, name, value, **options):
         super().log(name, -float(self.current_epoch) if name == "validation_rank" else value, **options)
@@ -55,13 +55,13 @@ class FirstIsBest(TrainingModule):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of a finished run of three epochs."""
+    """A copy of the folder of a finished run of three epochs."""
     return shutil.copytree(finished[0], tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_weights_are_written_once_and_the_optimiser_once(tmp_path):
-    """While a run goes on, best.ckpt holds weights alone; when it is finished, model.safetensors has them."""
+def test_a_run_folder_contains_weights_once_and_the_optimiser_once(tmp_path):
+    """During a run, best.ckpt contains only the best weights; at the end, model.safetensors replaces it."""
     sizes = []
 
     def look(model):
@@ -82,7 +82,7 @@ def test_weights_are_written_once_and_the_optimiser_once(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("moved", [False, True])
-def test_the_best_epoch_belongs_to_the_run_and_not_to_its_path(moved, tmp_path):
+def test_a_moved_run_keeps_its_best_epoch_when_it_is_resumed(moved, tmp_path):
     folder = tmp_path / "run"
     assert fit(tiny(2), SPLITS, folder, module_class=FirstIsBest)["best_epoch"] == 1
     first = (folder / "model.safetensors").read_bytes()
@@ -96,7 +96,7 @@ def test_the_best_epoch_belongs_to_the_run_and_not_to_its_path(moved, tmp_path):
     assert moved or folder.exists()
 
 
-def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, images, tmp_path, monkeypatch):
+def test_a_folder_with_other_files_is_refused_and_not_changed(refused, images, tmp_path, monkeypatch):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "README.md").write_text("mine")
@@ -112,7 +112,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(refused, ima
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
 
 
-def test_hidden_files_do_not_make_a_folder_somebody_elses(call, images, tmp_path):
+def test_a_folder_with_only_hidden_files_can_become_a_run_folder(call, images, tmp_path):
     (tmp_path / ".gitkeep").write_text("")
     (tmp_path / ".DS_Store").write_text("")
     code, _, error = train(call, images, tmp_path, "--epochs", 1)
@@ -120,7 +120,7 @@ def test_hidden_files_do_not_make_a_folder_somebody_elses(call, images, tmp_path
     assert (tmp_path / ".gitkeep").exists()
 
 
-def test_files_of_others_in_a_run_folder_are_left_alone(call, images, run):
+def test_other_files_in_a_run_folder_are_not_changed(call, images, run):
     (run / "README.md").write_text("mine")
     (run / "metrics.json").unlink()
     code, _, error = train(call, images, run, *THREE, "--resume")
@@ -128,7 +128,7 @@ def test_files_of_others_in_a_run_folder_are_left_alone(call, images, run):
     assert (run / "README.md").read_text() == "mine"
 
 
-def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(call, images, run):
+def test_resuming_a_finished_run_changes_nothing_and_does_not_test_again(call, images, run):
     before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     code, out, error = train(call, images, run, *THREE, "--resume")
     assert code == 0, error
@@ -137,7 +137,7 @@ def test_a_finished_run_is_left_as_it_is_and_its_test_split_is_not_read_again(ca
     assert {name for name in before if before[name] != after[name]} <= {"recipe.json", "image-digests.safetensors"}
 
 
-def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished, run, tmp_path):
+def test_a_finished_run_can_be_trained_for_more_epochs(call, refused, images, finished, run, tmp_path):
     code, out, error = train(call, images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     assert code == 0, error
     assert "was started with 3 epochs; training continues to epoch 4" in out
@@ -158,14 +158,14 @@ def test_a_finished_run_goes_on_with_more_epochs(call, refused, images, finished
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_whose_margin_depends_on_the_epochs_says_why_it_cannot_go_on(tmp_path):
+def test_a_run_whose_margin_depends_on_the_number_of_epochs_refuses_more_epochs(tmp_path):
     recipe = replace(tiny(1), loss="spread", margin_schedule="linear", loss_options={})
     fit(recipe, SPLITS, tmp_path / "run")
     with pytest.raises(BadInput, match="margin rises linearly over all epochs"):
         fit(replace(recipe, epochs=2), SPLITS, tmp_path / "run", resume=True)
 
 
-def test_other_data_are_refused(call, refused, tmp_path):
+def test_resuming_with_other_data_is_refused(call, refused, tmp_path):
     root, out = make_images(tmp_path / "images"), tmp_path / "run"
     code, _, error = train(call, root, out, "--epochs", 1)
     assert code == 0, error
@@ -184,7 +184,7 @@ def test_other_data_are_refused(call, refused, tmp_path):
     assert read_run(out).recipe.data == str(elsewhere)
 
 
-def test_the_fingerprint_sees_labels_order_and_split():
+def test_the_fingerprint_depends_on_labels_order_and_split():
     one, other = digits(40, 0), digits(40, 1)
     same = fingerprint(Splits(one, one, other))[0]
     assert same == fingerprint(Splits(digits(40, 0), one, other))[0]
@@ -197,7 +197,7 @@ def test_the_fingerprint_sees_labels_order_and_split():
     assert not set(image_digests(one).tolist()) & set(image_digests(wide).tolist())
 
 
-def test_evaluating_on_images_of_the_training_is_said(call, images, finished, tmp_path):
+def test_evaluating_on_training_images_causes_a_warning(call, images, finished, tmp_path):
     code, _, error = call("evaluate", finished[0])
     assert (code, error) == (0, "")
     shutil.copytree(images, tmp_path / "photos" / "test")
@@ -226,8 +226,8 @@ def test_splits_without_images_are_refused_before_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_every_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
-    """Anywhere: in weights, in the optimiser's state, in the archive's own entries, in the checksum."""
+def test_every_flipped_bit_in_a_checkpoint_is_detected(finished, tmp_path):
+    """The bits are in the weights, the state of the optimiser, the entries of the archive, or the checksum."""
     content = (finished[0] / "last.ckpt").read_bytes()
     random = np.random.default_rng(0)
     places = [
@@ -246,7 +246,7 @@ def test_every_flipped_bit_in_a_checkpoint_is_noticed(finished, tmp_path):
             read_checkpoint(tmp_path / "last.ckpt")
 
 
-def test_a_checkpoint_can_be_read_by_torch_and_holds_no_pickle(finished, tmp_path):
+def test_a_checkpoint_can_be_read_by_torch_with_weights_only(finished, tmp_path):
     read = torch.load(finished[0] / "last.ckpt", weights_only=True)
     assert read["epoch"] == read_checkpoint(finished[0] / "last.ckpt")["epoch"] == 2
     AtomicCheckpoints().save_checkpoint({"trap": Trainer}, tmp_path / "trap.ckpt")
@@ -256,7 +256,7 @@ def test_a_checkpoint_can_be_read_by_torch_and_holds_no_pickle(finished, tmp_pat
     assert SEAL in (tmp_path / "trap.ckpt").read_bytes()
 
 
-def test_best_weights_that_are_gone_or_damaged_are_found_before_training(refused, images, run):
+def test_missing_or_damaged_best_weights_are_refused_before_training(refused, images, run):
     again = (images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     (run / "best.ckpt").write_bytes(b"damaged")
     assert "best.ckpt is damaged" in train(refused, *again)
@@ -278,7 +278,7 @@ def test_best_weights_that_are_gone_or_damaged_are_found_before_training(refused
     assert read_run(run).recipe.epochs == 3
 
 
-def test_damaged_records_are_refused_by_name(refused, images, run):
+def test_damaged_files_of_a_run_are_refused_by_name(refused, images, run):
     again = (images, run, "--epochs", 4, "--batch-size", 2, "--resume")
     for name, damages in {
         "recipe.json": ["{", "[]", "null", '{"recipe": {}}', "\x00"],
@@ -309,7 +309,7 @@ def test_damaged_records_are_refused_by_name(refused, images, run):
         seen_in_training(run, digits())
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next(call, images, run):
+def test_temporary_files_of_a_killed_process_are_removed_by_the_next_process(call, images, run):
     (run / "metrics.json").unlink()
     for name in ("last.ckpt.123.part", "metrics.csv.45.part", ".writable-6"):
         (run / name).write_text("half")
@@ -334,12 +334,12 @@ def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_loss_that_is_not_finite_is_an_error_of_its_own(tmp_path):
+def test_a_loss_that_is_not_finite_raises_diverged(tmp_path):
     with pytest.raises(Diverged, match="not finite"):
         fit(replace(tiny(1), learning_rate=1e30), SPLITS, tmp_path / "run")
 
 
-def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path):
+def test_a_file_that_cannot_be_written_is_named_and_not_changed(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("before")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -358,8 +358,8 @@ def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["table.csv"]
 
 
-def test_an_interruption_before_training_is_one_line(images, tmp_path):
-    """Also while torch is still being imported, and by more than one Ctrl-C."""
+def test_an_interruption_before_training_prints_one_line(images, tmp_path):
+    """Also during the import of torch, and after more than one Ctrl-C."""
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(tmp_path / "run")]
     start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import runpy, sys; "
     start += (
@@ -381,7 +381,7 @@ def test_an_interruption_before_training_is_one_line(images, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_metrics_tell_the_classes_apart(tmp_path):
+def test_metrics_contain_the_recall_of_every_class(tmp_path):
     metrics = fit(tiny(1), SPLITS, tmp_path / "run")
     assert [*metrics["classes"]] == list("0123456789")
     assert all(one["images"] == 2 for one in metrics["classes"].values())
@@ -389,7 +389,7 @@ def test_metrics_tell_the_classes_apart(tmp_path):
     assert sum(recall) / 10 == pytest.approx(metrics["test_accuracy_percent"])
 
 
-def test_one_class_for_all_images_is_said(tmp_path):
+def test_predicting_one_class_for_all_images_causes_a_warning(tmp_path):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fit(replace(tiny(1), learning_rate=1e-9), SPLITS, tmp_path / "run")

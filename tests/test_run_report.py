@@ -1,4 +1,4 @@
-"""Pictures that a training leaves, and the HTML page of a run."""
+"""The pictures in a run folder, and the HTML page that describes a run."""
 
 import base64
 import json
@@ -17,7 +17,7 @@ from torchcaps.training_module import TrainingModule
 
 
 class Brightness(torch.nn.Module):
-    """Three scores that depend on the brightness of an image; no decoder."""
+    """A network without decoder, whose three scores depend on the brightness of an image."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ def grey(levels, labels) -> Images:
     return Images(pixels, torch.tensor(labels), ("dark", "bright", "<b>"))
 
 
-def test_the_report_is_one_page(finished, call, tmp_path):
+def test_the_report_of_a_finished_run_is_one_page(finished, call, tmp_path):
     folder, _ = finished
     code, out, _ = call("report", folder, "--out", tmp_path / "run.html")
     assert code == 0
@@ -87,7 +87,7 @@ def test_the_worst_images_come_first(tmp_path):
     assert (imread(tmp_path / "two.png") == imread(tmp_path / "same.png")).all()
 
 
-def test_a_margin_that_grows_is_drawn_beside_the_loss(tmp_path):
+def test_a_rising_margin_is_drawn_with_the_loss(tmp_path):
     recipe = create_recipe("matrix-capsnet-toys-paper", {"epochs": "4"})
     module = TrainingModule(Brightness(), recipe, 3, steps=400)
     margins = module.margins_per_epoch()
@@ -100,7 +100,7 @@ def test_a_margin_that_grows_is_drawn_beside_the_loss(tmp_path):
     assert TrainingModule(Brightness(), create_recipe("capsnet-mnist"), 3).margins_per_epoch() == []
 
 
-def test_any_range_and_number_of_channels_can_be_drawn():
+def test_pictures_accept_any_range_and_number_of_channels():
     assert as_picture(torch.rand(3, 4, 5)).shape == (4, 5, 3)
     assert as_picture(torch.rand(2, 4, 5)).shape == (4, 5)
     standardised = as_picture(torch.tensor([[[-2.0, 0.0, 2.0]]]))

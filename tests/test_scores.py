@@ -1,4 +1,4 @@
-"""Calibration error and the table of scores, of a real run and against a plain loop."""
+"""The calibration error, compared with plain loops, and the table of scores of a real run."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.scores import BINS, calibration_error_percent, probabilities, write_scores
 
 
-def error_in_plain_loops(scores, labels):
+def calibration_error_in_plain_loops(scores, labels):
     scores, total = scores.tolist(), 0.0
     bins = [[] for _ in range(BINS)]
     for values, label in zip(scores, labels.tolist(), strict=True):
@@ -33,20 +33,22 @@ def error_in_plain_loops(scores, labels):
 
 
 @pytest.mark.parametrize("kind", ["activations", "logits"])
-def test_the_calibration_error_is_that_of_its_definition(kind):
+def test_the_calibration_error_equals_its_definition(kind):
     scores, labels = torch.rand(200, 4), torch.randint(0, 4, (200,))
     scores = scores if kind == "activations" else 6 * scores - 2
     torch.testing.assert_close(probabilities(scores).sum(dim=1), torch.ones(200))
     found = calibration_error_percent(scores, labels)
-    assert found == pytest.approx(error_in_plain_loops(scores, labels), abs=1e-3)
+    assert found == pytest.approx(calibration_error_in_plain_loops(scores, labels), abs=1e-3)
     assert found > 1
 
 
-def test_sure_and_right_is_calibrated_and_sure_and_wrong_is_not():
+def test_confident_right_predictions_are_calibrated_and_confident_wrong_ones_are_not():
     scores, labels = torch.eye(3), torch.arange(3)
     assert calibration_error_percent(scores, labels) == 0
     assert calibration_error_percent(scores, (labels + 1) % 3) == 100
-    assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(100 / 3, abs=0.1)  # of dead capsules
+    assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(
+        100 / 3, abs=0.1
+    )  # all capsules are inactive
 
 
 def rows_of(path):
@@ -74,7 +76,7 @@ def test_evaluate_writes_the_scores_of_each_image(call, refused, finished, tmp_p
     assert "--csv" in refused("evaluate", run, "--csv", tmp_path / "file" / "scores.csv")
 
 
-def test_strange_names_and_known_files_survive(tmp_path):
+def test_the_table_contains_file_names_and_class_names_with_special_characters(tmp_path):
     files = ImageFiles(Paths([Path("x,1.png"), Path("y.png")]), np.zeros(2, np.uint64), torch.arange(2))
     images = Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1]), ('a,"b', "é\nü"), files=files)
     write_scores(tmp_path / "scores.csv", images, torch.tensor([[0.25, 1.0], [0.5, 1e-9]]))
@@ -85,7 +87,7 @@ def test_strange_names_and_known_files_survive(tmp_path):
         write_scores(tmp_path / "none" / "scores.csv", images, torch.rand(2, 2))
 
 
-def test_the_scores_are_those_of_the_classifier(call, finished, tmp_path, images):
+def test_the_written_scores_equal_those_of_the_classifier(call, finished, tmp_path, images):
     words = ("--data", images, "--precision", "float32", "--csv", tmp_path / "scores.csv")
     code, _, error = call("evaluate", finished[0], *words)
     assert code == 0, error

@@ -1,4 +1,4 @@
-"""Networks of timm with a capsule head. Without timm, only the message is tested."""
+"""Networks of timm with a capsule head. If timm is not installed, only the error message is tested."""
 
 import sys
 
@@ -15,7 +15,7 @@ needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm cannot be imported")
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file with the weights of a whole network of timm, and the network."""
+    """A network of timm and a file with its weights."""
     import timm
 
     network = timm.create_model("test_resnet")
@@ -23,15 +23,15 @@ def weights(tmp_path):
     return tmp_path / "timm.safetensors", network
 
 
-def test_without_timm_the_message_names_the_extra(monkeypatch):
+def test_the_error_without_timm_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(BadInput, match=r"timm cannot be imported .*pip install 'torchcaps\[timm\]'"):
         TimmCapsNet()
 
 
 @needs_timm
-def test_the_features_are_those_of_timm(weights):
-    """Normalised pixels, and the feature map with the stride 8, computed by the network of timm itself."""
+def test_the_features_equal_those_of_timm(weights):
+    """The network of timm computes the feature map with stride 8 from normalised pixels."""
     file, network = weights
     model = TimmCapsNet((3, 64, 48), 4, backbone="test_resnet", stride=8).eval()
     assert model.load_backbone(str(file)) == f"the backbone has the weights of {file}"
@@ -64,7 +64,7 @@ def test_a_frozen_backbone_does_not_change():
 
 
 @needs_timm
-def test_what_is_refused(weights, tmp_path):
+def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
     def refuse(says, **options):
         with pytest.raises(BadInput, match=says):
             TimmCapsNet(**{"image_shape": (3, 64, 64), "backbone": "test_resnet", **options})

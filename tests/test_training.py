@@ -1,4 +1,4 @@
-"""Training as a user meets it: real processes, real files, real signals."""
+"""Training with real processes, files and signals."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ def weights_equal(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_run_folder_is_complete(finished):
+def test_a_run_folder_contains_all_its_files(finished):
     folder, done = finished
     names = {path.name for path in folder.iterdir()}
     assert names == {
@@ -62,7 +62,7 @@ def test_a_run_folder_is_complete(finished):
 
 
 @pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
-def test_a_killed_run_resumes_to_the_same_bits(loading, command, images, finished, tmp_path):
+def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, command, images, finished, tmp_path):
     out = tmp_path / "run"
     settings = ["--epochs", "3", "--batch-size", "2", *loading]
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET, *settings]
@@ -84,8 +84,8 @@ def test_a_killed_run_resumes_to_the_same_bits(loading, command, images, finishe
 
 
 @pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
-def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(loading, images, tmp_path):
-    """Of a process that heeds Ctrl-C, also where these tests run in the background and do not."""
+def test_an_interrupted_run_prints_how_to_resume_and_leaves_no_partial_file(loading, images, tmp_path):
+    """The process enables Ctrl-C first, because a process started in the background ignores it."""
     heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     heeding += "from torchcaps import cli; cli.main()"
     out = tmp_path / "run"
@@ -106,7 +106,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_leaves_nothing_half_written(lo
     assert torch.load(out / "last.ckpt", weights_only=True)["epoch"] >= 0
 
 
-def test_a_checkpoint_interrupted_while_it_is_written_is_an_interruption(tmp_path):
+def test_an_interruption_while_a_checkpoint_is_written_leaves_the_old_checkpoint(tmp_path):
     target, writer = tmp_path / "last.ckpt", AtomicCheckpoints()
     writer.save_checkpoint({"epoch": 1}, target)
     tensors = [torch.zeros(100_000) for _ in range(300)]
@@ -122,7 +122,7 @@ def test_a_checkpoint_interrupted_while_it_is_written_is_an_interruption(tmp_pat
     assert torch.load(target, weights_only=True) == {"epoch": 1}
 
 
-def test_a_long_epoch_tells_how_far_it_has_come_where_no_bar_can_be_drawn(images, tmp_path):
+def test_progress_is_printed_as_lines_without_a_terminal(images, tmp_path):
     hurried = "from torchcaps import cli, run_folder; run_folder.PROGRESS_SECONDS = 0.0; cli.main()"
     words = ["train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET]
     words += ["--epochs", 1, "--batch-size", 14]
@@ -134,7 +134,7 @@ def test_a_long_epoch_tells_how_far_it_has_come_where_no_bar_can_be_drawn(images
     assert len(lines) == 5
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_gives_others(call, images, finished, tmp_path):
+def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call, images, finished, tmp_path):
     for seed in (0, 1):
         code, _, error = train(call, images, tmp_path / str(seed), "--epochs", 3, "--batch-size", 2, "--seed", seed)
         assert code == 0, error
@@ -189,7 +189,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_dropout_of_a_stopped_run_goes_on_to_the_same_bits(tmp_path):
+def test_a_resumed_run_with_dropout_gives_bit_identical_weights(tmp_path):
     labels = torch.arange(60) % 10
     pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8).contiguous()
     digits = Images(pixels, labels, tuple("0123456789"))
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_model_is_refused(refused, images, finished, tmp
     assert "wrong checksum" in train(refused, *again)
 
 
-def test_order_and_shifts_depend_on_seed_epoch_and_index_alone(images):
+def test_order_and_shifts_depend_only_on_seed_epoch_and_index(images):
     splits = load_splits(str(images), Path("data"))
     recipe = create_recipe("capsnet-mnist", {"batch_size": "8"})
 
@@ -282,13 +282,13 @@ def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(cal
     assert "crop is 21: use at most 20" in refused(*words, "--out", tmp_path / "other", "--set", "crop=21")
 
 
-def test_auto_precision_is_one_of_the_two():
+def test_auto_precision_is_bf16_or_float32():
     assert resolve_precision("auto") in ("bf16", "float32")
     assert resolve_precision("bf16") == "bf16"
 
 
 @pytest.mark.parametrize(("schedule", "rates"), [("cosine", [1, 0.5, 0]), ("exponential", [1, 0.5, 0.25])])
-def test_the_rate_follows_its_schedule_and_rises_first_in_a_line(schedule, rates):
+def test_the_learning_rate_follows_its_schedule_after_a_linear_warm_up(schedule, rates):
     recipe = replace(create_recipe("capsnet-mnist"), schedule=schedule, decay_rate=0.5, decay_steps=50, epochs=10)
     for warm_up_epochs, factors in ((0.0, [1, 1, 1]), (10.0, [0.01, 0.51, 1])):
         module = TrainingModule(nn.Linear(1, 1), replace(recipe, warm_up_epochs=warm_up_epochs), 2, steps=100)
@@ -299,7 +299,7 @@ def test_the_rate_follows_its_schedule_and_rises_first_in_a_line(schedule, rates
         )
 
 
-def test_mixup_mixes_images_and_their_losses_in_training_alone():
+def test_mixup_mixes_images_and_their_losses_only_in_training():
     class Sums(nn.Module):
         def forward(self, images, labels):
             self.seen = images

@@ -1,4 +1,4 @@
-"""Variational Bayes routing: the procedure in plain loops, the laws, and what its batch norms do in training."""
+"""Variational Bayes routing: the procedure of its paper, the properties of a routing rule, and its BatchNorm."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ COMPETITIONS = ["parents", "types"]
 
 
 def trained_rule(parent_types, same=False, **options):
-    """In evaluation mode, with β and statistics that are not those of a new rule; the same for every type, or not."""
+    """A rule in evaluation mode with random β and statistics; with `same`, they are equal for all parent types."""
     rule = VariationalBayesRouting(parent_types, **options).double().eval()
     generator = torch.Generator().manual_seed(5)
     values = rule.state_dict()
@@ -36,7 +36,7 @@ def trained_rule(parent_types, same=False, **options):
 
 
 def digamma(x):
-    """By recurrence up to where the asymptotic series is exact."""
+    """The digamma function: recurrence up to 12, then the asymptotic series."""
     below = 0.0
     while x < 12:
         below -= 1 / x
@@ -46,7 +46,7 @@ def digamma(x):
 
 
 def in_loops(rule, pose, activation, transform, routing_map):
-    """The procedure on plain lists: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
+    """The procedure in plain loops: pose ``[B, P, J, R, N]``, activation ``[B, P, J]``, couplings ``[B, J, E, C]``."""
     edges = routing_map.edges.tolist()
     child_types, types, inner, columns = transform.shape[1:]
     rows, sites = pose.shape[3], range(routing_map.parent_sites)
@@ -129,7 +129,7 @@ def in_loops(rule, pose, activation, transform, routing_map):
 @pytest.mark.parametrize(("rows", "iterations"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("competition", COMPETITIONS)
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_equals_its_papers_procedure_in_loops(routing_map, competition, rows, iterations):
+def test_variational_bayes_routing_equals_the_procedure_of_its_paper(routing_map, competition, rows, iterations):
     pose, activation, transform, *_ = full_problem(MAPS[routing_map], 4, (rows, 3, 5), batch=2)
     rule = trained_rule(4, iterations=iterations, competition=competition)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_equals_its_papers_procedure_in_loops(routing_map, competition, rows, it
 
 
 def as_function(rule):
-    """The form of `laws`: pose, transform and map in, capsules and couplings out; a pose of 0 is silent."""
+    """Turn a rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).tanh()
@@ -152,8 +152,8 @@ def as_function(rule):
 
 @settings(max_examples=25)
 @given(cases(), st.sampled_from(COMPETITIONS))
-def test_keeps_the_laws(case, competition):
-    """In float64: logits reach 2,000 here, so that in float32 the order of a sum shows in the fourth digit."""
+def test_variational_bayes_routing_has_the_properties_of_a_routing_rule(case, competition):
+    """In float64: logits reach 2,000 here, so that in float32 the order of a sum would change the fourth digit."""
     types = case.transform.shape[2]
     laws.zero_poses_are_finite(as_function(trained_rule(types, competition=competition)), case)
     case = laws.Case(case.pose.double(), case.transform.double(), case.routing_map)
@@ -168,7 +168,7 @@ def test_keeps_the_laws(case, competition):
 
 
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_beta_and_statistics_go_with_their_parent_type(routing_map):
+def test_beta_and_statistics_in_another_order_give_parents_in_this_order(routing_map):
     pose, activation, transform, *_ = full_problem(MAPS[routing_map], 4, (1, 3, 5))
     rule, order = trained_rule(4), torch.tensor([2, 0, 3, 1])
     moved = copy.deepcopy(rule)
@@ -181,7 +181,7 @@ def test_beta_and_statistics_go_with_their_parent_type(routing_map):
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("routing_map", MAPS)
-def test_gradients(routing_map, training):
+def test_gradients_equal_finite_differences(routing_map, training):
     pose, activation, transform, *_ = full_problem(MAPS[routing_map], 3, (1, 2, 2), child_types=2, batch=2)
     activation = 0.1 + 0.8 * activation
     rule = trained_rule(3).train(training)
@@ -203,7 +203,7 @@ def random_batch(batch=8):
     return Capsules(torch.randn(batch, 12, 3, 4, 4), torch.rand(batch, 12, 3)), torch.randn(4, 3, 5, 4, 4) / 2
 
 
-def test_training_steps_stay_finite_and_move_the_statistics():
+def test_training_steps_stay_finite_and_change_the_statistics():
     children, transform = random_batch()
     rule = VariationalBayesRouting(5)
     transform = torch.nn.Parameter(transform)
@@ -226,7 +226,7 @@ def test_training_steps_stay_finite_and_move_the_statistics():
         assert not torch.equal(value, before[name])
 
 
-def test_beta_cancels_in_training_and_counts_in_evaluation():
+def test_beta_changes_activations_only_in_evaluation():
     children, transform = (
         Capsules(*(x.double() for x in part)) if len(part) == 2 else part.double() for part in random_batch()
     )
@@ -270,7 +270,7 @@ def test_training_normalises_over_samples_and_sites():
 
 @pytest.mark.parametrize("children", ["no child is on", "zero poses", "one child", "far votes", "many children"])
 @pytest.mark.parametrize("training", [False, True])
-def test_extremes_are_finite_in_float32(children, training):
+def test_extreme_poses_give_finite_values_in_float32(children, training):
     sites = {"one child": 1, "many children": 3000}.get(children, 6)
     batch = 4 if training else 1
     pose, activation = torch.randn(batch, sites, 2, 1, 4), torch.rand(batch, sites, 2)
@@ -289,7 +289,7 @@ def test_extremes_are_finite_in_float32(children, training):
         assert torch.isfinite(value).all()
 
 
-def test_float32_is_near_float64():
+def test_results_in_float32_are_close_to_results_in_float64():
     pose, activation, transform, *_ = full_problem(MAPS["conv"], 4, (4, 4, 4))
     exact = trained_rule(4)(Capsules(pose, activation), transform, MAPS["conv"])
     found = trained_rule(4).float()(Capsules(pose.float(), activation.float()), transform.float(), MAPS["conv"])
@@ -298,7 +298,7 @@ def test_float32_is_near_float64():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_rule_of_another_dtype_computes_in_that_of_its_votes(training):
+def test_a_rule_with_weights_of_another_dtype_computes_in_the_dtype_of_its_votes(training):
     children, transform = random_batch()
     plain, half = (VariationalBayesRouting(5).train(training) for _ in range(2))
     half.bfloat16()
@@ -311,7 +311,7 @@ def test_a_rule_of_another_dtype_computes_in_that_of_its_votes(training):
         torch.testing.assert_close(value, dict(plain.named_buffers())[name].to(value.dtype))
 
 
-def test_is_made_again_from_its_options():
+def test_the_saved_options_create_the_same_rule():
     rule = VariationalBayesRouting(5, iterations=2, competition="types")
     again = VariationalBayesRouting(**rule.saved_options)
     assert again.saved_options == {"parent_types": 5, "iterations": 2, "competition": "types"}

@@ -105,7 +105,7 @@ class Explorer:
     def read(self, name: str, path: str | Path) -> UInt8[Tensor, "C H W"]:
         """Read an image file, and convert it to the size and channels of the images that the network was trained on.
 
-        A strip of digits keeps its aspect ratio.
+        If the network reads strips of digits, the image keeps its aspect ratio.
 
         Raises:
             BadInput: the file cannot be read as an image.
@@ -121,7 +121,7 @@ class Explorer:
         return read_image(Path(path), 3 if channels == 3 else 1, (height, width)).expand(channels, -1, -1)
 
     def drawn(self, name: str, drawing: Float[np.ndarray, "height width"]) -> UInt8[Tensor, "C H W"]:
-        """Convert a drawing, 0 (black) to 255 (white), to the size and channels of the network's training images."""
+        """Convert a drawing to the size and channels of the network's training images; 0 is black, 255 is white."""
         channels, height, width = self.classifier(name).image_shape
         grey = torch.from_numpy(np.ascontiguousarray(drawing, dtype=np.float32))[None, None]
         if self._reads_strips(name):
@@ -187,7 +187,7 @@ class View(NamedTuple):
         return f"{self.names()[self.found.best]} ({float(self.found.scores[self.found.best]):.2f})"
 
     def names(self) -> list[str]:
-        """Return the class names, with a number after each name that several classes have."""
+        """Return the class names. If several classes have the same name, each of them is followed by its index."""
         names = self.found.class_names
         return [f"{name} ({index})" if names.count(name) > 1 else name for index, name in enumerate(names)]
 
@@ -212,7 +212,7 @@ class View(NamedTuple):
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
     def support(self, number: int, index: int) -> UInt8[np.ndarray, "H W 3"]:
-        """Draw the support of a class in one routing pass, in colour, over the picture."""
+        """Draw the support of class `index` in routing pass `number` (from 1), in colour, over the picture."""
         from matplotlib import colormaps
 
         maps = self.found.support[min(number, len(self.found.support)) - 1, index]
@@ -223,7 +223,11 @@ class View(NamedTuple):
 
 
 def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: float) -> Float[Tensor, "C H W"]:
-    """Attack an image by one step of the fast gradient sign method against the predicted class, then prepare it."""
+    """Attack an image by one step of the fast gradient sign method against the predicted class.
+
+    Returns:
+        The attacked image, prepared for the network.
+    """
     device = next(classifier.model.parameters()).device
     images = (pixels[None].float() / 255).to(device)
     with torch.no_grad():
@@ -233,7 +237,7 @@ def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: fl
 
 
 def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UInt8[np.ndarray, "H W 3"]:
-    """Reconstruct an image from the class with the highest score, after a change of the pose of this class.
+    """Reconstruct an image from the capsule of the class with the highest score, with `pose` in place of its own pose.
 
     Raises:
         BadInput: the network has no decoder.
@@ -251,7 +255,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
 def toy_view(
     shape: tuple[int, int, int], category: int, instance: int, elevation: int, azimuth: int, lighting: int
 ) -> UInt8[Tensor, "2 H W"] | None:
-    """Return a view of a toy in the size of a network's training images; None if the network takes no stereo pairs."""
+    """Return a view of a toy, resized to the network's image shape; None if this shape is not that of stereo pairs."""
     channels, height, width = shape
     if channels != 2:
         return None
@@ -264,7 +268,7 @@ def toy_view(
 
 @lru_cache(maxsize=32)
 def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth lighting 2 48 48"]:
-    """Render all views of one of the toys that are drawn with seed 1."""
+    """Render all views of a toy. The seed of the rendering is 1."""
     views = torch.from_numpy(render_toy(category, instance, seed=1))
     return views.unflatten(0, (len(ELEVATIONS), len(AZIMUTHS), len(LIGHTINGS)))
 
@@ -272,7 +276,7 @@ def toy_views(category: int, instance: int) -> UInt8[Tensor, "elevation azimuth 
 def enlarged(
     image: Float[Tensor, "C H W"], spread_out: bool = True, side: int = SIDE
 ) -> UInt8[np.ndarray, "height width 3"]:
-    """Enlarge an image by a whole factor, to about `side` pixels in height.
+    """Enlarge an image by an integer factor, to a height of about `side` pixels.
 
     With `spread_out`, the smallest value of the image becomes black and the largest becomes white.
     """
@@ -285,10 +289,10 @@ def enlarged(
 
 
 def sources_of(source: Path | None) -> dict[str, Path]:
-    """Find the networks to explore: the network in the folder `source`, or all networks in weights/.
+    """Find the networks to explore: the network in the folder `source`, or, without `source`, all networks in weights/.
 
     Raises:
-        BadInput: there is no network.
+        BadInput: the folder `source` contains no network, or weights/ contains none.
     """
     if source is not None:
         if not (source / "config.json").is_file():
@@ -297,6 +301,6 @@ def sources_of(source: Path | None) -> dict[str, Path]:
     found = {path.parent.name: path.parent for path in sorted(Path("weights").glob("*/config.json"))}
     if not found:
         raise BadInput(
-            "there is no folder weights/ here: give a run folder, or run the command in a clone of the repository"
+            "there is no network in the folder weights/: give a run folder, or run the command in a clone of torchcaps"
         )
     return found

@@ -41,7 +41,7 @@ TAKE_BRUSH = """() => {
 
 
 class SameOrigin:
-    """ASGI middleware that refuses requests from other pages and adds the content security policy to every response."""
+    """ASGI middleware that refuses requests of pages from another origin, and adds the content security policy."""
 
     def __init__(self, app: Any) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Recipes by name. Each recipe is a function that returns all settings of a training."""
+"""Recipes by name. Each recipe is a function that returns all settings of a training run."""
 
 import inspect
 import json
@@ -56,7 +56,7 @@ from torchcaps.routing import ROUTINGS, routing_options
 GROUPS = ("model.OPTION", "model.routing", "routing.OPTION", "data.OPTION", "loss.OPTION")
 
 OWN_IMAGES = "images"
-"""Value of `Recipe.data` in recipes for a folder of your own images, which `torchcaps train` takes with ``--data``."""
+"""Value of `Recipe.data` in recipes for your own images. `torchcaps train` then requires ``--data`` with a folder."""
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-mnist": capsnet_mnist,
@@ -100,7 +100,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         name: a key of `RECIPES`.
         settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
             ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
-            A change of the model, rule, data or loss discards the options that the recipe had for it.
+            If the model changes, the recipe's model options and routing options are discarded. If the rule, data or
+            loss changes, only the recipe's options of the old rule, data or loss are discarded.
 
     Raises:
         BadInput: the recipe or a key is unknown, or a value has the wrong type.
@@ -167,12 +168,12 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the routing options of a changed recipe. A change of model or rule discards the recipe's own options."""
+    """Return the routing options of a changed recipe, without those of the recipe's old model or rule."""
     model = changed.get("model", recipe.model)
     rule = routing_of(model, changed.get("model_options", recipe.model_options))
     if rule is None:
         if settings:
-            raise BadInput(f"unknown setting {min(settings)!r}: model {model} has no routing rule")
+            raise BadInput(f"model {model} has no routing rule: leave out the setting {min(settings)!r}")
         return {"routing_options": {}}
     before = routing_of(recipe.model, recipe.model_options)
     same = model == recipe.model and before is not None and before.name == rule.name

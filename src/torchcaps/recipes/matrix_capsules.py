@@ -50,7 +50,7 @@ def matrix_capsnet_toys() -> Recipe:
     - The loss is the cross-entropy on activation logits, the learning rate has a cosine schedule, and the last epoch is
       kept instead of the best epoch.
     - The inverse temperature of the couplings (``tempering``) is 0.25, and the variance floor is as large as the
-      variance of the votes. With the paper's settings, a network with three iterations learns worse than one with two.
+      variance of the votes. With the paper's settings, three iterations give a lower accuracy than two.
 
     Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. The stem, the crop and
     mixup were compared on toys of another rendering (``data.render_seed=2``), on which no network was trained.
@@ -127,11 +127,11 @@ def matrix_capsnet_mnist_paper() -> Recipe:
 def variational_capsnet_smallnorb() -> Recipe:
     """Matrix capsules with variational Bayes routing on smallNORB: Ribeiro, Leontidis & Kollias 2020.
 
-    Network, loss, batch size and initial learning rate follow the authors' code. The loss is a cross-entropy that
-    treats the activations as logits. The authors train for 300 epochs at a constant learning rate; this recipe trains
-    for 30 epochs with a cosine schedule. As in the authors' code, the initial transforms are close to 0. If they were
-    close to the identity, all parents would start nearly equal, BatchNorm would amplify the small differences between
-    parents, and the network would learn nothing.
+    Network, loss, batch size and initial learning rate follow the authors' code. The loss is the cross-entropy, with
+    the activations of the class capsules as logits. The authors train for 300 epochs at a constant learning rate; this
+    recipe trains for 30 epochs with a cosine schedule. As in the authors' code, the initial transforms are close to 0.
+    If the initial transforms were close to the identity, all parents would start nearly equal, BatchNorm would amplify
+    the small differences between parents, and the network would learn nothing.
     """
     return Recipe(
         name="variational-capsnet-smallnorb",

@@ -111,8 +111,8 @@ def generative_capsnet_smallnorb() -> Recipe:
 
     - The learning rate rises linearly in the first tenth of the epochs and then falls along a cosine; the author uses a
       one-cycle schedule.
-    - Mixup draws one mixing proportion per batch; the author draws one per image.
-    - Images are not shifted by random crops.
+    - Mixup draws one mixing proportion per batch; the author draws one mixing proportion per image.
+    - This recipe has no random crops; the author's random crops shift the images.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",

@@ -1,4 +1,4 @@
-"""Recipes for a folder of your own images. They share preparation, optimiser, batch size and number of epochs."""
+"""Recipes for your own images. All of them have the same preparation, optimiser, batch size and number of epochs."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from torchcaps.recipe import Recipe
 def capsnet_images() -> Recipe:
     """CapsNet on your own images; give the folder of images with ``--data``.
 
-    The batches are small, and the learning rate is 2e-4. A parent sums the votes of thousands of children, and every
-    training step changes all these votes. With few classes, the paper's learning rate of 1e-3 therefore saturates the
-    capsules within the first steps. CapsNet has its own transforms at every position, so its number of parameters grows
-    with the image; for images above about 64×64 pixels, use `matrix_capsnet_images`.
+    The batches are small, and the learning rate is 2e-4. With few classes, the paper's learning rate of 1e-3 saturates
+    the class capsules within the first steps: a class capsule sums the votes of thousands of primary capsules, and
+    every training step changes all these votes. CapsNet has its own transforms at every position, so its number of
+    parameters grows with the image; for images above about 64×64 pixels, use `matrix_capsnet_images`.
     """
     return Recipe(
         name="capsnet-images",
@@ -79,9 +79,9 @@ def residual_capsnet_images() -> Recipe:
 def timm_capsnet_images() -> Recipe:
     """Capsules on a network of timm, on your own images; give the folder of images with ``--data``.
 
-    ``--set model.backbone=NAME`` chooses the network of timm. ``--from timm`` starts from its published weights, and
-    ``--from FILE.safetensors`` from weights on disk; without ``--from``, the initial weights are random. With ``--set
-    model.freeze_backbone=true``, only the capsules are trained. The other settings are those of
-    `residual_capsnet_images`.
+    ``--set model.backbone=NAME`` chooses the network of timm. ``--from timm`` starts from the weights that timm
+    publishes for this network, and ``--from FILE.safetensors`` from weights on disk. Without ``--from``, the initial
+    weights are random. With ``--set model.freeze_backbone=true``, only the capsules are trained. The other settings are
+    those of `residual_capsnet_images`.
     """
     return replace(residual_capsnet_images(), name="timm-capsnet-images", model="timm-capsnet")
