@@ -119,8 +119,7 @@ def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, sca
         em = everything(tensors, case.routing_map, backend=backend, **options)
         results.append(where_on(em, activation) + dynamic((pose, transform), case.routing_map, backend=backend))
     for found, right in zip(*results, strict=True):
-        nothing = found.norm() < 1e-12 and right.norm() < 1e-12  # both are 0 up to rounding errors
-        assert nothing or far(found, right) < 1e-9
+        assert (found - right).norm() <= 1e-12 + 1e-9 * right.norm()
 
 
 def test_parents_with_little_mass_and_distant_votes_are_as_exact_as_the_reference():
