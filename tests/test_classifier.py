@@ -208,7 +208,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
         (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
         (lambda content: content["images"].pop("preparation"), "damaged"),
-        (lambda content: content["images"].update(class_names=["left"]), "do not fit the network"),
+        (lambda content: content["images"].update(class_names=["left"]), "do not match the network"),
         (lambda content: content["images"].update(class_names=[1, 2]), "class_names takes a list"),
         (lambda content: content["images"].update(shape=[3, 20]), "shape takes a list"),
         (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes an integer"),

@@ -76,9 +76,11 @@ def test_a_larger_batch_needs_more_memory():
 
 def test_the_text_names_the_day_of_the_end_if_it_is_not_today():
     found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0)
-    assert found.text(1, datetime(2026, 1, 1, 12, 0)).endswith("about 20 s per epoch, 1 to go; done at about 13:00")
-    assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("3 to go; done at about 2026-01-02 00:30")
-    assert "memory about 2.0 GB, of which weights, gradients and optimiser 1 MB and a step 1.0 GB" in found.text(
+    assert found.text(1, datetime(2026, 1, 1, 12, 0)).endswith(
+        "about 20 s per epoch; epochs left: 1; finished at about 13:00"
+    )
+    assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("left: 3; finished at about 2026-01-02 00:30")
+    assert "memory about 2.0 GB, including 1 MB for weights, gradients and optimiser and 1.0 GB for" in found.text(
         1, datetime(2026, 1, 1)
     )
     assert [duration(x) for x in (99.4, 100.0, 5990.0, 6001.0)] == ["99 s", "2 min", "100 min", "1.7 hours"]
@@ -87,14 +89,14 @@ def test_the_text_names_the_day_of_the_end_if_it_is_not_today():
 def test_the_text_names_the_processes_and_the_worker_processes(call, images):
     found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0, devices=2, workers=4)
     line = found.text(1, datetime(2026, 1, 1)).partition("\n")[0]
-    assert "memory about 2.0 GB in each of 2 processes, of which" in line
-    assert line.endswith("; 4 worker processes need more memory")
+    assert "memory about 2.0 GB in each of 2 processes, including" in line
+    assert line.endswith("; 4 worker processes need additional memory")
     words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--devices", 2, "--dry-run")
     for more, said in ((("--workers", 3), 6), (("--cache", "none"), 2)):
         code, out, error = call(*words, *more)
         assert code == 0, error
-        assert "in each of 2 processes, of which weights, gradients and" in out
-        assert re.search(rf"MB; {said} worker processes need more memory\n", out)
+        assert "MB in each of 2 processes, including " in out
+        assert re.search(rf"MB for a training step; {said} worker processes need additional memory\n", out)
 
 
 def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):
@@ -106,8 +108,8 @@ def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):
 
 def test_the_command_prints_the_estimate_before_the_first_epoch(finished):
     lines = finished[1].stdout.splitlines()
-    assert re.fullmatch(r"[\d,]+ parameters; memory about .* MB and a step \d+ MB", lines[1])
-    assert re.fullmatch(r"about \d+ s per epoch, 3 to go; done at about (\S+ )?\d\d:\d\d", lines[2])
+    assert re.fullmatch(r"[\d,]+ parameters; memory about .* MB for .* and \d+ MB for a training step", lines[1])
+    assert re.fullmatch(r"about \d+ s per epoch; epochs left: 3; finished at about (\S+ )?\d\d:\d\d", lines[2])
     assert lines[3].startswith("epoch 1/3")
 
 
@@ -116,13 +118,13 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
     words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--epochs", 3, "--batch-size", 2)
     code, out, error = call(*words, "--dry-run")
     assert (code, error) == (0, "")
-    assert re.search(r"about \d+ s per epoch, 3 to go; done at about", out)
+    assert re.search(r"about \d+ s per epoch; epochs left: 3; finished at about", out)
     assert "epoch 1/3" not in out
     assert not list(tmp_path.iterdir())
     before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
     code, out, error = call(*words, "--dry-run", "--resume", "--epochs", 4, "--out", finished[0])
     assert (code, error) == (0, "")
-    assert ", 1 to go; done at about" in out
+    assert "; epochs left: 1; finished at about" in out
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 
@@ -139,15 +141,18 @@ def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(cal
         "--dry-run",
     )
     assert call(*words)[2] == ""
-    for name, limit, said in (("MOST_PARAMETERS", 1000, "24×28, because"), ("MOST_SECONDS", 0.0, "and takes")):
+    for name, limit, said in (
+        ("MOST_PARAMETERS", 1000, "24×28 pixels, because"),
+        ("MOST_SECONDS", 0.0, "pixels and trains for about "),
+    ):
         with monkeypatch.context() as changed:
             changed.setattr(f"torchcaps.estimate.{name}", limit)
             code, out, error = call(*words)
             assert (code, error.count("\n")) == (0, 1)
             assert said in error
-            assert "to go; done at" in out
+            assert "epochs left: " in out
             fits = re.search(
-                r"`torchcaps (train matrix-capsnet-images .*)`, .* whose positions .*, or --set model.stem=true, or",
+                r"positions share weights, with `torchcaps (train matrix-capsnet-images .*)`, or --set model.stem=true",
                 error,
             )[1]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0

@@ -61,7 +61,7 @@ def test_a_run_records_its_initial_weights_and_can_be_resumed(call, refused, fin
 def test_weights_of_another_network_are_refused(refused, finished, images, tmp_path):
     words = ("--data", images, "--out", tmp_path / "run", "--epochs", 1, "--from", finished[0])
     line = refused("train", "pooled-cnn-mnist", *words)
-    assert "contains a capsnet, but pooled-cnn-mnist trains a pooled-cnn" in line
+    assert "contains weights of the model capsnet, but the recipe pooled-cnn-mnist trains the model pooled-cnn" in line
     wide = ("--set", "model.convolution_channels=16", "--set", "model.primary_types=3", "--set", "model.decoder=false")
     line = refused("train", "capsnet-mnist", *words, *SMALL_CAPSNET, *wide, "--set", "model.primary_pose_size=4")
     assert "no weights that fit" in line

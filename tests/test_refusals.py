@@ -51,8 +51,11 @@ def dynamic(backend, options, **tensors):
 
 
 EITHER = [
-    ({"pose": torch.ones(2, 4, 3, 2, 2, dtype=torch.int64)}, r"pose must hold floating.*int64 tensor.*pose\.float\(\)"),
-    ({"transform": torch.ones(4, 3, 5, 2, 2).int()}, r"transform must hold floating-point numbers; got a int32"),
+    (
+        {"pose": torch.ones(2, 4, 3, 2, 2, dtype=torch.int64)},
+        r"pose must have a floating-point dtype.*int64 tensor.*pose\.float\(\)",
+    ),
+    ({"transform": torch.ones(4, 3, 5, 2, 2).int()}, r"transform must have a floating-point dtype; got an int32"),
     ({"transform": torch.ones(4, 3, 5, 2, 2, device="meta")}, r"transform is on meta and pose on cpu: move"),
     ({"transform": torch.ones(4, 3, 0, 2, 2)}, r"every dimension of transform .* at least 1; got \[4, 3, 0, 2, 2\]"),
     ({"pose": torch.ones(2, 4, 0, 2, 2), "activation": torch.ones(2, 4, 0)}, r"every dimension of pose"),
@@ -61,7 +64,7 @@ EITHER = [
 ]
 EM_ALONE = [
     ({"activation": torch.rand(2, 4, 1)}, r"activation must be \[B, S, C\] = \[2, 4, 3\].*float32 tensor \[2, 4, 1\]"),
-    ({"activation": torch.ones(2, 4, 3).int()}, r"activation must hold floating-point numbers; got a int32"),
+    ({"activation": torch.ones(2, 4, 3).int()}, r"activation must have a floating-point dtype; got an int32"),
     ({"activation": torch.ones(2, 4, 3, device="meta")}, r"activation is on meta and pose on cpu"),
     ({"beta_u": torch.zeros(8)}, r"beta_u must be \[5\].*got a float32 tensor \[8\].*EMRouting\(5\)"),
     ({"beta_a": torch.zeros(1)}, r"beta_a must be \[5\].*got a float32 tensor \[1\]"),

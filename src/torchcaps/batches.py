@@ -21,10 +21,10 @@ from torchcaps.recipe import Recipe, batch_starts
 
 
 class ImageBatches(Dataset):
-    """Dataset that yields batches of a split.
+    """Dataset whose items are batches: an array of image indices as index returns these images and their labels.
 
     Arguments:
-        images: the split.
+        images: the images of one split.
         preparation: converts the images to the model's input.
         variation: random numbers for the augmentation in one epoch; None for validation and test.
     """
@@ -38,7 +38,7 @@ class ImageBatches(Dataset):
         try:
             return self.load(indices)
         except BadInput as error:
-            return error  # `Batches` raises it; a worker process would add a traceback to the message
+            return error  # `Batches` raises it in the training process; a worker process would add a traceback
 
     def load(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return the prepared images at `indices` and their labels."""
@@ -50,10 +50,10 @@ class ImageBatches(Dataset):
 
 
 class Batches(DataLoader):
-    """Loader of batches that raises an error of a worker process as if it had occurred in the training process.
+    """`DataLoader` that raises the `BadInput` errors of its worker processes in the training process.
 
     Arguments:
-        batches: dataset of batches.
+        batches: dataset whose items are batches.
         order: indices of the images in the order in which they are loaded.
         batch_size: images per batch.
         workers: number of processes that load images. With 0, the training process loads them itself.
@@ -66,7 +66,7 @@ class Batches(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:
             self._check_shared_memory()
-            release_free_memory()  # otherwise, each worker process keeps a copy of it
+            release_free_memory()  # otherwise, each worker process can get a copy of the freed memory
         try:
             batches = super().__iter__()
         except OSError as error:
@@ -80,7 +80,7 @@ class Batches(DataLoader):
             yield batch
 
     def _check_shared_memory(self) -> None:
-        """Check that the batches of all worker processes fit into shared memory: without space, torch waits forever."""
+        """Check that the batches of all worker processes fit into shared memory. If they do not fit, torch hangs."""
         shared, loaded = Path("/dev/shm"), self.dataset
         if not shared.is_dir() or not isinstance(loaded, ImageBatches):
             return
@@ -91,13 +91,17 @@ class Batches(DataLoader):
         if needed > free:
             raise BadInput(
                 f"{self.num_workers} worker processes need {needed / 1e6:,.0f} MB in /dev/shm, but only "
-                f"{free / 1e6:,.0f} MB are free: use fewer --workers (0 needs none) or smaller batches, or enlarge "
-                "/dev/shm"
+                f"{free / 1e6:,.0f} MB are free: use fewer --workers (0 needs no /dev/shm) or smaller batches, or "
+                "enlarge /dev/shm"
             )
 
 
 def default_workers(images: Images, devices: int = 1) -> int:
-    """Return the number of worker processes per device: one per core for images on disk, none for images in memory."""
+    """Return the default number of worker processes per device.
+
+    Images on disk are loaded by as many worker processes as there are cores, shared evenly among the devices. Images in
+    memory are loaded without worker processes.
+    """
     return max(1, available_cores() // devices) if isinstance(images, ImagesOnDisk) else 0
 
 
@@ -122,7 +126,7 @@ class SplitBatches(lightning.LightningDataModule):
         self.workers = workers
 
     def epoch(self, number: int) -> tuple[ImageBatches, np.ndarray]:
-        """Return the augmented training images of an epoch, counted from 0, and their order."""
+        """Return the dataset of training images for epoch ``number`` (from 0), and the order of the images."""
         recipe, images = self.recipe, self.splits.train
         preparation = recipe.preparation()
         variation = preparation.variation(recipe.seed, number, len(images))

@@ -39,7 +39,7 @@ class Capsules(NamedTuple):
 
     Arguments:
         pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
-        activation: ``[B, S, C]``, in [0, 1]. Only the length of a pose that was not squashed can be larger.
+        activation: ``[B, S, C]``, in [0, 1]. If the activation is the length of a pose without squash, it can exceed 1.
 
     Example:
         >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape
@@ -84,7 +84,7 @@ def check_capsules(children: Capsules) -> None:
 
 
 def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Convert half precision to float32, the lowest precision of routing; leave float32 and float64 unchanged."""
+    """Convert float16 and bfloat16 to float32, because routing needs at least float32; leave wider dtypes unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -169,13 +169,14 @@ def coordinate_addition(
     """Add the position of each child to its votes (Coordinate Addition).
 
     Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
-    right-hand column of each vote. For this, columns with the coordinates d are appended to the pose M, and rows that
-    add the coordinates to the vote are appended to the transform W. Each vote is still the product of a pose and a
-    transform, so every rule and kernel can compute it::
+    right-hand column of each vote. To do this, the function appends the column d = (row, column, 0, …) to the pose M,
+    and the row (0 … 0 1) to the transform W. Each vote is still the product of a pose and a transform, so every rule
+    and kernel can compute it::
 
-        [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)          d = (row, column, 0, …)
+        [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)
 
-    With vector poses (R = 1), a vote is treated as a square matrix stored row by row.
+    With vector poses (R = 1), each vote is treated as a square matrix stored row by row. The function then appends two
+    columns to the pose, row and column, and two rows to the transform.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
@@ -183,7 +184,7 @@ def coordinate_addition(
         coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
 
     Returns:
-        The extended pose and the extended transform. Both have Q + 1 instead of Q, or Q + 2 if R = 1.
+        The extended pose and the extended transform. In both, the size of dimension Q grows by 1, or by 2 if R = 1.
 
     Raises:
         ValueError: R = 1 and N is not a perfect square (4, 9, 16, …).

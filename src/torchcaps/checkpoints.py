@@ -42,8 +42,8 @@ class AtomicCheckpoints(TorchCheckpointIO):
 class RunCheckpoint(ModelCheckpoint):
     """A `ModelCheckpoint` that keeps its best score if the run folder is renamed, copied or mounted elsewhere.
 
-    Lightning's own callback forgets the best score if the path of the folder has changed. This class replaces the saved
-    paths with the new path.
+    Lightning's own callback forgets the best score if the path of the folder has changed. This class
+    replaces the old folder with the new folder in all saved paths.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): check its permissions") from error
     end = content.rfind(SEAL)
-    body = memoryview(content)[: max(0, end)]  # a view, because copies can be large
+    body = memoryview(content)[: max(0, end)]  # a view, because a checkpoint can be too large to copy
     if end < 0 or hashlib.sha256(body).hexdigest().encode() != content[end + len(SEAL) :]:
         raise BadInput(
             f"{path} is damaged or not a checkpoint of torchcaps (wrong checksum): "
@@ -105,20 +105,24 @@ def _check_shapes(path: Path, checkpoint: Any, module: nn.Module) -> None:
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different:
         raise BadInput(
-            f"{path} is the checkpoint of another model: {different[0]} has shape "
-            f"{list(found.get(different[0], []))}, expected {list(expected.get(different[0], []))}; "
-            "give the folder of this recipe's run with --out"
+            f"{path} is the checkpoint of another model: {different[0]} {_shape(found, different[0])} in the "
+            f"checkpoint, but {_shape(expected, different[0])} in this model; give the folder of this recipe's run "
+            "with --out"
         )
 
 
+def _shape(shapes: dict[str, torch.Size], name: str) -> str:
+    return f"has shape {list(shapes[name])}" if name in shapes else "does not exist"
+
+
 def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
-    """Read the weights of the best epoch, from best.ckpt during training and from model.safetensors after it.
+    """Read the weights of the best epoch: from best.ckpt if it exists, otherwise from model.safetensors.
 
     Returns:
-        A checkpoint with the entry ``state_dict``, and with the entry ``epoch`` if it was read from best.ckpt.
+        A checkpoint with the entry ``state_dict``. A checkpoint from best.ckpt also has the entry ``epoch``.
 
     Raises:
-        BadInput: both files are missing, or the file is damaged or belongs to another model.
+        BadInput: both files are missing, or the file that was read is damaged or belongs to another model.
     """
     if (folder / "best.ckpt").exists() or not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
         return load_checkpoint(folder / "best.ckpt", module)
@@ -129,7 +133,7 @@ def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
 
 
 class _Hashing(io.RawIOBase):
-    """Stream that writes bytes to another stream, hashes the bytes, and keeps the error of a failed write."""
+    """Stream that writes bytes to another stream, hashes the bytes, and stores the error of a failed write."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream

@@ -38,7 +38,8 @@ def described(value: Any) -> str:
         ('a float32 tensor [2, 3]', "str 'em'")
     """
     if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor {list(value.shape)}"
     text = repr(value)
     return f"{type(value).__name__} {text}" if len(text) <= 40 else f"an object of type {type(value).__name__}"
 
@@ -50,7 +51,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
         ValueError: the dtype of ``tensor`` is not floating-point.
     """
     if not tensor.is_floating_point():
-        raise ValueError(f"{name} must hold floating-point numbers; got {described(tensor)}: use {name}.float()")
+        raise ValueError(f"{name} must have a floating-point dtype; got {described(tensor)}: use {name}.float()")
 
 
 def check_device(name: str, tensor: Tensor, pose: Tensor) -> None:

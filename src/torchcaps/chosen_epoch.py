@@ -1,4 +1,4 @@
-"""Which epoch's weights a training keeps, computed from metrics.csv."""
+"""The epoch whose weights a training run saves, read from metrics.json or computed from metrics.csv."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torchcaps.training_module import validation_rank
 
 
 def best_epoch(folder: Path, recipe: Recipe) -> int:
-    """Return the number of the epoch whose weights a finished training kept, counted from 1.
+    """Return the number, counted from 1, of the epoch whose weights are in model.safetensors of a finished run.
 
     Raises:
         BadInput: metrics.json or metrics.csv is damaged.
@@ -22,15 +22,18 @@ def best_epoch(folder: Path, recipe: Recipe) -> int:
 
 
 def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
-    """Check, for a training that goes on after its end, that no better epoch than that of model.safetensors is lost.
+    """Check, before a finished run is trained for more epochs, that the weights of its best epoch still exist.
+
+    These weights are in best.ckpt or in model.safetensors. If an earlier attempt to train for more epochs was
+    interrupted, the best epoch can be newer than model.safetensors.
 
     Arguments:
         folder: run folder.
         recipe: recipe of the run.
-        trained: number of epochs that last.ckpt has trained; 0 if there is none.
+        trained: number of epochs after which last.ckpt was written; 0 without last.ckpt.
 
     Raises:
-        BadInput: best.ckpt is missing, and an epoch that model.safetensors does not hold was better.
+        BadInput: best.ckpt is missing, and the best epoch is newer than model.safetensors.
     """
     if recipe.choose == "last" or (folder / "best.ckpt").exists() or not (folder / "metrics.json").exists():
         return
@@ -39,13 +42,14 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     # Numbers in metrics.csv are rounded, so a smaller difference does not tell which epoch was better.
     if later and max(later) > ranks[kept - 1] + 1e-5:
         raise BadInput(
-            f"{folder / 'best.ckpt'} is missing: epoch {1 + ranks.index(max(later))} was better than epoch {kept}, "
-            "which model.safetensors holds: restore best.ckpt from a copy, or train again in another folder"
+            f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch, "
+            f"{1 + ranks.index(max(later))}, but model.safetensors contains the weights of epoch {kept}: restore "
+            "best.ckpt from a copy, or train again in another folder with --out"
         )
 
 
 def _ranks(rows: Sequence[Mapping[str, str]], recipe: Recipe) -> list[float]:
-    """Rank the epochs as in their training. Rows of earlier versions have no recall."""
+    """Compute the rank of every epoch, as training does. Files of earlier versions have no column for the recall."""
     name = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
     values = [(row.get(name) or row["validation_accuracy_percent"], float(row["validation_loss"])) for row in rows]
     return [validation_rank(float(reached), loss) for reached, loss in values]

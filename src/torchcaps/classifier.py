@@ -22,7 +22,8 @@ class Answer(NamedTuple):
 
     Arguments:
         class_names: for each image, the name of the class with the highest score.
-        scores: ``[N, K]`` for K classes: activations of the class capsules, in [0, 1], or logits without capsules.
+        scores: ``[N, K]`` for N images and K classes: activations of the class capsules, in [0, 1], or logits if the
+            network has no capsules.
     """
 
     class_names: list[str]
@@ -34,7 +35,7 @@ class Classifier:
     """A network with its class names and image preparation.
 
     `torchcaps train` saves a classifier in the run folder, and `from_pretrained` loads that classifier. The method
-    `predict` and the command `torchcaps predict` give the same scores, bit by bit.
+    `predict` and the command `torchcaps predict` compute bit-identical scores.
 
     Arguments:
         model: a network of `MODELS`.
@@ -98,15 +99,15 @@ class Classifier:
         config = read_config(folder)
         path = folder / CONFIG
         if config.model not in MODELS:
-            raise BadInput(f"{path} has the unknown model {config.model!r}: use one of {', '.join(MODELS)}")
+            raise BadInput(f"{path} names the unknown model {config.model!r}: known models are {', '.join(MODELS)}")
         saved = config.images
         if saved is None:
             raise BadInput(
-                f"{folder} has a network without class names and preparation: save it with Classifier.save_pretrained"
+                f"{folder} contains a network without class names and preparation: save with Classifier.save_pretrained"
             )
         try:
             if set(saved) != {"shape", "class_names", "preparation"}:
-                raise BadInput("images must have the entries shape, class_names and preparation")
+                raise BadInput("its entry images must contain exactly shape, class_names and preparation")
             check_kind("shape", saved["shape"], tuple[int, int, int])
             check_kind("class_names", saved["class_names"], Sequence[str])
             check_kind("preparation", saved["preparation"], dict[str, Any])
@@ -120,7 +121,7 @@ class Classifier:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
         if shape != tuple(model.options["image_shape"]) or len(saved["class_names"]) != model.options["num_classes"]:
-            raise BadInput(f"{path}: the image shape or the classes do not fit the network; save the classifier again")
+            raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preparation)
 
     def predict(

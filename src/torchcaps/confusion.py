@@ -52,8 +52,8 @@ def warn_of_one_prediction(confusion: Int64[Tensor, "K K"], class_names: Sequenc
 def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], path: Path) -> None:
     """Draw a confusion matrix.
 
-    The number in a cell is its number of images. The colour of a cell shows the share of the true class's images that
-    are in the cell.
+    The number in a cell is the number of images. The colour of a cell shows this number divided by the number of all
+    images of the true class.
 
     Arguments:
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).

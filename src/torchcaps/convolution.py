@@ -11,9 +11,9 @@ from torch.nn import functional
 class Im2colConv2d(nn.Conv2d):
     """2D convolution computed as one matrix product of all patches and the weights.
 
-    Chellapilla, Puri & Simard 2006, section 3. On some CPUs it is faster than `torch.nn.Conv2d`, and it has the same
-    results and the same weights under the same names. It uses more memory, because it saves the patches for the
-    backward pass. For a batch of B images, the patches are B · height · width · in_channels · kernel_size² numbers,
+    Chellapilla, Puri & Simard 2006, section 3. On some CPUs it is faster than `torch.nn.Conv2d`. It computes the same
+    results, and its weights have the same names and shapes. It uses more memory, because it saves the patches for the
+    backward pass. For a batch of B images, the patches contain B · height · width · in_channels · kernel_size² numbers,
     where height and width are the size of the output.
 
     Arguments:

@@ -19,7 +19,7 @@ class Decoder(nn.Module):
         num_classes: number of classes (J).
         pose_size: number of elements of a class capsule's pose (R·N).
         image_shape: (channels, height, width) of the image.
-        hidden_sizes: units of the hidden layers.
+        hidden_sizes: number of units of each hidden layer.
 
     Example:
         >>> import torch
@@ -67,9 +67,9 @@ def prediction_of(
 
     Arguments:
         capsules: class capsules ``[B, 1, J, ...]``.
-        decoder: decoder that reconstructs the image, or None for no reconstruction. It uses the capsule of the labelled
-            class, or without ``labels`` the most active class capsule.
-        labels: ``[B]``, class of each sample.
+        decoder: decoder that reconstructs the image, or None for no reconstruction.
+        labels: ``[B]``, class of each sample. The image is reconstructed from the capsule of this class, or from the
+            most active class capsule if ``labels`` is None.
     """
     scores = capsules.activation.squeeze(1)
     if decoder is None:

@@ -1,4 +1,4 @@
-"""The versions, the commit and the hardware that are saved with every result; the number of cores."""
+"""Versions, commit and hardware, which are saved with every result; numbers of processes and of cores."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ import torch
 
 
 def first_process() -> bool:
-    """Return whether this process is the first of a training run: the one that writes files and prints."""
+    """Return whether this process is the first process of a training run. Only the first process writes and prints."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
 
 

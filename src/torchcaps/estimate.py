@@ -31,11 +31,11 @@ MOST_STEPS = 6
 BUDGET_SECONDS = 2.0
 """No further step is measured after this many seconds."""
 PATIENCE_SECONDS = 10.0
-"""A message is printed if the measurement takes more seconds than this."""
+"""A message is printed if the measurement takes longer than this number of seconds."""
 
 
 MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 4 * 3600
-"""`print_estimate` warns if CapsNet has more parameters, or trains more seconds on your own images."""
+"""`print_estimate` warns if a CapsNet exceeds this number of parameters, or on your own images this training time."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,21 @@ class Estimate:
 
     Arguments:
         parameters: number of parameters.
-        memory_bytes: largest memory of each process, or on a GPU of each device.
-        state_bytes: part of the memory for the weights, their gradients and the state of the optimiser.
-        step_bytes: part of the memory for everything else that a training step needs, mainly activations.
-        epoch_seconds: time of an epoch, with validation.
-        seconds: time of the epochs that are left, and of the test at the end.
+        memory_bytes: peak memory of each process; on GPUs, peak memory of each device.
+        state_bytes: the part of ``memory_bytes`` for the weights, their gradients and the state of the optimiser.
+        step_bytes: the part of ``memory_bytes`` for everything else in a training step, mainly activations.
+        epoch_seconds: time of an epoch, including validation.
+        seconds: time of all epochs that are left, and of the test at the end.
         devices: number of processes that train together.
-        workers: number of worker processes that load images, over all devices; they are not measured.
+        workers: number of worker processes that load images, over all devices. ``memory_bytes`` does not include their
+            memory.
 
     Example:
         >>> found = Estimate(8_200_000, 10**9, 131_200_000, 300_000_000, 90.0, 900.0)
         >>> print(found.text(10, datetime(2026, 1, 1, 23, 50)))
-        8,200,000 parameters; memory about 1.0 GB, of which weights, gradients and optimiser 131 MB and a step 300 MB
-        about 90 s per epoch, 10 to go; done at about 2026-01-02 00:05
+        8,200,000 parameters; memory about 1.0 GB, including 131 MB for weights, gradients and optimiser and 300 MB
+        for a training step
+        about 90 s per epoch; epochs left: 10; finished at about 2026-01-02 00:05
     """
 
     parameters: int
@@ -78,11 +80,12 @@ class Estimate:
         end = now + timedelta(seconds=self.seconds)
         clock = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
         each = f" in each of {self.devices} processes" if self.devices > 1 else ""
-        more = f"; {self.workers} worker processes need more memory" if self.workers else ""
+        more = f"; {self.workers} worker processes need additional memory" if self.workers else ""
         return (
-            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, of which weights, "
-            f"gradients and optimiser {_size(self.state_bytes)} and a step {_size(self.step_bytes)}{more}\n"
-            f"about {duration(self.epoch_seconds)} per epoch, {epochs} to go; done at about {clock}"
+            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, including "
+            f"{_size(self.state_bytes)} for weights, gradients and optimiser and {_size(self.step_bytes)} for a "
+            f"training step{more}\n"
+            f"about {duration(self.epoch_seconds)} per epoch; epochs left: {epochs}; finished at about {clock}"
         )
 
 
@@ -95,23 +98,24 @@ def estimate(
     workers: int = 0,
     say: Callable[[str], None] = print,
 ) -> Estimate:
-    """Estimate the memory and the time of a training from a few training steps of a copy of the module.
+    """Estimate the memory and the time of a training run: run a few training steps on a copy of the module.
 
-    The steps use real batches. The module and the random state of PyTorch are not changed, so a training gives the same
-    bits with and without an estimate. After a warm-up step, steps are measured until about two seconds have passed,
-    but at most six steps. If the warm-up step takes longer than two seconds, its time is used instead.
+    The steps use real batches. The module and the random state of PyTorch are not changed, so the trained weights are
+    bit-identical with and without an estimate. After a warm-up step, steps are measured until about two seconds have
+    passed, but at most six steps. If the warm-up step takes longer than two seconds, its time is used instead.
 
-    On a CPU, the memory is the resident memory of the process: Python and its libraries, the images of all splits,
-    weights, gradients, the state of the optimiser, and what a step allocates. On a GPU, it is what PyTorch allocates on
-    the device. The time does not include the writing of checkpoints.
+    On a CPU, the estimated memory is the resident memory of the process: Python and its libraries, the images of all
+    splits, weights, gradients, the state of the optimiser, and everything that a step allocates. On a GPU, the
+    estimated memory is everything that PyTorch allocates on the device. The estimated time does not include the writing
+    of checkpoints.
 
     Arguments:
         module: model, loss and recipe, before the training.
         splits: training, validation and test images.
         epochs: number of epochs that are left.
-        devices: number of processes that train together. Only one process measures.
-        workers: number of worker processes that load images, over all devices. They are not measured.
-        say: function that is called with a message if the steps take longer than ten seconds.
+        devices: number of processes that train together. Only one process runs the steps.
+        workers: number of worker processes that load images, over all devices. They are not started for the estimate.
+        say: function that is called with a message if the estimate takes longer than ten seconds.
     """
     recipe = module.recipe
     kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -148,17 +152,17 @@ def estimate(
 def print_estimate(
     module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1, workers: int | None = None
 ) -> None:
-    """Print an estimate of the memory and the time of a training.
+    """Print an estimate of the memory and the time of a training run.
 
     Arguments:
         module: model, loss and recipe, before the training.
         epochs: number of epochs that are left.
         splits: training, validation and test images.
         devices: number of processes that train together on this machine.
-        workers: number of processes per training process that load images; None for the default of `fit`.
+        workers: number of worker processes per training process that load images; None for the default of `fit`.
 
     Warns:
-        DataWarning: CapsNet is too large for the images.
+        DataWarning: a CapsNet has more than 30 million parameters, or needs more than four hours on your own images.
     """
     parameters = sum(one.numel() for one in module.model.parameters())
     if parameters > MOST_PARAMETERS:
@@ -168,11 +172,11 @@ def print_estimate(
     found = estimate(module, splits, epochs, devices=here * machines, workers=workers, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
-        _warn_of_large_images(module.recipe, splits, parameters, f" and takes {duration(found.seconds)}")
+        _warn_of_large_images(module.recipe, splits, parameters, f" and trains for about {duration(found.seconds)}")
 
 
 def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_taken: str) -> None:
-    """Warn that CapsNet is too large for the images, and name a network that is not."""
+    """If the model is a CapsNet, warn that it is too large for the images, and suggest smaller networks."""
     _, height, width = splits.train.image_shape
     if recipe.model != "capsnet":
         return
@@ -182,8 +186,8 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
     warnings.warn(
         f"CapsNet has {parameters:,} parameters on images of "
-        f"{height}×{width}{time_taken}, because every position has its own weights: use "
-        f"`{shlex.join(words)}`, a network whose positions share weights, or {stem}a smaller data.image_size",
+        f"{height}×{width} pixels{time_taken}, because every position has its own weights: use a network whose "
+        f"positions share weights, with `{shlex.join(words)}`, or {stem}a smaller data.image_size",
         DataWarning,
         stacklevel=2,
     )
@@ -232,7 +236,7 @@ class _Steps:
 
 
 def duration(seconds: float) -> str:
-    """Write a time in the unit that fits.
+    """Format a time as seconds, minutes or hours, depending on its length.
 
     Example:
         >>> duration(0.2), duration(95.0), duration(900.0), duration(30_000.0)
@@ -256,7 +260,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 def _start_memory(kind: str) -> int:
-    """Start to measure the largest memory, and return the memory that is in use."""
+    """Start to measure the peak memory, and return the memory in bytes that is in use now."""
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()

@@ -28,10 +28,10 @@ from torchcaps.models.pretrained import model_name
 Format = Literal["onnx", "pt2", "aoti"]
 FORMATS: tuple[str, ...] = get_args(Format)
 EXTRA_FILE = "torchcaps.json"
-"""Name of the extra file in a .pt2 file that holds class names, image shape and the model's name."""
+"""Name of a JSON file inside each .pt2 file. It contains the class names, the image shape and the name of the model."""
 LARGEST_DIFFERENCE = 1e-2
 """Largest accepted difference between a score of the exported network and the same score of the classifier. If the
-largest score is above 1, as for logits, the difference is divided by it."""
+largest score is above 1, as for logits, the difference is first divided by the largest score."""
 Run = Callable[[Tensor], Float[Tensor, "N K"]]
 SEVERAL = 5
 BATCH = 100
@@ -39,16 +39,18 @@ BATCH = 100
 
 
 class Export(NamedTuple):
-    """What `export_classifier` wrote, and how the file compares with the classifier.
+    """Result of `export_classifier`: comparison of the exported network with the classifier.
 
     Arguments:
-        runtime: what ran the exported network: ``onnxruntime``, ``onnx.reference``, ``torch.export`` or
+        runtime: library that ran the exported network: ``onnxruntime``, ``onnx.reference``, ``torch.export`` or
             ``AOTInductor``.
-        images: number of images on which the scores were compared: the given images, or else random ones.
-        largest_difference: largest absolute difference of two scores.
+        images: number of images on which the scores were compared: the given images, or random images if none were
+            given.
+        largest_difference: largest absolute difference between a score of the exported network and the same score of
+            the classifier.
         same_classes: number of images for which the exported network and the classifier predict the same class.
-        images_per_second: speed of the exported network on the given images, in batches of 100: median over the
-            batches. None if no images or fewer than 300 were given.
+        images_per_second: speed of the exported network on the given images: median over batches of 100 images. None if
+            fewer than 300 images were given.
         classifier_images_per_second: speed of the classifier on the same batches.
     """
 
@@ -61,7 +63,7 @@ class Export(NamedTuple):
 
 
 class _PixelsToScores(nn.Module):
-    """The network of a classifier with its preparation inside."""
+    """Network that applies the preparation and the model of a classifier to uint8 pixels."""
 
     def __init__(self, model: nn.Module, preparation: Preparation) -> None:
         super().__init__()
@@ -83,23 +85,25 @@ def export_classifier(
     ``(C, H, W)`` is the classifier's ``image_shape``. The output is ``scores``: ``[N, K]`` for K classes. The exported
     network scales, standardises and crops the pixels as the classifier does.
 
-    The file also holds three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name of
-    the network. An ONNX file and an AOTInductor package hold them in the metadata, a program of `torch.export` in the
-    extra file ``torchcaps.json``. The file is written only if the scores agree.
+    The file also contains three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name
+    of the network. ONNX files and AOTInductor packages store these entries as metadata; programs of `torch.export`
+    store them in the extra file ``torchcaps.json``. The file is written only if the scores of the exported network and
+    of the classifier agree.
 
     Arguments:
         classifier: the classifier; it is not changed.
         file: file to write.
         format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
-            a program of `torch.export`, which keeps the fused operators; import torchcaps before you load it. ``aoti``
-            is a package of `AOTInductor`, compiled for this processor from the reference implementation. C++ programs
-            load the package with libtorch alone. Compiling takes a minute and needs a C++ compiler.
+            a program of `torch.export` that calls the fused operators; import torchcaps before you load the program.
+            ``aoti`` is a package of `AOTInductor`, compiled for this processor from the reference implementation. C++
+            programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler.
         images: images with the classifier's ``image_shape``, such as a validation split. If given, scores and speed are
-            compared on these images too.
+            also compared on these images.
 
     Raises:
-        BadInput: the extra for ONNX or a C++ compiler is not installed, the file cannot be written, or a score of the
-            exported network differs by more than 0.01 (for scores above 1, by more than 0.01 of the largest score).
+        BadInput: the packages for ONNX or a C++ compiler are not installed; ``images`` have another shape; the network
+            cannot be exported to this format; the file cannot be written; or a score differs from the classifier's by
+            more than 0.01 (if the largest score is above 1, by more than 0.01 of the largest score).
         ValueError: ``format`` is unknown.
 
     Example:
@@ -114,7 +118,7 @@ def export_classifier(
     if format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
     if images is not None and images.image_shape != tuple(classifier.image_shape):
-        raise BadInput(f"images has the image shape {images.image_shape}: give images of {classifier.image_shape}")
+        raise BadInput(f"images has the image shape {images.image_shape}: give images with {classifier.image_shape}")
     model = copy.deepcopy(classifier.model).cpu().eval()
     if hasattr(model, "decoder"):
         model.decoder = None  # type: ignore[assignment]
@@ -153,14 +157,14 @@ def _compared(runtime: str, found: Tensor, right: Tensor, file: str | Path) -> E
 
 
 def _compared_on(images: Images, runtime: str, run: Run, own: Run, file: str | Path) -> Export:
-    """Compare scores and speed on images."""
+    """Compare the scores and the speed of an exported network and of the classifier on images."""
     (right, own_speed), (found, speed) = _scores_and_speed(own, images), _scores_and_speed(run, images)
     result = _compared(runtime, found, right, file)
     return result._replace(images_per_second=speed, classifier_images_per_second=own_speed)
 
 
 def _scores_and_speed(run: Run, images: Images) -> tuple[Float[Tensor, "N K"], float | None]:
-    """Return the scores of all images, and images per second in the batches after the first."""
+    """Return the scores of all images and the median speed in images per second, without the first batch."""
     scores, seconds = [], []
     for indices in torch.arange(len(images)).split(BATCH):
         pixels = images.batch(indices)
@@ -173,7 +177,7 @@ def _scores_and_speed(run: Run, images: Images) -> tuple[Float[Tensor, "N K"], f
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warnings that torch.export and torch.onnx give about themselves."""
+    """Silence all warnings, and the log messages of torch.onnx below the level ERROR."""
     levels = {log: log.level for log in map(logging.getLogger, ("torch.onnx", "onnx_ir"))}
     for log in levels:
         log.setLevel(logging.ERROR)

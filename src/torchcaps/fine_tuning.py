@@ -15,27 +15,27 @@ from torchcaps.recipe import Recipe
 
 OF_DATA = ("image_shape", "num_classes")
 MOST_NAMES = 4
-"""Largest number of tensors that the text returned by `load_matching` names."""
+"""Largest number of tensors that `load_matching` names in its message."""
 
 
 def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) -> str:
-    """Copy weights from ``recipe.pretrained`` to a new model where they fit; returns one line on what was copied.
+    """Copy matching weights from ``recipe.pretrained`` to a new model, and return one line that says what was copied.
 
-    A tensor is copied if the saved tensor of the same name has the same shape. If the saved network was
-    trained on other classes, tensors whose shape depends on the number of classes, such as the transforms of the class
-    capsules, are not copied, even if the shapes are equal. In the new model they keep their random initial values.
+    A tensor is copied if the saved tensor of the same name has the same shape. There is one exception: if the saved
+    network was trained on other classes, tensors whose shape depends on the number of classes are not copied, for
+    example the transforms of the class capsules. Tensors that are not copied keep their random initial values.
 
     Arguments:
         model: network of the recipe; its weights are changed.
-        recipe: recipe whose ``pretrained`` names a folder with weights, or a repository on the Hugging Face Hub; for a
-            `TimmCapsNet` also a source of `TimmCapsNet.load_backbone`.
+        recipe: recipe whose ``pretrained`` is a folder with weights or a repository on the Hugging Face Hub. For a
+            `TimmCapsNet`, it can also be a source that `TimmCapsNet.load_backbone` accepts.
         class_names: class names of the new model.
 
     Raises:
-        BadInput: the folder cannot be read, contains another kind of network, or has no tensor that fits.
+        BadInput: the folder cannot be read, contains another kind of network, or contains no tensor to copy.
 
     Warns:
-        DataWarning: the saved network was trained with another ``standardise``.
+        DataWarning: the saved network was trained with another value of ``standardise`` than the recipe has.
     """
     source = recipe.pretrained
     if isinstance(model, TimmCapsNet) and (source == "timm" or source.endswith(".safetensors")):
@@ -44,7 +44,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     saved = read_config(folder)
     if saved.model != recipe.model:
         raise BadInput(
-            f"{source} contains a {saved.model}, but {recipe.name} trains a {recipe.model}: use other weights"
+            f"{source} contains weights of the model {saved.model}, but the recipe {recipe.name} trains the model "
+            f"{recipe.model}: use weights of {recipe.model}"
         )
     weights = read_weights(folder / WEIGHTS, saved.weights_sha256)
     own = model.state_dict()
@@ -56,16 +57,14 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     if not any(own[name].is_floating_point() for name in fits):
         options = {key: value for key, value in cast(Pretrained, model).options.items() if key not in OF_DATA}
         other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
-        raise BadInput(
-            f"{source} has no weights that fit {recipe.name}: use other weights, or set these options as in "
-            f"{folder / CONFIG}: {', '.join(other) or 'none'}"
-        )
+        cure = f", or set the model options {', '.join(other)} as in {folder / CONFIG}" if other else ""
+        raise BadInput(f"{source} has no weights that fit the model of {recipe.name}: use other weights{cure}")
     prepared = (saved.images or {}).get("preparation")
     before = prepared.get("standardise") if isinstance(prepared, Mapping) else None
     if before not in (None, recipe.standardise):
         warnings.warn(
             f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}: "
-            f"the weights suit other pixel values; --set standardise={before} keeps those of the weights",
+            f"the pixel values differ; use --set standardise={before} to prepare the images as for these weights",
             DataWarning,
             stacklevel=2,
         )

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RECORDING = RLock()
-"""Lock that a thread holds while it records the passes of a model, because only one thread at a time can record."""
+"""Lock that ensures that only one thread at a time records the routing passes of a model."""
 SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
 """Modules whose outputs have a known position in the image."""
 
 
 class Pass(NamedTuple):
-    """One pass of a routing rule: its votes, the agreement that gave the couplings, and the moments."""
+    """One pass of a routing rule: the votes, the agreement that determines the couplings, and the moments."""
 
     votes: Votes
     agreement: Agreement | None
@@ -46,9 +46,9 @@ class Layer:
 
     Arguments:
         name: name of the layer's routing rule in the network, such as ``class_capsules.routing``.
-        passes: the passes of the rule, in order.
         rule: the routing rule.
-        routing_map: the routing map.
+        routing_map: graph that connects the layer's child sites with its parent sites.
+        passes: the passes of the rule, in order.
         children, parents: child capsules and parent capsules of the layer.
     """
 
@@ -61,22 +61,23 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute the fraction of each parent's mass that comes from each child, per edge, in one routing iteration.
+        """Compute the fraction of each parent's mass that comes from each child in pass ``number``, from 0.
 
-        For each parent, the fractions of all children sum to 1.
+        The mass of a parent is the sum over its children of activation · coupling. For each parent, the fractions of
+        all children sum to 1.
         """
         return self._divided(self._weights(number))
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which fraction of each parent's mean vote comes from each child, per edge, in one routing iteration.
+        """Compute the fraction of each parent's mean vote that comes from each child in pass ``number``, from 0.
 
         ::
 
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
         Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j. If
-        activations depend on the mass alone, as in self-routing, the result equals `shares`.
+        the activation of a parent depends only on its mass, as in self-routing, the result equals `shares`.
         """
         if getattr(self.rule, "activation_from_mass", False):
             return self.shares(number)
@@ -94,7 +95,7 @@ class Layer:
         return found.votes.weights(found.agreement)[0]
 
     def _divided(self, values: Float[Tensor, "J E C"]) -> Float[Tensor, "J E C"]:
-        """Divide each value by the sum of its parent's values. If the sum is 0, return equal fractions."""
+        """Divide each value by the sum of all values of the same parent. If the sum is 0, return equal fractions."""
         values = torch.where(self._sums(values) > 0, values, 1.0)
         return values / self._sums(values)
 
@@ -109,7 +110,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     """Record every pass of every routing rule of a model, in the order in which the rules first run.
 
     If a rule runs several times, as in concurrent attention routing, the passes of all its runs are recorded. Passes of
-    other threads are not recorded. If another thread records, this call waits until that thread has finished.
+    other threads are not recorded. If another thread is recording already, this call waits until it has finished.
 
     Arguments:
         model: network with routing rules.
@@ -169,9 +170,9 @@ class Inspection:
         image: the network's input ``[C, H, W]``.
         class_names: name of each class.
         scores: ``[classes]``, score of each class.
-        support: ``[passes, classes, H, W]``, the fraction of the support for each class that comes from each pixel,
-            in each routing pass. The values of one pass and class sum to 1. If the first capsules have only one site,
-            as in `EfficientCapsNet`, all pixels have the same value.
+        support: ``[passes, classes, H, W]``: for each routing pass and class, the fraction of the support that comes
+            from each pixel. The values of one pass and class sum to 1. If the first capsules have only one site, as in
+            `EfficientCapsNet`, all pixels have the same value.
         poses: ``[classes, R, N]``, poses of the class capsules.
         reconstruction: ``[C, H, W]``, reconstructed from the class with the highest score; None for a network without a
             decoder.
@@ -230,9 +231,9 @@ class Inspection:
 def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> Inspection:
     """Run a network on one image and trace every class back to the parts of the image that support it.
 
-    In each pass of the last layer, `Layer.support` gives the support of each child for a class. In every layer below,
-    the support of each parent is distributed among its children, in proportion to the mass that comes from each child.
-    The support on the grid of the first capsules is then interpolated to the size of the image.
+    For each pass of the last layer, `Layer.support` computes how much each child supports each class. In every layer
+    below, the support of each parent is distributed among its children, in proportion to activation · coupling. The
+    support on the grid of the first capsules is then interpolated to the size of the image.
 
     Arguments:
         classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
@@ -240,8 +241,9 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
             ``[C, H, W]`` that are already prepared as the network's input.
 
     Raises:
-        BadInput: the network has no capsules, or the positions of its first capsules in the image are unknown; or the
-            file cannot be read, or the pixels have another shape.
+        BadInput: the network has no capsules; the positions of its first capsules in the image are unknown; the rule of
+            a layer does not call `Votes.moments`; the last layer does not have one capsule per class; the file cannot
+            be read; or the pixels have the wrong dtype or shape.
 
     Example:
         >>> from torchcaps import CapsNet, Preparation
@@ -289,9 +291,9 @@ class FeatureMap(NamedTuple):
 
 @contextmanager
 def _feature_maps(model: nn.Module, layers: list[Layer]) -> Iterator[list[FeatureMap]]:
-    """Record the position in the image of every feature map of a model, until its first routing rule runs."""
+    """Record the position of each feature map in the image. Feature maps after the first routing rule are ignored."""
     maps: list[FeatureMap] = []
-    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # keeps the tensors, so that Python reuses no id
+    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # stores the tensors too, so that no id is reused
 
     def look(module: nn.Module, given: Any, result: Any) -> None:
         if layers or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
@@ -323,15 +325,15 @@ def _pair(value: Any) -> Any:
 def _in_the_image(
     below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
 ) -> Float[Tensor, "passes J H W"]:
-    """Interpolate values at the sites of the first capsules to the pixels; for each pass and class, they sum to 1."""
+    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1."""
     sites = below.shape[2]
     place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
     if sites == 1:
         return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
     if sites % math.prod(place.grid):
         raise BadInput(
-            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)}, so their "
-            "positions in the image are unknown: inspect a network with one site per position of the feature map"
+            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)} positions, "
+            "so the place of a site in the image is unknown: inspect a network with one site per feature map position"
         )
     values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
     axes = []
@@ -360,7 +362,7 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
 
 
 def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"]) -> Float[Tensor, "K S C"]:
-    """Distribute the support of a layer's parents among its children, in proportion to the mass from each child."""
+    """Distribute the support of each parent of a layer among its children, in proportion to activation · coupling."""
     assert layer.children is not None
     assert layer.parents is not None
     edges = layer.routing_map.edges_on(torch.device("cpu"))

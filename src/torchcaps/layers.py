@@ -16,6 +16,8 @@ from torchcaps.routing_map import Constant, RoutingMap, TransformModule
 class CapsuleLayer(TransformModule):
     """Capsule layer made of a routing map, transforms and a routing rule; base of `DenseCaps`, `ConvCaps`, `ClassCaps`.
 
+    `torchcaps.capsules` explains the dimension letters.
+
     Arguments:
         routing_map: the graph that connects child sites with parent sites, with a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
@@ -23,7 +25,7 @@ class CapsuleLayer(TransformModule):
         child_pose_shape: rows and columns (R, Q) of the child poses that the rule receives; (1, Q) by default.
 
     Raises:
-        ValueError: ``routing`` is not a known rule, or it was created for a layer with other sizes.
+        ValueError: ``routing`` is not a known rule, or is a rule module for a layer of other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -48,7 +50,7 @@ class CapsuleLayer(TransformModule):
         self.routing = rule_for(routing, shape)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
-        """Move the layer, and copy its constants to the new device now: compiled calls cannot cache copies."""
+        """Move the layer and copy its constants to the new device, because compiled calls cannot cache copies."""
         super()._apply(*arguments, **options)
         for constant in self._constants():
             constant.on(self.transform.device)
@@ -65,9 +67,10 @@ class CapsuleLayer(TransformModule):
 class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
-    Sabour, Frosst & Hinton 2017, section 4. The initial transforms have standard deviation 1.36 J / √(S·C·N). The
-    initial length of the parents then depends on neither the number of children nor the number of classes. On MNIST the
-    formula gives 0.1, as in the authors' code. With many children and few classes, 0.1 would saturate the squash.
+    Sabour, Frosst & Hinton 2017, section 4. For J parents of pose size N and S·C children, the initial transforms have
+    standard deviation 1.36 J / √(S·C·N). With this formula, the initial length of the parents depends on neither the
+    number of children nor the number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in
+    the authors' code. A standard deviation of 0.1 for many children and few parents would saturate the squash.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -106,15 +109,18 @@ class DenseCaps(CapsuleLayer):
 
 
 class ConvCaps(CapsuleLayer):
-    """Convolutional capsule layer: each parent site sees a window of child sites, with one transform per kernel offset.
+    """Convolutional capsule layer: each parent site is connected to a window of child sites.
 
-    Hinton, Sabour & Frosst 2018, section 4.
+    Hinton, Sabour & Frosst 2018, section 4. Each position in the window has its own transforms, which all parent sites
+    share.
 
     Arguments:
         child_grid: (height, width) of the grid of child sites.
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        kernel_size, stride, padding: size, stride and border of the window, in child sites. Padding adds no children.
+        kernel_size, stride: size and stride of the window, in child sites.
+        padding: number of sites by which a window may extend beyond each border of the grid. The part of a window
+            beyond the border contains no children.
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
         initial_std: standard deviation of the initial transforms.
         around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
@@ -226,7 +232,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """Return the number of columns in a pose size (rows, columns). Both must be integers of at least 1."""
+    """Check a pose size (rows, columns), and return the columns. Both numbers must be integers of at least 1."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -284,7 +290,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a map with this number of child sites: the map of the last call, if it has this number."""
+        """Return a routing map with ``sites`` child sites. The map of the last call is reused if it has as many."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:

@@ -36,12 +36,13 @@ def check_logger(name: str) -> None:
 def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[False]:
     """Create the logger of a training run.
 
-    ``tensorboard`` writes to tensorboard/ in the run folder, ``csv`` to csv/version_N/, with a new N after every
-    resume. Environment variables set the server or the offline mode of ``wandb`` and ``mlflow``, such as ``WANDB_MODE``
-    and ``MLFLOW_TRACKING_URI``. MLflow needs a server or a database.
+    In the run folder, ``tensorboard`` writes to tensorboard/, and ``csv`` writes to csv/version_N/, with a new N each
+    time training is resumed. ``wandb`` and ``mlflow`` read their settings from environment variables, for example
+    ``WANDB_MODE=offline``. MLflow 3.13 and later need a server or a database: set ``MLFLOW_TRACKING_URI``, for example
+    to ``sqlite:///mlflow.db``.
 
     Arguments:
-        name: one of `LoggerName`; ``none`` returns False.
+        name: one of `LoggerName`. For ``none``, the function returns False.
         folder: run folder. Its name is the name of the run.
         recipe: recipe of the run. MLflow uses the recipe's name as the name of the experiment. Weights & Biases and
             MLflow log the recipe's settings.

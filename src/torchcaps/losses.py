@@ -145,7 +145,7 @@ def cross_entropy(
     Arguments:
         scores: ``[B, classes]``, logits.
         target: class of each sample ``[B]``.
-        label_smoothing: share of the target that is spread over all classes, in [0, 1].
+        label_smoothing: share of the target probability that is spread evenly over all classes, in [0, 1].
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Example:
@@ -186,8 +186,8 @@ def activation_logit_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Compute the softmax cross-entropy of the logits of activations, ``log(a / (1 - a))``, averaged over the batch.
 
-    Unlike the spread loss, this loss has a gradient for every class at every activation. Activations are clamped to
-    [1e-6, 1 - 1e-6] before their logits are computed.
+    Activations are clamped to [1e-6, 1 - 1e-6] before their logits are computed. Between these bounds, this loss has a
+    nonzero gradient for every class, unlike the spread loss.
 
     Arguments:
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
@@ -205,9 +205,10 @@ def activation_logit_cross_entropy(
 def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
     """Compute one weight per class, inversely proportional to the number of images of the class.
 
-    The weight of class k is N / (K n_k), as with ``class_weight="balanced"`` in scikit-learn; a class without images
-    counts as a class with one image. If every class has images, the mean weight of the N images is 1, so a weighted
-    loss is about as large as an unweighted loss.
+    For N images, K classes and n_k images of class k, the weight of class k is N / (K n_k), as with
+    ``class_weight="balanced"`` in scikit-learn. A class without images has the weight of a class with one image. If
+    every class has images, the mean weight of the N images is 1, so a weighted loss is about as large as an unweighted
+    loss.
 
     Arguments:
         labels: ``[N]``, the class of each training image.
@@ -223,7 +224,7 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the mean over the samples of loss times weight; the mean is not divided by the mean weight."""
+    """Multiply each loss by its weight, and divide the sum by the number of samples, not by the sum of the weights."""
     return (losses if weights is None else losses * weights.to(losses)).mean()
 
 
@@ -236,7 +237,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 NOT_SETTINGS = ("scores", "target", "weights")
-"""Arguments of the losses that the training loop passes. All other arguments are settings of a recipe."""
+"""Arguments that the training loop passes to a loss. All other arguments of a loss are settings of a recipe."""
 
 __all__ = [
     "LOSSES",
