@@ -107,9 +107,13 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
 
 @pytest.mark.slow
 @settings(max_examples=10_000)
-@given(cases(), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from(["logistic", "mixing"]))
-def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, scale, form):
-    """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`."""
+@given(cases(), st.sampled_from([0.1, 0.5, 1.0]), st.sampled_from(["logistic", "mixing"]), st.integers(0, 2**31))
+def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, scale, form, seed):
+    """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`.
+
+    The gradient of a small activation is a difference of large terms, so the test compares the gradient of its logarithm.
+    """
+    torch.manual_seed(seed)
     pose, transform = scale * case.pose.double(), scale * case.transform.double()
     activation = (3 * torch.rand(pose.shape[:3]) - 1).clamp(0, 1).double()
     betas = torch.randn(2, transform.shape[2]).double()
@@ -117,7 +121,8 @@ def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, sca
     for backend in ("fused", "reference"):
         tensors, options = (pose, activation, transform, *betas), {"iterations": 2, "parent_activation": form}
         em = everything(tensors, case.routing_map, backend=backend, **options)
-        results.append(where_on(em, activation) + dynamic((pose, transform), case.routing_map, backend=backend))
+        em[3] = activation * em[3]
+        results.append(em + dynamic((pose, transform), case.routing_map, backend=backend))
     for found, right in zip(*results, strict=True):
         assert (found - right).norm() <= 1e-12 + 1e-9 * right.norm()
 
