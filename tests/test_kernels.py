@@ -111,7 +111,8 @@ def test_extreme_children_give_finite_values_and_gradients(case, scale, active, 
 def test_em_and_dynamic_routing_equal_the_reference_on_random_problems(case, scale, form, seed):
     """In float64 with two passes, because more passes can magnify rounding errors: see `check_properties`.
 
-    The gradient of a small activation is a difference of large terms, so the test compares the gradient of its logarithm.
+    The test compares gradients of the logarithm of an activation, because the gradient of a small activation is a
+    difference of large terms.
     """
     torch.manual_seed(seed)
     pose, transform = scale * case.pose.double(), scale * case.transform.double()
