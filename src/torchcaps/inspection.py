@@ -61,7 +61,7 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute the fraction of each parent's mass that comes from each child in pass ``number``, from 0.
+        """Compute which fraction of each parent's mass comes from each child. Pass ``number`` counts from 0.
 
         The mass of a parent is the sum over its children of activation · coupling. For each parent, the fractions of
         all children sum to 1.
@@ -70,7 +70,7 @@ class Layer:
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute the fraction of each parent's mean vote that comes from each child in pass ``number``, from 0.
+        """Compute which fraction of each parent's mean vote comes from each child. Pass ``number`` counts from 0.
 
         ::
 

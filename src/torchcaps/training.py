@@ -177,7 +177,7 @@ def _train(
     except RuntimeError as error:
         if "DataLoader worker" in str(error):
             raise BadInput(
-                f"a worker process that decodes images ended ({error}), perhaps because memory ran out: use fewer"
+                f"a worker process ended while it decoded images ({error}), perhaps because memory ran out: use fewer"
                 " --workers, and continue with --resume"
             ) from error
         raise

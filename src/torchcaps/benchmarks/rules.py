@@ -25,7 +25,7 @@ BATCH = 32
 
 
 def patches(pose: Tensor, activation: Tensor, grid: tuple[int, int], stride: int) -> tuple[Tensor, Tensor]:
-    """Gather poses ``[B, P, 9, C, R, Q]`` and activations ``[B, P, 9 · C, 1]`` of the children of each parent site."""
+    """Gather poses ``[B, P, 9, C, R, Q]`` and activations ``[B, P, 9 · C, 1]`` of the 3×3 child sites per parent."""
     batch, _, types, rows, columns = pose.shape
     planes = torch.cat([pose.flatten(2), activation], dim=2).mT.unflatten(2, grid)
     windows = functional.unfold(planes, 3, stride=stride).unflatten(1, (-1, 9))

@@ -102,8 +102,8 @@ def read_list(
         image_size, channels, progress: as for `load_image_folder`.
         cache: "memory" decodes all images now. "none" reads only their headers now, and decodes images each time they
             are used. "auto" is "memory" if the decoded images take at most half of the free memory, else "none".
-        processes: number of processes that each store a copy of all images. "auto" multiplies the memory of the decoded
-            images by this number; other values of `cache` ignore it.
+        processes: number of processes that each store a copy of all images. It is used only with ``cache="auto"``,
+            which multiplies the memory of the decoded images by this number.
     Raises:
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.

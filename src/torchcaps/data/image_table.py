@@ -56,7 +56,7 @@ def load_image_table(
 ) -> tuple[Images, Images]:
     """Read a table of images and labels as `(train, test)`.
 
-    A CSV file, or a file of tab-separated values that ends in .tsv, begins with a row of column names. One column
+    The first row of a .csv file (comma-separated) or .tsv file (tab-separated) contains the column names. One column
     contains the paths of the image files, relative to the folder of the table. Another column contains the labels. An
     optional column ``split`` contains train, validation or test.
 

@@ -115,8 +115,8 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
     """Load the rendered toys as `(train, test)`: 24,300 stereo pairs each, uint8 `[N, 2, size, size]`, five classes.
 
     The two splits show different toys. Each image has the attributes of smallNORB: instance, elevation, azimuth and
-    lighting. `camera_rotation` converts elevation and azimuth to the exact viewpoint. Missing toys are rendered first,
-    and the checksums are verified on every load.
+    lighting. The function `camera_rotation` computes the rotation matrix of the camera from elevation and azimuth.
+    Missing toys are rendered first, and the checksums are verified on every load.
 
     Arguments:
         data_dir: data folder; the files are in its subfolder `toys`, or `toys-seedN` for a render_seed N above 0.

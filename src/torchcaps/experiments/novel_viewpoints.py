@@ -34,7 +34,7 @@ def by_viewpoint(images: Images, split: str) -> tuple[Images, Images]:
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Outcome:
     """Compare the capsules against the CNN on novel viewpoints.
 
-    The capsules are evaluated at the epoch whose accuracy on familiar viewpoints is closest to the CNN's accuracy.
+    The capsules are evaluated after the epoch in which their accuracy on familiar viewpoints is closest to the CNN's.
     """
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []

@@ -287,7 +287,7 @@ class Study:
         return [tuple(float(row[name]) for name in names) for row in rows]
 
     def cached(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`, which is saved as ``WHAT.json`` in the run's folder and computed once."""
+        """Return the result of `compute`. The first call saves it as ``WHAT.json`` in the run's folder, later ones read it."""
         path = self.folder / part / f"{what}.json"
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
@@ -327,7 +327,7 @@ def routed(model: nn.Module, images: Tensor) -> dict[str, Routed]:
 
 
 def part(name: str, seed: int) -> str:
-    """Return the folder name of the training run with a seed, for a row of a table.
+    """Return the name of the folder with the training run of table row `name` and seed `seed`.
 
     Example:
         >>> part("T = 3, no decoder", 0)

@@ -111,10 +111,10 @@ def traced(model: PooledCapsNet, images: Float[Tensor, "B C H W"]) -> Traced:
 def read_order(
     model: PooledCapsNet, pixels: UInt8[Tensor, "n C H W"], length: int
 ) -> dict[str, Int64[Tensor, "n length"]]:
-    """Return the classes of the `length` highest scores, in the order of their digits in the image, from left to right.
+    """Find the `length` classes with the highest scores, and order them by position in the image, from left to right.
 
-    The classes are ordered once by the horizontal centre of the couplings of their class capsules, and once by the
-    horizontal centre of the contributions.
+    Returns two orders: by the horizontal centre of the couplings of each class capsule, and by the horizontal centre of
+    the contributions to each class capsule.
     """
     read: dict[str, list[Tensor]] = {by: [] for by in ORDERS}
     for some in pixels.split(100):

@@ -41,7 +41,7 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
 class Shape:
     """Compile-time constants of a kernel.
 
-    The constants are: all sizes except the batch size; the block sizes; and the offset of each edge list.
+    The constants are all dimension sizes except the batch size, the block sizes, and the offset of each edge list.
     """
 
     sites: int

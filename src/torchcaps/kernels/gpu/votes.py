@@ -199,13 +199,13 @@ def activations(layer, child, is_sample, z: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def scalars(base, tile):
-    """Load the entries of a tile's parents from ``[B, P, J]``; masked parents are 0."""
+    """Load a tile's parents from a tensor ``[B, P, J]``; entries of masked parents are 0."""
     return tl.load(base + tile.parents.at, tile.parents.is_parent, 0)
 
 
 @triton.jit
 def vectors(base, tile):
-    """Load the entries of a tile's parents from ``[B, P, J, R, N]``; masked numbers are 0."""
+    """Load a tile's parents from a tensor ``[B, P, J, R, N]``; masked entries are 0."""
     return tl.load(base + tile.parents.numbers, tile.parents.is_number, 0)
 
 
