@@ -38,8 +38,8 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
 
     In the run folder, ``tensorboard`` writes to tensorboard/, and ``csv`` writes to csv/version_N/, with a new N each
     time training is resumed. ``wandb`` and ``mlflow`` read their settings from environment variables, for example
-    ``WANDB_MODE=offline``. MLflow 3.13 and later need a server or a database: set ``MLFLOW_TRACKING_URI``, for example
-    to ``sqlite:///mlflow.db``.
+    ``WANDB_MODE=offline``. ``mlflow`` writes to the database mlflow.db in the run folder if ``MLFLOW_TRACKING_URI`` is
+    not set.
 
     Arguments:
         name: one of `LoggerName`. For ``none``, the function returns False.
@@ -62,8 +62,10 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
         elif name == "wandb":
             logger = Wandb(name=folder.name, save_dir=folder, project="torchcaps", config=recipe.plain())
         else:
-            address = os.environ.get("MLFLOW_TRACKING_URI")
-            tracking: dict[str, Any] = {"tracking_uri": address} if address else {"save_dir": str(folder / "mlruns")}
+            tracking: dict[str, Any] = {"tracking_uri": os.environ.get("MLFLOW_TRACKING_URI")}
+            if not tracking["tracking_uri"]:
+                tracking["tracking_uri"] = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
+                tracking["artifact_location"] = (folder.resolve() / "mlartifacts").as_uri()
             logger = Mlflow(recipe.name, folder.name, **tracking)
         _ = logger.experiment
     except Exception as error:  # each service raises its own errors
