@@ -21,7 +21,7 @@ from torchcaps.recipe import Recipe, batch_starts
 
 
 class ImageBatches(Dataset):
-    """Dataset whose items are batches: an array of image indices as index returns these images and their labels.
+    """Dataset of batches: indexed with an array of image indices, it returns these images and their labels.
 
     Arguments:
         images: the images of one split.
@@ -99,8 +99,8 @@ class Batches(DataLoader):
 def default_workers(images: Images, devices: int = 1) -> int:
     """Return the default number of worker processes per device.
 
-    Images on disk are loaded by as many worker processes as there are cores, shared evenly among the devices. Images in
-    memory are loaded without worker processes.
+    For images on disk, this is the number of cores divided by the number of devices, rounded down, but at least 1. For
+    images in memory, it is 0.
     """
     return max(1, available_cores() // devices) if isinstance(images, ImagesOnDisk) else 0
 
@@ -126,7 +126,11 @@ class SplitBatches(lightning.LightningDataModule):
         self.workers = workers
 
     def epoch(self, number: int) -> tuple[ImageBatches, np.ndarray]:
-        """Return the dataset of training images for epoch ``number`` (from 0), and the order of the images."""
+        """Return the dataset of training images for an epoch, and the order in which the images are loaded.
+
+        Arguments:
+            number: index of the epoch; the first epoch has index 0.
+        """
         recipe, images = self.recipe, self.splits.train
         preparation = recipe.preparation()
         variation = preparation.variation(recipe.seed, number, len(images))

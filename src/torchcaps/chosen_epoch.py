@@ -10,7 +10,7 @@ from torchcaps.training_module import validation_rank
 
 
 def best_epoch(folder: Path, recipe: Recipe) -> int:
-    """Return the number, counted from 1, of the epoch whose weights are in model.safetensors of a finished run.
+    """Return the epoch whose weights a finished run saved in model.safetensors. The first epoch is 1.
 
     Raises:
         BadInput: metrics.json or metrics.csv is damaged.
@@ -24,16 +24,16 @@ def best_epoch(folder: Path, recipe: Recipe) -> int:
 def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     """Check, before a finished run is trained for more epochs, that the weights of its best epoch still exist.
 
-    These weights are in best.ckpt or in model.safetensors. If an earlier attempt to train for more epochs was
-    interrupted, the best epoch can be newer than model.safetensors.
+    These weights are in best.ckpt or in model.safetensors. If an earlier attempt to train for more epochs reached a
+    better epoch and was then interrupted, they are only in best.ckpt.
 
     Arguments:
         folder: run folder.
         recipe: recipe of the run.
-        trained: number of epochs after which last.ckpt was written; 0 without last.ckpt.
+        trained: number of epochs after which last.ckpt was written; 0 if last.ckpt does not exist.
 
     Raises:
-        BadInput: best.ckpt is missing, and the best epoch is newer than model.safetensors.
+        BadInput: best.ckpt is missing, and model.safetensors does not contain the weights of the best epoch.
     """
     if recipe.choose == "last" or (folder / "best.ckpt").exists() or not (folder / "metrics.json").exists():
         return

@@ -103,11 +103,12 @@ class Classifier:
         saved = config.images
         if saved is None:
             raise BadInput(
-                f"{folder} contains a network without class names and preparation: save with Classifier.save_pretrained"
+                f"{folder} contains a network without class names and preparation: save the network with "
+                "Classifier.save_pretrained"
             )
         try:
             if set(saved) != {"shape", "class_names", "preparation"}:
-                raise BadInput("its entry images must contain exactly shape, class_names and preparation")
+                raise BadInput("the entry 'images' must contain exactly shape, class_names and preparation")
             check_kind("shape", saved["shape"], tuple[int, int, int])
             check_kind("class_names", saved["class_names"], Sequence[str])
             check_kind("preparation", saved["preparation"], dict[str, Any])

@@ -35,7 +35,8 @@ PATIENCE_SECONDS = 10.0
 
 
 MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 4 * 3600
-"""`print_estimate` warns if a CapsNet exceeds this number of parameters, or on your own images this training time."""
+"""`print_estimate` warns if a CapsNet has more than ``MOST_PARAMETERS`` parameters. On your own images, it also
+warns if the training of a CapsNet takes more than ``MOST_SECONDS`` seconds."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def estimate(
         module: model, loss and recipe, before the training.
         splits: training, validation and test images.
         epochs: number of epochs that are left.
-        devices: number of processes that train together. Only one process runs the steps.
+        devices: number of processes that train together. The estimate itself runs in one process.
         workers: number of worker processes that load images, over all devices. They are not started for the estimate.
         say: function that is called with a message if the estimate takes longer than ten seconds.
     """
@@ -162,7 +163,8 @@ def print_estimate(
         workers: number of worker processes per training process that load images; None for the default of `fit`.
 
     Warns:
-        DataWarning: a CapsNet has more than 30 million parameters, or needs more than four hours on your own images.
+        DataWarning: a CapsNet has more than 30 million parameters, or is expected to train on your own images for more
+            than four hours.
     """
     parameters = sum(one.numel() for one in module.model.parameters())
     if parameters > MOST_PARAMETERS:

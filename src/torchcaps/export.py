@@ -94,16 +94,16 @@ def export_classifier(
         classifier: the classifier; it is not changed.
         file: file to write.
         format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
-            a program of `torch.export` that calls the fused operators; import torchcaps before you load the program.
-            ``aoti`` is a package of `AOTInductor`, compiled for this processor from the reference implementation. C++
-            programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler.
+            a program of `torch.export`. It calls the fused operators of torchcaps, so import torchcaps before you load
+            it. ``aoti`` is a package of `AOTInductor`, compiled for this processor from the reference implementation.
+            C++ programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler.
         images: images with the classifier's ``image_shape``, such as a validation split. If given, scores and speed are
             also compared on these images.
 
     Raises:
-        BadInput: the packages for ONNX or a C++ compiler are not installed; ``images`` have another shape; the network
-            cannot be exported to this format; the file cannot be written; or a score differs from the classifier's by
-            more than 0.01 (if the largest score is above 1, by more than 0.01 of the largest score).
+        BadInput: the packages for ONNX or a C++ compiler are not installed; ``images`` do not have the classifier's
+            ``image_shape``; the network cannot be exported to this format; the file cannot be written; or a score
+            differs from the classifier's by more than 0.01 (if the largest score is above 1: by more than 1 % of it).
         ValueError: ``format`` is unknown.
 
     Example:
@@ -118,7 +118,9 @@ def export_classifier(
     if format == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
     if images is not None and images.image_shape != tuple(classifier.image_shape):
-        raise BadInput(f"images has the image shape {images.image_shape}: give images with {classifier.image_shape}")
+        raise BadInput(
+            f"images has the image shape {images.image_shape}: give images of shape {classifier.image_shape}"
+        )
     model = copy.deepcopy(classifier.model).cpu().eval()
     if hasattr(model, "decoder"):
         model.decoder = None  # type: ignore[assignment]

@@ -33,7 +33,10 @@ SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
 
 
 class Pass(NamedTuple):
-    """One pass of a routing rule: the votes, the agreement that determines the couplings, and the moments."""
+    """One pass of a routing rule: the votes, the agreement and the moments.
+
+    The agreement determines the couplings. The moments are the mass, mean and variance of the votes for each parent.
+    """
 
     votes: Votes
     agreement: Agreement | None

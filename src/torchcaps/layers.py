@@ -180,8 +180,8 @@ class ClassCaps(CapsuleLayer):
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
-        ValueError: ``coordinates`` is not a tensor ``[S, 2]`` with values, a size is below 1, or ``routing`` is not a
-            known rule or does not fit the layer.
+        ValueError: ``coordinates`` is not ``[S, 2]`` or is on the meta device, a size is below 1, or ``routing`` is not
+            a known rule or does not fit the layer.
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
@@ -232,7 +232,7 @@ class ClassCaps(CapsuleLayer):
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:
-    """Check a pose size (rows, columns), and return the columns. Both numbers must be integers of at least 1."""
+    """Check that a pose size (rows, columns) consists of integers of at least 1, and return the number of columns."""
     if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
         raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
     check_sizes(rows=pose_size[0], columns=pose_size[1])
@@ -290,7 +290,7 @@ class SharedCaps(TransformModule):
         self._map: RoutingMap | None = None
 
     def _map_of(self, sites: int, device: torch.device) -> RoutingMap:
-        """Return a routing map with ``sites`` child sites. The map of the last call is reused if it has as many."""
+        """Return a routing map with ``sites`` child sites. The previous map is reused if its size is the same."""
         if torch.compiler.is_compiling():
             return RoutingMap.shared(sites, device)
         if self._map is not None and self._map.child_sites == sites:
