@@ -214,7 +214,7 @@ def test_different_numbers_of_images_and_labels_are_refused(tmp_path):
     assert load_idx_pair(images, labels, ("a", "b")).image_shape == (1, 2, 2)
     with refused(str(labels), "1 class names"):
         load_idx_pair(images, labels, ("a",))
-    with refused(str(images), "check their order"):
+    with refused(str(images), "check whether the two files are swapped"):
         load_idx_pair(labels, images, ("a", "b"))
     labels.write_bytes(idx(np.array([0, 1])))
     with refused("3 images", "2 labels", str(images), str(labels)):

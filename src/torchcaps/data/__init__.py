@@ -195,8 +195,8 @@ def load_splits(
             `DATASETS[name].options`.
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder or a table; the dataset does not accept an
-            option, or does not have the attribute; a value is out of its range; a split has no images; or a file is
-            missing or damaged.
+            option; the images do not have the attribute `validation_attribute`; a value is out of its range; a split
+            has no images; or a file is missing or damaged.
     Warns:
         DataWarning: a class has no training images; one class has more than ten times as many training images as
             another; files or splits are skipped; resizing changes the aspect ratio of images by more than 5 %; 16-bit

@@ -13,7 +13,7 @@ from torchcaps.errors import printable
 MOST_CLASSES = 100
 """Largest number of classes in one picture."""
 LONGEST_NAME = 60
-"""Longer class names are shortened to this many characters."""
+"""Class names with more characters than this are shortened to this length."""
 TILE = 128
 """Images whose longer side has more pixels than this are reduced to this size."""
 LONGEST_PICTURE = 6_000

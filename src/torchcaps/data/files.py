@@ -104,7 +104,7 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
         raise BadInput(
             f"{path} could not be written ({error.strerror or error}): free disk space or choose another folder, then "
-            "try again (continue training with --resume); the previous file is unchanged"
+            "try again (to continue a training run, add --resume); if the file existed before, it is unchanged"
         ) from error
     except BaseException:
         part.unlink(missing_ok=True)

@@ -48,9 +48,9 @@ def fingerprint(
         before: earlier summary of the same run, to be compared with the new summary. If the earlier summary contains
             checksums of pixels, the new summary contains checksums of pixels too.
     Returns:
-        The summary, which is saved in recipe.json, and a dict with a checksum of every image. The keys "train",
-        "validation" and "test" contain the `image_digests` of the splits that are in memory. The keys "train files",
-        "validation files" and "test files" contain checksums of the encoded files, for splits read from files.
+        The summary, which is saved in recipe.json, and a dict with a checksum of every image. In this dict, each split
+        that is in memory has the key "train", "validation" or "test", with its `image_digests`. Each split that was
+        read from files has the key "train files", "validation files" or "test files", with checksums of the files.
     Example:
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]

@@ -79,5 +79,8 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
         declared = " x ".join(map(str, sizes))
-        raise BadInput(f"{name}: the header declares {declared} bytes, which is 0 or above 2 GiB; download it again")
+        raise BadInput(
+            f"{name}: the header declares an array of {declared} bytes, which is empty or larger than 2 GiB;"
+            " download it again"
+        )
     return sizes

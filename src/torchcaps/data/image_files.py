@@ -83,9 +83,9 @@ class ImageFiles:
 
         Arguments:
             shape: `(C, H, W)` of the decoded images.
-            resize: resize images of another size; otherwise, such an image raises `BadInput`.
+            resize: whether to resize the images whose size differs from `shape`.
         Raises:
-            BadInput: an image cannot be read, or has another size and `resize` is False.
+            BadInput: an image cannot be read, or its size differs from `shape` and `resize` is False.
         """
         pixels = torch.empty(len(self), *shape, dtype=torch.uint8)
         for row, index in enumerate(self.indices.tolist()):

@@ -59,7 +59,7 @@ class ImageList:
             test_fraction: fraction of each class to hold out for testing if there is no test split.
             seed: seed for choosing the test images.
             validation: `(fraction, seed)` for holding out validation images if there is no validation split. With None,
-                no images are held out.
+                no validation images are held out.
         Raises:
             BadInput: there is no test split, and a class has only one image; or `test_fraction` is out of its range.
         """
@@ -100,8 +100,9 @@ def read_list(
         images: the encoded images with their labels.
         splits: indices of the training, validation and test images.
         image_size, channels, progress: as for `load_image_folder`.
-        cache: "memory" decodes all images now. "none" reads only their headers now, and decodes images each time they
-            are used. "auto" is "memory" if the decoded images take at most half of the free memory, else "none".
+        cache: "memory" decodes all images now. "none" decodes only the header of each image now, and decodes an
+            image each time it is used. "auto" is "memory" if the decoded images take at most half of the free memory,
+            else "none".
         processes: number of processes that each store a copy of all images. It is used only with ``cache="auto"``,
             which multiplies the memory of the decoded images by this number.
     Raises:
@@ -265,6 +266,6 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
         if distorted:
             yield (
                 f"{images.name}: resizing to height {size[0]} and width {size[1]} changes the aspect ratio of"
-                f" {distorted:,} of {len(facts):,} images by more than 5 % (width / height is {seen});"
+                f" {distorted:,} of {len(facts):,} images by more than 5 % (before resizing, width / height is {seen});"
                 " crop them, or set data.image_size=[height,width] to their aspect ratio"
             )

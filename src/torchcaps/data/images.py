@@ -104,8 +104,8 @@ class ImagesOnDisk(Images):
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
         class_names: names of the classes, in the order of the labels.
         image_shape: `(C, H, W)` of the decoded images.
-        resize: resize images of another size. If False, `batch` and `pixels` raise `BadInput` for an image of another
-            size.
+        resize: whether to resize the images whose size differs from `image_shape`. If False, `batch` and `pixels` raise
+            `BadInput` for such an image.
     """
 
     files: ImageFiles
@@ -150,7 +150,7 @@ class Splits:
 
     Arguments:
         train: images to train on.
-        validation: images on which the epoch and the settings are chosen.
+        validation: images for choosing the epoch whose weights are saved, and settings such as the learning rate.
         test: images on which the reported accuracy is measured.
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))

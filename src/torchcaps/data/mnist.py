@@ -169,7 +169,10 @@ def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
 def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
     (images_path, pixels), (labels_path, classes) = images, labels
     if pixels.ndim != 3 or classes.ndim != 1:
-        raise BadInput(f"{images_path} contains no images [N, H, W], or {labels_path} no labels [N]; check their order")
+        raise BadInput(
+            f"{images_path} has {pixels.ndim} dimensions (images have 3) and {labels_path} has {classes.ndim}"
+            " (labels have 1); check whether the two files are swapped"
+        )
     if len(pixels) != len(classes):
         raise BadInput(
             f"{images_path} has {len(pixels)} images but {labels_path} has {len(classes)} labels; download both again"

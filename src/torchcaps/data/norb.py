@@ -1,9 +1,9 @@
 """Load smallNORB. Read and write the file format of smallNORB, which the rendered toys of `toys.py` also use.
 
 LeCun, Huang, Bottou, "Learning methods for generic object recognition with invariance to pose and lighting", CVPR 2004.
-The page of smallNORB calls the format "binary matrix". A file consists of a magic number for the type of the elements,
-the number of dimensions, one size per dimension (arrays with fewer than three dimensions still store three sizes),
-and the elements, row-major. All numbers are little-endian.
+The website of smallNORB calls this format "binary matrix". A file consists of a magic number for the type of the
+elements, the number of dimensions, one size per dimension (arrays with fewer than three dimensions still store three
+sizes), and the elements, row-major. All numbers are little-endian.
 """
 
 import math
@@ -34,8 +34,8 @@ ATTRIBUTES = ("instance", "elevation", "azimuth", "lighting")
 30° + 5° · n, an azimuth n means 10° · n."""
 CATEGORIES = ("animal", "human", "airplane", "truck", "car")
 PARTS = {"train": "5x46789x9x18x6x2x{0}x{0}-training", "test": "5x01235x9x18x6x2x{0}x{0}-testing"}
-"""Middle part of the file names of each split: number of categories, instances, numbers of elevations, azimuths,
-lightings and cameras, height and width of the images, separated by x. Each digit of the second part is an instance."""
+"""Middle part of the file names of each split, as values separated by x: the number of categories; the instances, one
+digit each; the numbers of elevations, azimuths, lightings and cameras; and the height and width of the images."""
 KINDS = ("dat", "cat", "info")
 
 MIRRORS = ("https://cs.nyu.edu/~ylclab/data/norb-v1.0-small/",)
@@ -150,7 +150,14 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
 
 
 def norb_file(prefix: str, split: str, size: int, kind: str) -> str:
-    """Return the name of a file, formed as in smallNORB: `kind` is dat, cat or info; `size` is the side in pixels."""
+    """Return the name of a file, formed as in smallNORB.
+
+    Arguments:
+        prefix: first part of the name.
+        split: "train" or "test".
+        size: height and width of the images in pixels.
+        kind: "dat" for the file of images, "cat" for categories, "info" for attributes.
+    """
     return f"{prefix}-{PARTS[split].format(size)}-{kind}.mat"
 
 

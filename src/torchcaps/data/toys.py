@@ -173,7 +173,7 @@ def _folder(data_dir: Path, seed: int) -> Path:
 
 
 def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.ndarray, "3 3"]:
-    """Compute the exact rotation matrix `[3, 3]` of a camera of the rendered toys.
+    """Compute the rotation matrix `[3, 3]` of the camera that took an image of the rendered toys.
 
     The rows are unit vectors in the coordinates of the toy: right, up, and from the toy towards the camera.
 
