@@ -173,7 +173,7 @@ def run_experiment(
 
     Arguments:
         name: a key of `EXPERIMENTS`.
-        budget: numbers of training images and epochs: ``quick`` (fewest), ``standard`` or ``paper`` (most).
+        budget: ``quick``, ``standard`` or ``paper``, from the shortest to the longest training.
         data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
         seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.

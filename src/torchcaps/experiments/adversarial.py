@@ -33,7 +33,7 @@ TARGETED = {("FGSM", "CNN"): "59", ("FGSM", "capsules"): "19", ("BIM", "CNN"): "
 
 
 def classifier(model: nn.Module, preparation: Preparation) -> Classifier:
-    """Return a function that prepares images in [0, 1] and computes the model's scores for them."""
+    """Return a function of images in [0, 1] that prepares the images and returns the model's scores."""
     return lambda images: model(preparation.plain_of(images)).scores
 
 
@@ -49,7 +49,7 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
 def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) -> dict[str, Any]:
     """Attack the network `target`, and measure the gradients of its loss with respect to the images.
 
-    Black-box attacks are computed on the network `other`, using the cross-entropy of its scores.
+    In black-box attacks, the images are changed with the gradients of the cross-entropy of the network `other`.
     """
     found: dict[str, Any] = {"untargeted": {}, "black box": {}, "targeted": {}, "targeted, as the paper": {}}
     for name, attack in ATTACKS.items():
@@ -98,7 +98,7 @@ def run(
 ) -> Outcome:
     """Attack the capsules, the capsules with uniform couplings, and the CNN.
 
-    Black-box attacks are computed on a second CNN.
+    In black-box attacks, the images are changed with the gradients of a second CNN.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     images, epochs, count = study.choose(*sizes)

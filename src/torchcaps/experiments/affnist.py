@@ -23,7 +23,7 @@ PAPER = {"CNN": ("99.22", "66"), "capsules": ("99.23", "79")}
 
 
 def moved(images: Images, seed: int | None) -> Images:
-    """Pad digits to 40×40 and shift them at random within the frame, or centre them if `seed` is None."""
+    """Pad digits to 40×40 pixels, and shift them at random; if `seed` is None, they stay in the centre."""
     pixels = functional.pad(images.pixels, [MARGIN] * 4)
     if seed is not None:
         pixels = shift(pixels, shift_offsets(seed, 0, len(pixels), MARGIN))
@@ -31,11 +31,11 @@ def moved(images: Images, seed: int | None) -> Images:
 
 
 def affine(images: Images, seed: int) -> Images:
-    """Transform digits into 40×40 images by random affine maps, within the ranges that affNIST publishes.
+    """Transform digits by random affine maps, and return images of 40×40 pixels.
 
-    Digits are rotated by up to ±20°, sheared by up to ±0.2, scaled along each axis by 0.8 to 1.2, and then shifted by
-    up to ±6 pixels along each axis. The shift is limited so that the digit stays inside the frame. Interpolation is
-    bilinear.
+    The ranges are those that affNIST publishes. Digits are rotated by up to ±20°, sheared by up to ±0.2, scaled along
+    each axis by 0.8 to 1.2, and then shifted by up to ±6 pixels along each axis. The shift is limited so that the digit
+    stays inside the frame. Interpolation is bilinear.
     """
     random = np.random.default_rng(seed)
     count = len(images)
@@ -103,7 +103,11 @@ def inside(pixels: torch.Tensor, offsets: torch.Tensor, axis: int) -> torch.Tens
 
 
 def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> Outcome:
-    """Compare the networks at epochs after which they are equally accurate on translated digits, as in the paper."""
+    """Train networks on translated digits, and compare their accuracies on affine digits.
+
+    For each network, the epoch is chosen so that all networks have about the same accuracy on translated digits, as in
+    the paper.
+    """
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     train = study.at_most(train, source)

@@ -45,9 +45,9 @@ def fgsm(
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
         images: images to attack, in [0, 1].
-        labels: class indices: the true classes, or the target classes if `targeted`.
+        labels: class indices ``[B]``: the true classes or, if `targeted`, the classes that the attack aims at.
         epsilon: ε, in [0, 1].
-        targeted: whether `labels` are target classes.
+        targeted: True to lower the loss for `labels`, False to raise it.
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Example:
@@ -78,10 +78,10 @@ def bim(
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
         images: images to attack, in [0, 1].
-        labels: class indices: the true classes, or the target classes if `targeted`.
+        labels: class indices ``[B]``: the true classes or, if `targeted`, the classes that the attack aims at.
         epsilon: ε, in [0, 1].
         steps: number of steps, at least 1.
-        targeted: whether `labels` are target classes.
+        targeted: True to lower the loss for `labels`, False to raise it.
         loss: function of scores and labels that returns the mean loss of the batch.
 
     Example:

@@ -15,9 +15,9 @@ STEPS = torch.linspace(-0.25, 0.25, 11)
 
 
 def swept(model: CapsNet, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B dimension step C H W"]:
-    """Reconstruct images from their longest class capsule, with one dimension of the capsule changed at a time.
+    """Reconstruct images from their longest class capsule, after a number is added to one of its dimensions.
 
-    The added value ranges from -0.25 to 0.25 in steps of 0.05.
+    This is done for each dimension and for each of the numbers -0.25, -0.20, …, 0.25.
     """
     assert model.decoder is not None
     with torch.inference_mode():

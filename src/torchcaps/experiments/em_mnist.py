@@ -11,13 +11,13 @@ from torchcaps.experiments.study import Outcome, Row, Study, part, scores_of
 
 
 def mnist(study: Study) -> Outcome:
-    """Train the small network on MNIST twice: once with two routing iterations and once with uniform couplings."""
+    """Train a matrix capsule network on MNIST twice: with two routing iterations and with uniform couplings."""
     images, epochs = study.choose((4_000, 4), (54_000, 8), (54_000, 30))
     return compared(study, "mnist", images, epochs, "99.56", 64)
 
 
 def cifar10(study: Study) -> Outcome:
-    """Train the small network on CIFAR-10, with the paper's 256 channels in its first convolution.
+    """Train a matrix capsule network on CIFAR-10. Its first convolution has 256 channels, as in the paper.
 
     The network is trained twice: once with two routing iterations and once with uniform couplings.
     """

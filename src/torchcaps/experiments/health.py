@@ -21,7 +21,7 @@ DEAD = 0.01
 
 
 def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Measure the dead parent capsules, the entropy of the couplings and the gradient of the transforms of each layer.
+    """Measure, for each layer, its share of dead parents, entropy of couplings and gradient norm of transforms.
 
     A parent capsule (one type at one position) is dead if its activation is at most 0.01 for every image. The
     normalised entropy of the couplings of a child is their entropy, divided by the entropy of uniform couplings. It is

@@ -21,7 +21,7 @@ CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13:
 
 
 class DamagedFile(ValueError):
-    """Reason why a MATLAB file cannot be read. `read_struct` adds the path of the file and the cure."""
+    """Reason why a MATLAB file cannot be read. `read_struct` reports it as `BadInput`, with the path of the file."""
 
 
 def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray]:

@@ -14,7 +14,10 @@ FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
     "elevation": ("elevation", (0, 1, 2)),
 }
-"""For each kind of viewpoint: attribute of the images, and its values in training. Units are those of smallNORB."""
+"""For azimuth and elevation: the attribute of the images, and its values in training.
+
+As in smallNORB, an azimuth n means 10° · n, and an elevation n means 30° + 5° · n.
+"""
 PAPER = {
     ("azimuth", "CNN"): ("96.3", "80.0"),
     ("azimuth", "capsules"): ("96.3", "86.5"),

@@ -12,9 +12,9 @@ from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, 
 ITERATIONS = (1, 2, 3)
 PAPER = {1: "86.2", 2: "95.4", 3: "93.7"}
 UNNORMALISED: dict[str, Any] = {"normalise_data": False, "inverse_temperature": 0.01, "initial_beta_a": -1500.0}
-"""Options that switch off `normalise_data` of `EMRouting`, with the inverse temperature λ = 0.01 of the paper.
+"""Options that switch off `normalise_data` of `EMRouting` and set the paper's inverse temperature, λ = 0.01.
 
-The initial β_a is -1500, so that λ β_a is -15, as with `normalise_data`, where β_a starts at -15 and λ is 1.
+With `normalise_data`, λ is 1 and β_a starts at -15. Here β_a starts at -1500, so that the initial λ β_a is -15 too.
 """
 OFF: dict[str, dict[str, Any]] = {
     "all corrections": {},

@@ -201,7 +201,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
     Arguments:
         results: folder of the results.
         report: page to write.
-        titles: title and paper of each experiment, keyed by name. The page has the same order.
+        titles: title and paper of each experiment, keyed by name. The page lists the experiments in this order.
 
     Returns:
         Number of results on the page.

@@ -72,7 +72,7 @@ class Study:
     """The options of an experiment, and the folder of its finished parts.
 
     Arguments:
-        budget: numbers of training images and epochs: ``quick`` (fewest), ``standard`` or ``paper`` (most).
+        budget: ``quick``, ``standard`` or ``paper``, from the shortest to the longest training.
         data: name of a dataset that replaces the experiment's own dataset; None keeps the experiment's own dataset.
         seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.
@@ -116,10 +116,12 @@ class Study:
         on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
         module_class: type[TrainingModule] = TrainingModule,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Train a network, resume an interrupted run or load a finished run; returns the model and its metrics.
+        """Train a network and save the run in the study's subfolder `part`. Return the model and its metrics.
+
+        An interrupted run in the subfolder is resumed, and a finished run is loaded.
 
         Raises:
-            BadInput: the folder contains a run with other settings or other data, or `fit` rejects the recipe.
+            BadInput: the subfolder contains a run with other settings or other data, or `fit` rejects the recipe.
         """
         folder = self.folder / part
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
@@ -192,8 +194,8 @@ class Study:
         """Return a recipe with a cosine schedule for MNIST digits.
 
         The `network` ``capsules`` is CapsNet with a stem. ``uniform couplings`` is the same network with one routing
-        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. The schedule always covers the
-        whole training; `images` is not used.
+        iteration. ``CNN`` is the baseline CNN of Hinton, Sabour & Frosst 2018. `images` is not used,
+        because a cosine schedule always ends with the last training step.
         """
         cnn = network == "CNN"
         recipe = RECIPES["cnn-baseline-mnist" if cnn else "capsnet-stem-mnist"]()
@@ -265,7 +267,7 @@ class Study:
         """Return the recipe of `network` (``CNN``, ``capsules``, ``uniform couplings``) with settings of later papers.
 
         The settings are as in the recipe ``matrix-capsnet-toys``: stem, normalisation, mixup, and crops that contain a
-        whole toy. The cosine schedule always covers the whole training; `images` is not used.
+        whole toy. `images` is not used, because a cosine schedule always ends with the last training step.
         """
         name = "cnn-baseline-toys" if network == "CNN" else "matrix-capsnet-toys"
         recipe = replace(RECIPES[name](), data=self.toys_or_smallnorb(), seed=seed, epochs=epochs, choose="best")

@@ -30,7 +30,7 @@ NOTE = (
 
 
 def run(study: Study) -> Outcome:
-    """Measure the minutes until an epoch ends with the target accuracy, and the time of a step without fused routing.
+    """Measure the training time to the target validation accuracy, and the time of one step without fused routing.
 
     Raises:
         BadInput: the study has several seeds, or `data` is given.

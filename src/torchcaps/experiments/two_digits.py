@@ -53,7 +53,7 @@ def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
 
 
 def named_alike(scores: Float[Tensor, "n classes"], labels: Int64[Tensor, "n length"]) -> Tensor:
-    """Return, per image with n labels, whether the n classes with the highest scores are the labels, in any order."""
+    """Return, for each image with k labels, whether these are the k classes with the highest scores, in any order."""
     best = scores.topk(labels.shape[1], dim=1).indices
     return (best.sort(dim=1).values == labels.sort(dim=1).values).all(dim=1)
 
@@ -211,7 +211,7 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
 
 
 def draw(model: PooledCapsNet, images: Images) -> Figure:
-    """Draw strips of two and three digits, the lengths of the class capsules, and the couplings of the longest."""
+    """Draw strips of two and three digits, the lengths of all class capsules, and the couplings of the longest ones."""
     figure = Figure(figsize=(11, 6.4), layout="constrained")
     axes = figure.subplots(4, 5, width_ratios=[2, 2.2, 1.6, 1.6, 1.6])
     for row, length in enumerate((2, 2, 3, 3)):

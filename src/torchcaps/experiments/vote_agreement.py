@@ -13,7 +13,7 @@ from torchcaps.routing import EMRouting
 def distances(
     model: nn.Module, images: Float[Tensor, "B C H W"]
 ) -> list[tuple[Float[Tensor, "B J votes"], Float[Tensor, "B J votes"]]]:
-    """Return the distance of each vote from the mean of its class capsule, and its coupling, per routing iteration."""
+    """Return, per routing iteration, the votes' distances from the mean of their class capsule, and the couplings."""
     with torch.inference_mode():
         routing = routed(model, images)["class_capsules"]
         assert isinstance(routing.rule, EMRouting)

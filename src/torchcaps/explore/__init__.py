@@ -60,7 +60,12 @@ class Explorer:
     _lock: Any = field(default_factory=RLock)
 
     def classifier(self, name: str, rule: str = "", iterations: int = 0) -> Classifier:
-        """Load a network with its own routing rule, or with another rule or number of iterations.
+        """Load a network. If `rule` is given, it replaces the network's own routing rule.
+
+        Arguments:
+            name: name of the network.
+            rule: name of a routing rule; if empty, the network keeps its own rule and its number of iterations.
+            iterations: number of iterations of `rule`; 0 for the default of this rule.
 
         Raises:
             BadInput: the folder contains no classifier, or the rule does not fit the network's weights.
@@ -108,7 +113,7 @@ class Explorer:
         If the network reads strips of digits, the image keeps its aspect ratio.
 
         Raises:
-            BadInput: the file cannot be read as an image.
+            BadInput: the file cannot be read as an image, or the image is too wide for a strip.
         """
         channels, height, width = self.classifier(name).image_shape
         if self._reads_strips(name):
@@ -157,7 +162,7 @@ class Explorer:
         return View(found, self.order(classifier, found))
 
     def order(self, classifier: Classifier, found: Inspection) -> list[str]:
-        """Return the digits of a strip from left to right, in the order of the centres of their support.
+        """Return the digits of a strip from left to right, sorted by the centre of the pixels that support them.
 
         The list is empty for a network that does not read strips, and for an image too narrow to be a strip.
         """
@@ -212,7 +217,7 @@ class View(NamedTuple):
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
     def support(self, number: int, index: int) -> UInt8[np.ndarray, "H W 3"]:
-        """Draw the support of class `index` in routing pass `number` (from 1), in colour, over the picture."""
+        """Draw the support of class `index` in colour over the picture. The first routing pass has the `number` 1."""
         from matplotlib import colormaps
 
         maps = self.found.support[min(number, len(self.found.support)) - 1, index]
@@ -255,7 +260,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
 def toy_view(
     shape: tuple[int, int, int], category: int, instance: int, elevation: int, azimuth: int, lighting: int
 ) -> UInt8[Tensor, "2 H W"] | None:
-    """Return a view of a toy, resized to the network's image shape; None if this shape is not that of stereo pairs."""
+    """Return a stereo pair of a toy, resized to a network's image `shape`; None unless the shape has two channels."""
     channels, height, width = shape
     if channels != 2:
         return None

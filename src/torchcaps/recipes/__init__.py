@@ -100,8 +100,9 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         name: a key of `RECIPES`.
         settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
             ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
-            If the model changes, the recipe's model options and routing options are discarded. If the rule, data or
-            loss changes, only the recipe's options of the old rule, data or loss are discarded.
+            If the model changes, the recipe's model options and routing options are discarded. If the rule
+            changes, the routing options are discarded. If data or loss changes, the data options or the loss options
+            are discarded.
 
     Raises:
         BadInput: the recipe or a key is unknown, or a value has the wrong type.

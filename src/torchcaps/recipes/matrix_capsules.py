@@ -18,7 +18,8 @@ def matrix_capsnet_smallnorb() -> Recipe:
 
     Optimiser, loss, batch size, weight decay and augmentation follow the paper. The paper multiplies the learning rate
     by 0.96 every 20,000 steps and does not state the number of epochs. This recipe trains for 20 epochs and applies the
-    factor every 160 steps. ``--set model.size=base`` selects a network with widths 32/32/32/32.
+    factor every 160 steps. ``--set model.size=base`` selects the paper's numbers of channels and capsule types,
+    32/32/32/32 instead of 64/8/16/16.
     """
     return Recipe(
         name="matrix-capsnet-smallnorb",
@@ -44,8 +45,8 @@ def matrix_capsnet_toys() -> Recipe:
 
     `matrix_capsnet_toys_paper` has the paper's settings. This recipe differs from the paper's settings as follows:
 
-    - Three convolutions are added, of which the second has stride 2. BatchNorm follows each of the four convolutions
-      and the primary capsules.
+    - Three convolutions are added after the first one; the middle one of the three has stride 2. BatchNorm follows all
+      four convolutions and the primary capsules.
     - Crops contain the whole toy, images are standardised after augmentation, and mixup is on.
     - The loss is the cross-entropy on activation logits, the learning rate has a cosine schedule, and the last epoch is
       kept instead of the best epoch.
@@ -106,8 +107,9 @@ def matrix_capsnet_mnist() -> Recipe:
 def matrix_capsnet_mnist_paper() -> Recipe:
     """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
 
-    Training takes 8 epochs. All sites in the blank margin of an image cast similar votes, so the recipe uses Gritzman's
-    variance floor and a lower initial β_a (see `EMRouting`). Both values were chosen on images of the training split.
+    Training takes 8 epochs. All positions in the blank margin of an image cast similar votes. The recipe therefore uses
+    Gritzman's variance floor, 1e-4 instead of 0.01, and an initial β_a of -25 instead of -15 (see `EMRouting`).
+    Both values were chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),
