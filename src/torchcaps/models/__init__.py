@@ -64,7 +64,7 @@ def routing_of(
     Arguments:
         model: a key of `MODELS`.
         options: keyword arguments of the model's class.
-        routing_options: options of the routing rule, which replace the options of the model's own `Routing`.
+        routing_options: options to change in the returned `Routing`; its other options stay as they are.
 
     Raises:
         BadInput: the model, the rule or an option of the rule is unknown; or ``routing_options`` are given for a model

@@ -25,10 +25,11 @@ class AttentionCapsNet(nn.Module, Pretrained):
     """Capsule network with inverted dot-product attention: one convolution and four capsule layers.
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
-    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules with one transform per
-    position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. In this implementation
-    the sigmoid of this score is the activation of the class capsule. The loss `activation_logit_cross_entropy` is the
-    paper's softmax cross-entropy of the scores. Layers are routed one after the other ("sequential" in the paper).
+    1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules, with separate transforms
+    for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. In this
+    implementation the sigmoid of this score is the activation of the class capsule. The loss
+    `activation_logit_cross_entropy` is the paper's softmax cross-entropy of the scores. Each layer runs all of its
+    routing iterations before the next layer starts ("sequential" routing in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses

@@ -26,7 +26,7 @@ class CapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels.
         num_classes: number of classes.
-        convolution_channels: output channels of the convolution, or of the last convolution of the stem.
+        convolution_channels: output channels of the convolution; with ``stem``, of the last of the four convolutions.
         primary_types: number of primary capsule types per position.
         primary_pose_size: number of elements of a primary capsule's pose.
         class_pose_size: number of elements of a class capsule's pose.
@@ -38,8 +38,8 @@ class CapsNet(nn.Module, Pretrained):
         stem: replace the convolution with four convolutions (one 5×5, then three 3×3), each followed by BatchNorm and
             ReLU. The numbers of output channels are 1/4, 1/2, 1/2 and 1 times ``convolution_channels``. The second and
             the fourth convolution have stride 2. With the stem, the primary capsules have 3×3 kernels with stride 1,
-            and the receptive field of a primary capsule is 23×23 pixels instead of 17×17. The convolutions and primary
-            capsules together have a fifth of the weights that they have without the stem.
+            and the receptive field of a primary capsule is 23×23 pixels instead of 17×17. The stem and the primary
+            capsules together have a fifth as many weights as the layers that they replace.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.

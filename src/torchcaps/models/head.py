@@ -26,9 +26,9 @@ class CapsuleHead(nn.Module):
     poses of the primary capsules from the features. If the routing rule uses activations, a second linear layer with
     BatchNorm computes the activations. All positions share the transforms of the class capsules, so the number of
     parameters does not depend on the size of the feature map. Coordinate Addition adds the position of each child to
-    its votes, in coordinates from -1/2 to 1/2. The fused kernels store no votes, so large feature maps need little
-    memory. The score of a class is the activation of its capsule. With the default rule, train on the loss
-    `torchcaps.losses.activation_logit_cross_entropy`.
+    its votes, in coordinates from -1/2 to 1/2. The fused kernels compute each vote when it is needed and do not store
+    it, so large feature maps need little memory. The score of a class is the activation of its capsule. With the
+    default rule, train on the loss `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.
@@ -108,7 +108,7 @@ class CapsuleHead(nn.Module):
             expected = ", ".join(map(str, self.features_shape))
             raise ValueError(
                 f"features must be [B, {expected}]; got {described(features)}: create the head with the shape of "
-                "these features as features_shape"
+                "one sample of these features as features_shape"
             )
         if len(self.features_shape) == 1:
             features = features[:, :, None, None]

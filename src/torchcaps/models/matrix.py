@@ -26,8 +26,8 @@ EM = Routing("em", variance_floor=0.01, initial_beta_a=-15.0, inverse_temperatur
 
 The variance floor is 0.01, because the initial poses of the network are very small. With a floor of 1e-4, all couplings
 after the first iteration would be close to 0 or 1, and a network with three iterations would hardly learn. The initial
-β_a is -15, because with 0 either the scores of wrong classes do not fall below 1/2, or all scores start so close to 1
-that the network does not learn.
+β_a is -15. Networks that start with β_a = 0 have one of two problems: the scores of wrong classes do not fall below
+1/2, or all scores start so close to 1 that the network does not learn.
 """
 
 
@@ -52,7 +52,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
             convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
             follows every convolution.
         stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
-            channels, and the first ConvCaps layer has stride 1. The network then has a quarter of the primary capsules.
+            channels, and the first ConvCaps layer has stride 1. The network then has a quarter as many primary capsules
+            as with 1.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
@@ -66,8 +67,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         initial_std: standard deviation of the initial transforms of the ConvCaps layers; 0.3 in the authors' code.
         class_initial_std: standard deviation of the initial transforms of the class capsules; 0.01 in the authors'
             code.
-        around_identity: initialise each transform as the identity matrix plus noise; False, as in the authors' code:
-            only noise.
+        around_identity: True: initialise each transform as the identity matrix plus noise; False: as noise alone, as in
+            the authors' code.
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its

@@ -1,7 +1,8 @@
 """A CNN and a capsule network with the same convolutions: Su 2018.
 
-Both networks compute one independent score per class and accept images of various sizes. The CNN combines the positions
-of the last feature map by global average pooling; the capsule network combines them by routing.
+Both networks compute one score in [0, 1] per class; the scores of an image need not sum to 1. Both accept images of
+various sizes. The CNN combines the positions of the last feature map by global average pooling; the capsule network
+combines them by routing.
 """
 
 from collections.abc import Sequence
@@ -70,10 +71,10 @@ class PooledCNN(nn.Module, Pretrained):
 
 
 class PooledCapsNet(nn.Module, Pretrained):
-    """Capsule network of Su 2018: four 3×3 convolutions and class capsules with shared transforms.
+    """Capsule network of Su 2018: four 3×3 convolutions and class capsules.
 
-    The 128 channels at each position form one child capsule. The score of a class is the activation of its capsule. The
-    network has 279,488 parameters on MNIST.
+    The 128 channels at each position form one child capsule. All positions share the transforms of the class capsules.
+    The score of a class is the activation of its capsule. The network has 279,488 parameters on MNIST.
 
     Arguments:
         image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.

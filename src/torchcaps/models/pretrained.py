@@ -119,9 +119,9 @@ class Pretrained:
                 as ``"owner/name"``.
             revision: branch, tag or commit of the repository.
             token: access token for the repository.
-            changes: constructor arguments that replace saved ones, such as ``im2col=True``. A layer whose saved rule
-                has the same name as ``routing`` keeps its saved options, except those given in ``routing``. In all
-                other layers, ``routing`` replaces the saved rule.
+            changes: constructor arguments that replace saved ones, such as ``im2col=True``. If ``routing`` is one of
+                them, it is compared with the saved rule of each layer. Where both have the same name, only the options
+                given in ``routing`` change; elsewhere, ``routing`` replaces the saved rule.
 
         Raises:
             BadInput: the folder or repository does not exist; a file is missing or damaged; the weights belong to
@@ -277,7 +277,8 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
         check_kind(entry, rule, Mapping[str, Any])
         if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
             raise BadInput(
-                f"{entry} must have options and a rule, one of {', '.join(ROUTINGS)}: save the network again"
+                f"{entry} must have exactly the entries 'options' and 'rule', with one of the rules "
+                f"{', '.join(ROUTINGS)}: save the network again"
             )
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])

@@ -188,5 +188,8 @@ def _download(backbone: str) -> tuple[str, Path]:
     """Download the weights that timm publishes, as a .safetensors file."""
     config = _timm().get_pretrained_cfg(backbone)
     if config is None or not config.hf_hub_id:
-        raise BadInput(f"timm publishes no weights for {backbone}: give a .safetensors file, or leave out --from")
+        raise BadInput(
+            f"timm publishes no weights for {backbone}: give a .safetensors file, or start from "
+            "random weights (without --from)"
+        )
     return config.hf_hub_id, local_folder(config.hf_hub_id) / WEIGHTS

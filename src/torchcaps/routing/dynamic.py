@@ -84,7 +84,7 @@ def dynamic_routing(
         logits: ``cumulative``: b_ij is the sum of û_ij · v_j over all earlier iterations, as in the paper; ``latest``:
             b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
-            ``none``.
+            ``none``; see `torchcaps.squash` for the formulas.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
             uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
@@ -169,7 +169,7 @@ class DynamicRouting(nn.Module):
         logits: ``cumulative``: b_ij is the sum of û_ij · v_j over all earlier iterations, as in the paper; ``latest``:
             b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
-            ``none``.
+            ``none``; see `torchcaps.squash` for the formulas.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
             iteration as constants.

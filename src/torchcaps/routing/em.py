@@ -287,15 +287,15 @@ class EMRouting(nn.Module):
         parent_types: number of parent types (J). β_u and β_a have one number per parent type. With
             ``parent_activation="mixing"``, β_u and β_a are not trained.
         iterations: number of routing iterations, from 1 to 1,000.
-        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
-            parent site.
+        competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
+            1 over the parent types at each parent site.
         variance_floor: constant added to the variances σ² of the votes, at least 0.
         normalise_data: set mean_data to number of children / number of parents of the layer. If False, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0.
         temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
-        tempering: factor on the logits of the couplings in the E-step, in (0, 1]; below 1, the couplings are softer.
+        tempering: factor on log (a_j N(V_ij; μ_j, σ_j²)) in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
         initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. A parent to which no
             child is coupled has the activation logistic(λ β_a), which is low for a negative β_a. Training from 0 would

@@ -55,7 +55,7 @@ class Rule(nn.Module):
     weighs_activations = True
     """Whether votes are weighted with the activation of the child."""
     competition: Competition = "parents"
-    """``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each site."""
+    """Couplings are a softmax. ``parents``: over all parents of a child; ``types``: over the types at a parent site."""
     backend: Backend = "auto"
     """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 

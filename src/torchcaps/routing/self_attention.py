@@ -13,7 +13,7 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class SelfAttentionRouting(Rule):
-    """Self-attention routing: one iteration, with couplings from dot products of each vote and a sum of votes.
+    """Self-attention routing: one iteration; couplings from dot products of votes with the sum of a parent's votes.
 
     Mazzia, Salvetti & Chiaberge 2021, section 3.2::
 

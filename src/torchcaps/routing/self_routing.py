@@ -22,8 +22,8 @@ class SelfRouting(Rule):
         a_j = Σ_i a_i c_ij / Σ_i a_i
 
     u_i and a_i are the pose and the activation of child i, û_ij is its vote for parent j, and c_ij its coupling. p_j
-    and a_j are the pose and the activation of the parent. W and b are learned and are shared in the same way as the
-    layer's transforms. Initially they are 0, which gives uniform couplings. The authors use BatchNorm on poses and
+    and a_j are the pose and the activation of the parent. W and b are learned. Child sites that share transforms also
+    share W and b. Initially W and b are 0, which gives uniform couplings. The authors use BatchNorm on poses and
     activations between layers, and train on the log of the activations.
 
     Arguments:

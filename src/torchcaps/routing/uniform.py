@@ -20,7 +20,8 @@ class UniformRouting(Rule):
     the results.
 
     Arguments:
-        squash_form: squash of the parents: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``.
+        squash_form: squash of the parents: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``; see
+            `torchcaps.squash` for the formulas.
 
     Raises:
         ValueError: ``squash_form`` is not one of the known forms.

@@ -39,12 +39,12 @@ class Votes:
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
-            parent site.
+        competition: ``parents``: the couplings of a child are a softmax over all of its parents; ``types``: they are a
+            softmax over the parent types at each parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
         passes: number of calls of `moments` that the rule will make. In the backward, one loop over the votes computes
-            the gradients of pose, activation and transform for all of these calls. If there are more calls than
-            ``passes``, the gradients are also correct, but further loops are needed.
+            the gradients of pose, activation and transform for all of these calls. If the rule makes more calls, the
+            gradients are still correct, but need more than one loop.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
@@ -167,7 +167,7 @@ class Votes:
         return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Sum the activations of the children of each parent site. No parent at this site has a mass above the sum."""
+        """Sum the activations of the children of each parent site. A parent's mass is at most the sum of its site."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:

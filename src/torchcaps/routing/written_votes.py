@@ -12,16 +12,16 @@ from torchcaps.routing_map import RoutingMap
 class WrittenVotes:
     """Materialised votes ``V = pose · transform`` along every edge of a map, ``[B, J, E, C, R, N]``.
 
-    This class supports every dtype, every kind of differentiation and every exporter. It needs several times as much
-    memory as the votes alone.
+    Unlike the fused kernels, this class supports ONNX export, every floating dtype and every kind of differentiation,
+    such as second-order gradients and ``torch.func``. It needs several times as much memory as the votes alone.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         activation: ``[B, S, C]``, activations of the children; None for 1 everywhere.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         routing_map: the graph that connects child sites with parent sites.
-        competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at each
-            parent site.
+        competition: ``parents``: the couplings of a child are a softmax over all of its parents; ``types``: they are a
+            softmax over the parent types at each parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
 
     Example:
