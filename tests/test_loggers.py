@@ -2,6 +2,8 @@
 
 import csv
 import shutil
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -12,6 +14,7 @@ from torchcaps import BadInput
 from torchcaps.data import Images, Splits
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
 
 LABELS = torch.arange(40) % 2
@@ -55,6 +58,16 @@ def test_wandb_logs_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     fit(recipe_of(1), SPLITS, tmp_path / "run", logger="wandb")
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")
+def test_mlflow_logs_to_a_database_in_the_run_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    fit(recipe_of(1), SPLITS, tmp_path / "run", logger="mlflow")
+    with closing(sqlite3.connect(tmp_path / "run" / "mlflow.db")) as database:
+        logged = dict(database.execute("SELECT key, value FROM metrics"))
+    row = read_rows(tmp_path / "run")[-1]
+    assert logged["validation_accuracy_percent"] == pytest.approx(float(row["validation_accuracy_percent"]), abs=1e-3)
 
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="needs mlflow")

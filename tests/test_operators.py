@@ -61,7 +61,7 @@ def test_edges_out_of_range_are_refused(name):
     lists = arguments[place]
     for wrong, message in (
         (lists + 1, "child site, parent site or transform that does not exist"),
-        (lists[:-1], "edge_lists must be .* for these children and this map; got"),
+        (lists[:-1], "edge_lists must be .* to fit the children and the routing map; got"),
         (lists.to("meta"), "pose is on cpu and edges on meta: move both to one device"),
     ):
         if name == "votes_backward" and wrong.is_meta:
@@ -73,7 +73,7 @@ def test_edges_out_of_range_are_refused(name):
 def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
-        (records[:-1], "12 tensors per pass; got 11"),
+        (records[:-1], "must be a multiple of 12; got 11"),
         ([records[1], *records[1:]], "constant must be"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,8 +1,8 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
-The formulas count the multiply-adds of the reference implementation, which computes the votes only once. This
-computation is counted in the first routing iteration, which has uniform couplings. The fused kernels compute the votes
-again in each later iteration; the formulas do not count these computations.
+The formulas count the multiply-adds of the reference implementation, which computes the votes only once. The
+computation of the votes is counted in the pass with uniform couplings, usually the first routing iteration. The fused
+kernels compute the votes again in each later iteration; the formulas do not count these computations.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The terms ``1 / 2σ²`` and ``Σ log σ`` of the log density of a Gaussian, computed by one kernel.
 
-With separate PyTorch operations, computing them would take a tenth of the time of a call of `Votes.moments`.
+Separate PyTorch operations would slow routing down: they would take a tenth as long as a whole call of `Votes.moments`.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def written_out(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def _strides(variance: Tensor) -> tuple[Any, Any]:
-    """Return the strides of tensors with one vector, and with one number, per parent, in the layout of `variance`."""
+    """Return the strides for a vector per parent and for a number per parent, in the layout of `variance`."""
     by_sample = has_strides(variance, vector_strides(variance.shape, True))
     return vector_strides(variance.shape, by_sample), scalar_strides(variance.shape, by_sample)
 

@@ -107,7 +107,7 @@ def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
             wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise ValueError(
-                f"{name} must be {list(shape)} {dtype} on the CPU for these children and this map; got {wrong}"
+                f"{name} must be {list(shape)} {dtype} on the CPU to fit the children and the routing map; got {wrong}"
             )
         address = tensor.data_ptr()
         if address % 64 or not has_strides(tensor, strides):

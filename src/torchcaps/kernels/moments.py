@@ -37,10 +37,11 @@ class Record(NamedTuple):
         constant, linear, quadratic, centre: tensors of the `Agreement` of the pass.
         log_sums: ``[B′, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None if the
             couplings are uniform, that is, all couplings of a child are equal.
-        coupling_grads: ``[B′, G, C]``: for each softmax, the sum over its parents of coupling times gradient of the
-            weight. A weight is activation times coupling. None if the couplings are treated as constants.
+        coupling_grads: ``[B′, G, C]``: for each softmax, ``Σ coupling · weight_grad`` over its parents, with weight =
+            activation · coupling. None if the couplings are treated as constants.
         mean: ``[B, P, J, R, N]``, means of the votes.
-        log_mass: ``[B, P, J]``, logarithm of the mass; ∞ for a parent whose children all have activation 0.
+        log_mass: ``[B, P, J]``, logarithm of the mass; set to ∞ instead of -∞ for a parent whose children all have
+            activation 0, so that the exponential of ``log weight - log_mass`` is 0 there.
         mass_grad, mean_grad, variance_grad: gradients of the outputs of the pass.
         offset: ``[B, P, J]``, variance times variance_grad, summed over the elements of a vote.
     """
@@ -288,7 +289,7 @@ def votes_backward(
     outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
     entries = len(Record._fields)
     if len(records) % entries:
-        raise ValueError(f"records must have {entries} tensors per pass; got {len(records)}")
+        raise ValueError(f"the number of tensors in records must be a multiple of {entries}; got {len(records)}")
     passes = [
         Record(*(part if part.numel() else None for part in records[first : first + entries]))
         for first in range(0, len(records), entries)

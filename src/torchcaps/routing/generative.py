@@ -28,23 +28,13 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-<<<<<<< HEAD
     V_ij is the vote of child i for parent j, h runs over its elements, and R_ij is its coupling. a_i is the activation
     of the child. D_use_ij is the part of a_i that parent j uses, and D_ign_ij the part that parent j ignores. μ_j is
     the pose of the parent. f is the logistic function. In the paper, layers exchange logits, and each layer applies f
-    to its input logits before routing. Here layers exchange activations in [0, 1], so f has already been applied to
-    a_i; a parent's activation is f(logit_j). β_use and β_ignore are learned, start at 0, and have one value per
-    transform, child type and parent type. A parent whose children all have activation 0 has pose 0. The vote bias of
-    the author's code is left out.
-=======
-    V_ij is the vote of child i for parent j, and R_ij its coupling. a_i is the activation of the child. D_use_ij is the
-    part of a_i that parent j uses, and D_ign_ij the part that parent j ignores. μ_j is the pose of the parent. f is the
-    logistic function. In the paper, layers exchange logits, and each layer applies f to its input logits before
-    routing. Here layers exchange activations in [0, 1]: the activation of parent j is f(logit_j), and a_i is used
-    without applying f. β_use and β_ignore are learned, start at 0, and have one value per transform, child type and
-    parent type. A parent whose children all have activation 0 has pose 0. The author's code also adds a learned bias to
-    every vote; this rule does not.
->>>>>>> q5
+    to its input logits before routing. Here layers exchange activations in [0, 1]: the activation of parent j is
+    f(logit_j), and a_i is used without applying f. β_use and β_ignore are learned, start at 0, and have one value per
+    transform, child type and parent type. A parent whose children all have activation 0 has pose 0. The author's code
+    also adds a learned bias to every vote; this rule does not.
 
     Arguments:
         transforms: number of transforms of the map (K): the number of child sites for a dense layer, 1 for a shared

@@ -46,7 +46,7 @@ from torchcaps.kernels.moments import Record
 def _gradient_scale(a):
     """Return the factor by which the gradients of a child with activation a are multiplied, so that none overflows.
 
-    With tiny, the smallest normal number, the factor is √tiny if tiny ≤ a < √tiny, and otherwise 1.
+    The factor is √tiny if tiny ≤ a < √tiny, where tiny is the smallest normal number. Otherwise the factor is 1.
     """
     root = 1.0842021724855044e-19 if a.dtype == tl.float32 else 1.4916681462400413e-154
     return tl.where((a >= tiny_of(a.dtype)) & (a < root), root, 1.0).to(a.dtype)
@@ -179,7 +179,7 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
 
 @triton.jit
 def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl.constexpr):
-    """Compute the gradient of each transform over a group of its edges and samples: ``[groups, K, C, J, Q, N]``."""
+    """Compute each transform's gradient, summed over each group of edges and samples: ``[groups, K, C, J, Q, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types

@@ -17,7 +17,7 @@ TILE = 1024
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
-"""Number of programs that keeps the largest GPUs busy. Below it, the work of each program is split into groups."""
+"""Number of programs that keeps the largest GPUs busy. If there are fewer, each program's work is split into groups."""
 STEPS = 8
 """Smallest number of steps in a group. A step is one iteration of the loop of a program."""
 
@@ -118,7 +118,7 @@ class Problem:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
     def per_softmax(self, *sizes: int) -> Tensor:
-        """Create an uninitialised tensor ``[B′, …, G, C]``, with zeros after the first B samples; see `Record`."""
+        """Create a tensor ``[B′, …, G, C]``; see `Record`. The first B samples are uninitialised, the others are 0."""
         values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
         values[self.samples :] = 0
         return values
