@@ -66,7 +66,7 @@ def test_mlflow_logs_to_a_database_in_the_run_folder(tmp_path, monkeypatch):
     fit(recipe_of(1), SPLITS, tmp_path / "run", logger="mlflow")
     with closing(sqlite3.connect(tmp_path / "run" / "mlflow.db")) as database:
         logged = dict(database.execute("SELECT key, value FROM metrics"))
-    row = read_rows(tmp_path / "run")[-1]
+    row = read_rows(tmp_path / "run" / "metrics.csv")[-1]
     assert logged["validation_accuracy_percent"] == pytest.approx(float(row["validation_accuracy_percent"]), abs=1e-3)
 
 

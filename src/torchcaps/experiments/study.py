@@ -289,7 +289,7 @@ class Study:
         return [tuple(float(row[name]) for name in names) for row in rows]
 
     def cached(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
-        """Return the result of `compute`. The first call saves it as ``WHAT.json`` in the run folder, later ones read it."""
+        """Return the result of `compute`. It is computed once and saved as ``WHAT.json`` in the run folder."""
         path = self.folder / part / f"{what}.json"
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
