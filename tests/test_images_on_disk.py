@@ -141,12 +141,12 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
     for cache in ("memory", "none"):
         code, _, error = call("evaluate", folder, "--data", photos, "--cache", cache)
         assert code == 0
-        assert "are among these" not in error
+        assert "are among the" not in error
     shutil.copytree(photos, tmp_path / "again" / "train")
     shutil.copytree(photos, tmp_path / "again" / "test")
     for cache in ("memory", "none"):
         _, _, error = call("evaluate", folder, "--data", tmp_path / "again", "--cache", cache)
-        assert re.search("18 train and 2 validation images of .* are among these 24 images", error)
+        assert re.search("18 train and 2 validation images of .* are among the 24 test images", error)
 
 
 def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(command, photos, tmp_path):

@@ -1,4 +1,4 @@
-"""Checks of options given by name in JSON files, on the command line or to constructors."""
+"""Checks of named options, which come from JSON files, from the command line or from calls of constructors."""
 
 import inspect
 import math
@@ -26,8 +26,8 @@ LATER: dict[str, tuple[str, ...]] = {
 }
 """For each kind of saved settings, the options that the first version of the file format lacked.
 
-If a file lacks one of these options, the option gets its default value, with which torchcaps behaves as it did before
-the option was added.
+If a file lacks one of these options, the default value is used. With this value, torchcaps behaves as before the option
+was added.
 """
 
 

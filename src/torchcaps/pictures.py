@@ -82,7 +82,9 @@ def save_worst(
     path: Path,
     count: int = 12,
 ) -> None:
-    """Draw the images with the lowest margins, above their reconstructions if the model has a decoder.
+    """Draw the images whose margins (score of the true class minus the highest other score) are lowest.
+
+    If the model has a decoder, the reconstructions are drawn below the images.
 
     Arguments:
         model: network that takes images and returns a `Prediction`.

@@ -43,7 +43,9 @@ def start_peak() -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of the process in bytes, since `start_peak` or since its start.
+    """Return the peak memory of the process in bytes.
+
+    The peak counts from the last call of `start_peak`, or else from the start of the process.
 
     Raises:
         OSError: ``/proc`` is not available.

@@ -48,8 +48,8 @@ class Recipe:
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
         pretrained: folder of weights with which the training starts; if empty, the initial weights are random. All
-            tensors whose name and shape match the model are loaded, with one exception: if the weights were trained on
-            other classes, tensors whose shape depends on the number of classes are not loaded.
+            tensors whose name and shape match the model are loaded. If the weights were trained on other classes,
+            tensors whose shape depends on the number of classes are left out, even if their shape matches.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
@@ -57,7 +57,8 @@ class Recipe:
             ``balanced``, the best epoch is the one with the highest mean recall of the classes.
         margin_schedule: schedule of the margin of the spread loss: ``none``, ``linear`` or ``official``. ``none`` keeps
             the margin constant. ``linear`` raises the margin from 0.2 to 0.9 over the training. ``official`` is the
-            schedule of the authors' code, 0.2 + 0.79 σ(min(10, step / 50,000 - 4)) with the logistic function σ.
+            schedule in the code of Hinton, Sabour & Frosst 2018: 0.2 + 0.79 σ(min(10, step / 50,000 - 4)) with the
+            logistic function σ.
         reconstruction_weight: factor of the summed squared reconstruction error, at least 0; 0 is off.
         shift: largest random translation of training images in pixels, with zero padding; 0 is off.
         standardise: when to scale each image to mean 0 and variance 1: ``none`` (never; pixels are in [0, 1]),
@@ -82,7 +83,8 @@ class Recipe:
             step.
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
-        decay_steps: number of steps after which the exponential schedule has applied ``decay_rate`` once, at least 1.
+        decay_steps: number of steps over which the exponential schedule multiplies the learning rate by ``decay_rate``,
+            at least 1. It changes a little in every step.
         warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
             multiplied by a factor that rises linearly from 0 to 1.
         mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the
@@ -94,10 +96,10 @@ class Recipe:
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
-        validation_attribute: attribute by which validation images are held out, such as ``instance`` of smallNORB. If
-            empty, images are held out at random. Otherwise the seed chooses one value of the attribute
-            per class, and all images of the class with this value are held out. The validation split then shows objects
-            that are not in the training split, as the test split does.
+        validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` (the
+            number of a toy in its class) of smallNORB. If empty, images are held out at random. Otherwise the seed
+            chooses one value of the attribute per class, and all images of the class with this value are held out. With
+            ``instance``, the toys of the validation split are not in the training split, like those of the test split.
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
@@ -179,8 +181,8 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread without loss.margin: "
-                "change the loss, or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, but a schedule needs loss=spread and no value of "
+                "loss.margin: change these settings, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)

@@ -235,7 +235,7 @@ class RoutingMap:
             child_grid: (height, width) of the grid of child sites.
             kernel_size: height and width of the window, in child sites.
             stride: distance between neighbouring windows, in child sites.
-            padding: border around the child grid, in [0, kernel_size).
+            padding: width of the empty border around the child grid, in child sites, in [0, kernel_size).
 
         Raises:
             ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), or the window exceeds the padded

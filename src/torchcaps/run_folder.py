@@ -219,8 +219,8 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Return the content of metrics.json if the run in a folder is finished, else None.
 
-    A run is finished if metrics.json, model.safetensors and config.json exist, and if it was trained with the number of
-    epochs in the recipe.
+    A run is finished if metrics.json, model.safetensors and config.json exist, and if the planned number of epochs in
+    metrics.json equals ``recipe.epochs``.
 
     Raises:
         BadInput: metrics.json is damaged.

@@ -37,8 +37,9 @@ def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor
     """Compute the expected calibration error in percent. `probabilities` converts the scores to probabilities first.
 
     Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3. The confidence of a prediction is the highest
-    probability of the image. The images are divided into 15 bins by confidence. The error is the mean over all images
-    of the absolute difference between the mean confidence and the accuracy in the bin of the image.
+    probability of the image. The images are divided into 15 bins by confidence. In each bin, the mean confidence is
+    compared with the accuracy. The error is the mean of the absolute differences, weighted by the number of images in
+    the bins.
 
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.
@@ -78,12 +79,12 @@ def write_predictions(
     class_names: Sequence[str],
     scores: Float[Tensor, "N K"],
 ) -> None:
-    """Write a CSV file with one row per image: its known properties, its predicted class, and the score of each class.
+    """Write a CSV file with one row per image: the given columns, the predicted class, and the score of each class.
 
     Arguments:
         path: file to write.
-        columns: names of the known properties, such as ``["file"]``.
-        known: for each of the N images, the values of the known properties.
+        columns: names of the given columns, such as ``["file"]``.
+        known: for each of the N images, the values in the given columns.
         class_names: names of the K classes.
         scores: ``[N, K]``, the scores of the images.
 

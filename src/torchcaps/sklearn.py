@@ -46,8 +46,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         routing: rule of the capsule layers: a name in `ROUTINGS`, or a `Routing` (name and options). None for the
             default rule of the model.
         model: a key of `MODELS`.
-        model_options: arguments of the model, except image shape, number of classes and routing. None uses small layers
-            in the default model, and the default arguments of other models.
+        model_options: arguments of the model, except image shape, number of classes and routing. If None, the
+            default model gets small layers, and any other model gets its default arguments.
         loss: a key of `LOSSES`. The default suits every routing rule. For networks whose scores are logits, such as
             ``baseline-cnn``, use ``cross_entropy``.
         epochs: number of passes over the training images, at least 1.

@@ -20,7 +20,7 @@ Routed = Callable[[Tensor, Tensor, RoutingMap], tuple[Capsules, Tensor]]
 
 
 class Case(NamedTuple):
-    """Arguments of a ``Routed`` function, which computes the activations of the children from their poses.
+    """Arguments of a ``Routed`` function. The function itself computes the activations of the children from the poses.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.

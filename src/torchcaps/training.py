@@ -63,7 +63,8 @@ def fit(
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
         workers: worker processes per device that decode and prepare images. If None, images on disk get one process per
-            core, and images in memory get none. The number of workers does not change the results.
+            core, shared evenly among the devices, and images in memory get none. The number of workers does not change
+            the results.
         resume: continue from the folder's last.ckpt. The final weights are bit-identical to the weights of an
             uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.

@@ -174,8 +174,9 @@ class TrainingModule(lightning.LightningModule):
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed the random numbers of dropout at the first batch of each epoch.
 
-        The seed depends on the recipe's seed, the epoch and the rank of the process. Lightning's hooks before this one
-        run too early for seeding in a resumed run.
+        The seed depends on the recipe's seed, the epoch and the rank of the process. ``on_train_epoch_start`` would be
+        too early: after that hook, the data loader draws a random number in an uninterrupted run, but not in a resumed
+        run, so dropout would differ.
         """
         if batch_index == 0:
             key = [self.recipe.seed, self.current_epoch, self.global_rank]

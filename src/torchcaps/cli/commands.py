@@ -220,8 +220,8 @@ def evaluate(
         if any(seen.values()):
             counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
             warnings.warn(
-                f"{counts} images of {folder} are among these {len(test):,} images: the accuracy on new images can be "
-                "lower",
+                f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
+                "be lower",
                 DataWarning,
                 stacklevel=1,
             )
@@ -263,7 +263,13 @@ app.command()(experiment)
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="Benchmark: routing, rules, train, devices or memory.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="Benchmark: routing (EM and dynamic routing), rules (other routing rules), train (training steps), "
+            "devices (a training step in two processes) or memory (peak memory)."
+        ),
+    ],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
         str, typer.Option(help="warm: keep freed memory in the process, as `train` does; plain: the system's default.")
@@ -273,8 +279,8 @@ def bench(
 ) -> None:
     """Measure the time and memory of several implementations of routing, and the time of training steps.
 
-    The benchmark `devices` measures strong scaling: the time of a training step in one process, and of the same step
-    divided between two processes.
+    The benchmark `devices` measures strong scaling: it times a training step in one process, and then the same step
+    with its images divided between two processes.
     """
     from torchcaps.benchmarks import write_csv
     from torchcaps.benchmarks.devices import bench_devices

@@ -23,8 +23,8 @@ DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that contains 
 Cache = Annotated[
     str,
     typer.Option(
-        help="Your own images: memory keeps all images decoded in memory; none decodes them in every epoch; auto "
-        "chooses memory if enough memory is free."
+        help="How your own images are loaded. memory: decoded once and kept in memory; none: decoded again in every "
+        "epoch; auto: memory if enough of it is free, otherwise none."
     ),
 ]
 

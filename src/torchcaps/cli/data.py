@@ -38,10 +38,13 @@ def data_render(
     size: Annotated[int, typer.Option(help="Height and width in pixels: 48 or 96.")] = 48,
     seed: Annotated[
         int,
-        typer.Option(help="Random seed of shapes and noise. To train on the images, use --set data.render_seed=SEED."),
+        typer.Option(
+            help="Random seed of shapes and noise. To train on toys with another seed than 0, add --set "
+            "data.render_seed=SEED to `torchcaps train`."
+        ),
     ] = 0,
 ) -> None:
-    """Render the dataset toys, which has the file format of smallNORB. The same seed gives the same files."""
+    """Render the dataset `toys` in the file format of smallNORB. The same seed gives the same files."""
     from torchcaps.data import render_toys
 
     if name != "toys":

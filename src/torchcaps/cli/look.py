@@ -54,8 +54,8 @@ def export(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Also compare the scores of the file and of the classifier on the validation images of a dataset, "
-            "folder or table."
+            help="Dataset, folder or table. Its validation images are used to compare the exported file with the "
+            "classifier; default: random images."
         ),
     ] = None,
     data_dir: DataDir = Path("data"),
@@ -81,7 +81,7 @@ def export(
     print(f"{out}: {out.stat().st_size / 2**20:.2f} MiB")
     kind = "random" if images is None else "validation"
     print(
-        f"{found.runtime}, {found.images:,} {kind} images: the scores differ by at most "
+        f"{found.runtime}, {found.images:,} {kind} images: the scores differ from the classifier's by at most "
         f"{found.largest_difference:.2g}; {found.same_classes:,} of {found.images:,} have the same predicted class"
     )
     if found.images_per_second is not None:

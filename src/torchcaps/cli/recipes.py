@@ -16,7 +16,8 @@ def recipes(
         str | None, typer.Argument(help="Recipe whose settings are printed; if omitted, all recipes are listed.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="List only the recipes for this dataset, or for your own images: own.")
+        str | None,
+        typer.Option(help="List only the recipes for this dataset; own: list the recipes for your own images."),
     ] = None,
 ) -> None:
     """List the recipes for `torchcaps train`, or print every setting of one recipe with its value and its meaning."""
