@@ -78,8 +78,8 @@ def train(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Folder of the initial weights: a run folder, or weights/NAME. For a pretrained network of timm, use "
-            "the recipe timm-capsnet-images instead.",
+            help="Initial weights: a run folder, or weights/NAME. With the recipe timm-capsnet-images, also timm or a "
+            ".safetensors file.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
