@@ -35,7 +35,8 @@ SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
 class Pass(NamedTuple):
     """One pass of a routing rule: the votes, the agreement and the moments.
 
-    The agreement determines the couplings. The moments are the mass, mean and variance of the votes for each parent.
+    The agreement determines the couplings. The moments are the mass (sum of the weights), mean and variance of the
+    votes for each parent.
     """
 
     votes: Votes
@@ -194,7 +195,7 @@ class Inspection:
         return int(self.scores.argmax())
 
     def figure(self, count: int = 3) -> "Figure":
-        """Draw the image, all scores, the support for the ``count`` best classes in each pass, and a reconstruction."""
+        """Draw the image, all scores, a reconstruction, and the `support` for the ``count`` best classes."""
         from matplotlib.figure import Figure
 
         passes, classes = self.support.shape[:2]

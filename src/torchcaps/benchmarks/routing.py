@@ -126,7 +126,8 @@ def em_of_votes(
 ) -> tuple[Tensor, Tensor]:
     """Route materialised votes by EM routing, as most implementations do.
 
-    Each iteration reads all votes, and the softmax of the couplings runs only over the parent types at one site.
+    Each iteration reads all votes. The softmax of the couplings runs over the parent types of each parent site
+    separately.
     """
     couplings = votes.new_full(votes.shape[:4], 1 / votes.shape[3])
     mean, parents = votes, activation

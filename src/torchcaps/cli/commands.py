@@ -1,4 +1,4 @@
-"""The command `torchcaps`. This module defines some of its commands, and imports the other commands."""
+"""The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
 import warnings
 from functools import partial

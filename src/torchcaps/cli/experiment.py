@@ -11,7 +11,12 @@ from torchcaps.errors import BadInput, nearest
 
 
 def experiment(
-    name: Annotated[str, typer.Argument(help="Name of an experiment, or `list`, or `report`.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of an experiment; `list` lists all experiments, and `report` writes their results to a page."
+        ),
+    ],
     budget: Annotated[
         str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
     ] = "quick",

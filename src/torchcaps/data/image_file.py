@@ -201,7 +201,7 @@ def _eight_bits(picture: "Picture", channels: int | None) -> "Picture":
         values = np.asarray(picture)
         if values.min() < 0 or values.max() > 65_535:
             raise ValueError(
-                f"its pixel values {values.min()} to {values.max()} are outside the 16-bit range 0 to 65535"
+                f"its pixel values range from {values.min()} to {values.max()}, beyond the 16-bit range 0 to 65535"
             )
         picture = Image.fromarray((values.astype(np.float64) / 257).round().astype(np.uint8))
     grey = channels == 1 or (channels is None and picture.mode in GREY)

@@ -184,7 +184,7 @@ class Preparation:
         return images
 
     def plain(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
-        """Convert a batch without augmentation, with the centre crop."""
+        """Convert a batch without augmentation; the crop is taken from the centre."""
         return self._at(_scaled(pixels), 0.5, 0.5)
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:

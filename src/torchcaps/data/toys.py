@@ -175,11 +175,12 @@ def _folder(data_dir: Path, seed: int) -> Path:
 def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.ndarray, "3 3"]:
     """Compute the rotation matrix `[3, 3]` of the camera that took an image of the rendered toys.
 
-    The rows are unit vectors in the coordinates of the toy: right, up, and from the toy towards the camera.
+    The rows are unit vectors in the coordinates of the toy: the camera's right, the camera's up, and the direction from
+    the toy to the camera.
 
     Arguments:
-        elevation: attribute of an image, 0 to 8 for 30° to 70°.
-        azimuth: attribute of an image, 0, 2, …, 34 for 0° to 340°.
+        elevation: attribute of an image, 0 to 8 for 30° to 70° in steps of 5°.
+        azimuth: attribute of an image in units of 10°: 0, 2, …, 34.
         camera: channel of a stereo pair, 0 or 1.
     Example:
         >>> camera_rotation(0, 0).shape

@@ -98,7 +98,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Ou
 
 
 def draw(curves: dict[tuple[str, str], list[tuple[float, ...]]]) -> Figure:
-    """Draw the accuracy on novel viewpoints over the accuracy on familiar viewpoints, one point per epoch."""
+    """Plot the accuracy on novel viewpoints against the accuracy on familiar viewpoints, one point per epoch."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(FAMILIAR), sharey=True)
     for axis, split in zip(axes, FAMILIAR, strict=True):

@@ -76,7 +76,10 @@ def _on_gpu(
 def gaussian_backward(
     variance: Tensor, floor: float, half_precision_grad: Tensor | None, log_volume_grad: Tensor | None
 ) -> Tensor:
-    """Return the gradient of `variance`: ``h (log_volume_grad - 2 h half_precision_grad)`` with ``h = 1 / 2σ²``."""
+    """Return the gradient of `variance`, ``h (log_volume_grad - 2 h half_precision_grad)``.
+
+    ``h = 1 / 2σ²`` is the half precision, with ``σ² = variance + floor``.
+    """
     output = _like_gaussian(variance, floor)[0]
     _call("gaussian_backward", variance, floor, [half_precision_grad, log_volume_grad], (output,))
     return output

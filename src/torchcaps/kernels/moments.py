@@ -74,8 +74,9 @@ def shapes_of(
 class Shapes:
     """Shapes of all inputs and outputs of the operators, and strides of the tensors that are not contiguous.
 
-    G is the number of softmaxes per child type and sample: one per child site, or one per edge if only the types at the
-    same parent site compete (`types`). `lanes` is the number of SIMD lanes of the CPU, and 1 on a GPU.
+    G is the number of softmaxes per child type and sample: one per child site, or one per edge if `types` is True, that
+    is, if only the types at the same parent site compete. `lanes` is the number of SIMD lanes of the CPU, and 1 on a
+    GPU.
     """
 
     def __init__(

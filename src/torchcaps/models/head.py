@@ -107,8 +107,8 @@ class CapsuleHead(nn.Module):
         if tuple(features.shape[1:]) != self.features_shape:
             expected = ", ".join(map(str, self.features_shape))
             raise ValueError(
-                f"features must be [B, {expected}]; got {described(features)}: create the head with the shape of "
-                "one sample of these features as features_shape"
+                f"features must be [B, {expected}]; got {described(features)}: create the head with another "
+                "features_shape, or change the features"
             )
         if len(self.features_shape) == 1:
             features = features[:, :, None, None]

@@ -38,8 +38,8 @@ class VariationalBayesRouting(Rule):
     The priors are as in the authors' code: α_0 = κ_0 = 1, ν_0 = D + 1, m_0 = 0 and Ψ_0 = 1. With these priors, no
     variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned parameters.
     They compute one mean and variance per parent type, over samples and sites, and for poses also over the elements of
-    a pose. In training mode, the BatchNorm of the activation cancels β_a and β_u, as in the authors' code: their
-    gradients are 0, and they change the result only in evaluation mode.
+    a pose. In training mode, the BatchNorm of the activation cancels β_a and β_u, as in the authors' code. Therefore
+    β_a and β_u have gradient 0, and change the result only in evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
@@ -53,8 +53,8 @@ class VariationalBayesRouting(Rule):
             the parent types at each site.
 
     Raises:
-        ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
-            the rule is called in training mode: the batch has only one sample, and the layer only one parent site.
+        ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. Also
+            raised by a call in training mode with a batch of one sample, if the layer has only one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap

@@ -1,4 +1,4 @@
-"""The moments of votes in Triton. `torchcaps.kernels.moments` documents the arguments and results."""
+"""Triton kernels for the moments of votes. `torchcaps.kernels.moments` documents the arguments and results."""
 
 import torch
 import triton
