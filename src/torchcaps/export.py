@@ -98,7 +98,7 @@ def export_classifier(
             it. ``aoti`` is a package of `AOTInductor`, compiled for this processor from the reference implementation.
             C++ programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler.
         images: images with the classifier's ``image_shape``, such as a validation split. If given, scores and speed are
-            also compared on these images.
+            compared on these images too, after the comparison on random images.
 
     Raises:
         BadInput: the packages for ONNX or a C++ compiler are not installed; ``images`` do not have the classifier's

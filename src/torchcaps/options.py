@@ -35,7 +35,8 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
     """List the required options that a saved file lacks.
 
     Arguments:
-        owner: kind of settings. If it is not a key of `LATER`, all options are required.
+        owner: kind of settings, such as ``preparation``. `LATER` lists, for each kind, the options that files of
+            earlier versions lack. All other options are required.
         known: names of all options.
         given: names of the options in the file.
 

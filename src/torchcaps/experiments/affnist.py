@@ -160,7 +160,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> 
 
 
 def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure:
-    """Draw some affine digits, and plot the accuracy on affine digits over the accuracy on translated digits.
+    """Draw some affine digits, and plot the accuracy on affine digits against the accuracy on translated digits.
 
     The plot has one point per network and epoch.
     """

@@ -52,8 +52,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
             convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
             follows every convolution.
         stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
-            channels, and the first ConvCaps layer has stride 1. The network then has a quarter as many primary capsules
-            as with 1.
+            channels, and the first ConvCaps layer has stride 1. With stride 2, the network has a quarter of the primary
+            capsules that it has with stride 1.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and

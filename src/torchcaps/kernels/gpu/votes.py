@@ -1,4 +1,4 @@
-"""Functions that the Triton kernels share: the work of each program, tiles of votes, and couplings."""
+"""Functions that the Triton kernels share. They assign work to programs, and compute tiles of votes and couplings."""
 
 from typing import Any, NamedTuple
 
@@ -151,9 +151,9 @@ def own_parents(samples, group_count, z: tl.constexpr):
 
 @triton.jit
 def own_steps(begin, per_edge, group, group_count):
-    """Return the first edge of a list, the first step of a group, and the step after the group's last step.
+    """Return the first edge of an edge list, and the first and the end (exclusive) of the steps of one group.
 
-    Each edge of the list takes `per_edge` steps.
+    Each edge takes `per_edge` steps. The steps of the list are divided among `group_count` groups.
     """
     start = tl.load(begin)
     steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
