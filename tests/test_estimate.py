@@ -95,7 +95,7 @@ def test_the_text_names_the_processes_and_the_worker_processes(call, images):
     for more, said in ((("--workers", 3), 6), (("--cache", "none"), 2)):
         code, out, error = call(*words, *more)
         assert code == 0, error
-        assert "MB in each of 2 processes, including " in out
+        assert "B in each of 2 processes, including " in out
         assert re.search(rf"MB for a training step; {said} worker processes need additional memory\n", out)
 
 

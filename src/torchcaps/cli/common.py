@@ -83,7 +83,7 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -
     if path.is_dir():
         raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise BadInput(f"{option}: {path} is a link or a device and is not replaced; give the path of a file")
+        raise BadInput(f"{option} is {path}, which is a link or a device: give the name of a file")
     if not new_folder and not path.parent.is_dir():
         raise BadInput(f"{option} is {path}, but the folder {path.parent} does not exist: create it")
     writable(path.parent, option)

@@ -110,6 +110,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         recipe_ablation.run,
         "Contribution of each part of the recipe matrix-capsnet-toys, on toys never used in training",
         "Our own experiment",
+        standard=True,
     ),
     "novel-viewpoints": Experiment(
         novel_viewpoints.run,
