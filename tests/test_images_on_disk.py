@@ -192,7 +192,7 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
                 os.kill(int(worker), signal.SIGKILL)
             time.sleep(0.05)
         _, error = process.communicate()
-    assert process.returncode == 2
+    assert process.returncode == 2, error
     # PyTorch can print more before it, if the worker is killed at the moment when the training ends it.
     last = error.splitlines()[-1]
     assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume", last)
