@@ -139,7 +139,8 @@ def test_messages_contain_no_control_characters_and_have_a_limited_length(refuse
 
 @pytest.fixture
 def interruptible():
-    """Restore Ctrl-C, which the command line ignores after an interruption because its process is about to end."""
+    """Let Ctrl-C interrupt this process: a background job ignores it, and so does the command after an interruption."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
