@@ -6,7 +6,7 @@ from pathlib import Path
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_metrics, read_rows
-from torchcaps.training_module import validation_rank
+from torchcaps.training_module import ranking_metric, validation_rank
 
 
 def best_epoch(folder: Path, recipe: Recipe) -> int:
@@ -50,6 +50,6 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
 
 def _ranks(rows: Sequence[Mapping[str, str]], recipe: Recipe) -> list[float]:
     """Compute the rank of every epoch, as training does. Files of earlier versions have no column for the recall."""
-    name = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
+    name = ranking_metric(recipe)
     values = [(row.get(name) or row["validation_accuracy_percent"], float(row["validation_loss"])) for row in rows]
     return [validation_rank(float(reached), loss) for reached, loss in values]

@@ -30,7 +30,7 @@ from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
 from torchcaps.scores import calibration_error_percent
-from torchcaps.training_module import TrainingModule, class_weights_of
+from torchcaps.training_module import TrainingModule, class_weights_of, ranking_metric
 
 
 def fit(
@@ -231,8 +231,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
         callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
     if recipe.patience:
-        watched = "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
-        callbacks.append(EarlyStopping(watched, mode="max", patience=recipe.patience))
+        callbacks.append(EarlyStopping(ranking_metric(recipe), mode="max", patience=recipe.patience))
     show_bar = sys.stdout.isatty()
     devices, nodes = processes(devices)
     return lightning.Trainer(

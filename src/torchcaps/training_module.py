@@ -236,6 +236,11 @@ def accuracy_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
     return 100 * (confusion.diagonal().sum().float() / confusion.sum().float())
 
 
+def ranking_metric(recipe: Recipe) -> str:
+    """Return the name of the validation metric that ranks the epochs: accuracy, or mean recall with class weights."""
+    return "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
+
+
 def validation_rank(reached_percent: Number, loss: Number) -> Number:
     """Compute the rank of an epoch; the epoch with the highest rank is the best.
 

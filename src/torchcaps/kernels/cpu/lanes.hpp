@@ -1,4 +1,4 @@
-// SIMD lanes as GCC/Clang vectors, with the width that this translation tile is compiled for (TORCHCAPS_BYTES). Each
+// SIMD lanes as GCC/Clang vectors, with the width that this translation unit is compiled for (TORCHCAPS_BYTES). Each
 // instruction set has its own namespace. Otherwise the linker could merge functions of different instruction sets, and
 // the merged function could use instructions that a processor does not have.
 #pragma once
