@@ -23,8 +23,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
       Base::weights, Base::valid, Base::uniform_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
-  // Children of a group are processed together, as long as their votes fit into the L1 cache.
-  static constexpr int CACHE_BYTES = 40 * 1024, MOST_TOGETHER = 16;
+  // Children of a group are processed together, as long as their votes take less than CACHE_BYTES.
+  static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,

@@ -29,7 +29,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
   // Children that each sweep processes together, so that they share the reads of a parent.
-  static constexpr int AGREEMENT_CHILDREN = 2, VOTES_CHILDREN = 4;
+  static constexpr int CHILDREN = 4;
   static constexpr T SMALL_LOG_MASS = -40, MOST_LOG_SHARE = 60;
 
  public:
@@ -96,8 +96,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
             const V* record = parents + (long(g.edge_parent[e]) * JB + block) * record_size();
-            for (int c = 0; c < children; c += AGREEMENT_CHILDREN) {
-              const int count = std::min(AGREEMENT_CHILDREN, children - c);
+            for (int c = 0; c < children; c += CHILDREN) {
+              const int count = std::min(CHILDREN, children - c);
               logits_and_moments_grads(pose + (first + c) * pose_size(), count, record,
                                   [&](int k) { return weights(g.edge_kernel[e], c0 + c + k, block); },
                                   couplings + i, u + i, d + i * numbers());
@@ -163,17 +163,17 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
                                        : this->ones(g.C, arena);
     }
     V *pose_grads = zeros(count * poses_size + L, arena), *totals = zeros(long(count) * g.C + L, arena);
-    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * VOTES_CHILDREN * MOST));
+    V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * CHILDREN * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
       const T uniform_value = uniform_coupling(g.group_of(e)), log_uniform_value = std::log(uniform_value);
       for (int block = 0; block < JB; ++block)
-        for (int c = 0; c < g.C; c += VOTES_CHILDREN) {
-          const int children = std::min(VOTES_CHILDREN, g.C - c);
+        for (int c = 0; c < g.C; c += CHILDREN) {
+          const int children = std::min(CHILDREN, g.C - c);
           const long at = long(g.edge_parent[e]) * JB + block;
           for (int tile = 0; tile < count; ++tile) {
-            V(*grads)[MOST] = v + long(tile) * VOTES_CHILDREN;
-            for (int i = 0; i < VOTES_CHILDREN; ++i) {  // indices beyond the last child use the last child
+            V(*grads)[MOST] = v + long(tile) * CHILDREN;
+            for (int i = 0; i < CHILDREN; ++i) {  // indices beyond the last child use the last child
               const int there = std::min(c + i, g.C - 1);
               vote(poses[tile] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
@@ -224,12 +224,12 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     return {share, share * (moments_grad - record[offset_at()]) + scale * c * record[mass_grad_at()]};
   }
 
-  // For `count` children, at most AGREEMENT_CHILDREN: logits, moments_grads Σ e (mean_grad + variance_grad e), and d.
+  // For `count` children, at most CHILDREN: logits, moments_grads Σ e (mean_grad + variance_grad e), and d.
   template <class Weights>
   void logits_and_moments_grads(const Child* pose, int count, const V* record, Weights weights, V* logits, V* moments_grads,
                            V* d) const {
-    V v[AGREEMENT_CHILDREN][MOST], *distance[AGREEMENT_CHILDREN], logit[AGREEMENT_CHILDREN]{}, moments_grad[AGREEMENT_CHILDREN]{};
-    for (int k = 0; k < AGREEMENT_CHILDREN; ++k) {
+    V v[CHILDREN][MOST], *distance[CHILDREN], logit[CHILDREN]{}, moments_grad[CHILDREN]{};
+    for (int k = 0; k < CHILDREN; ++k) {
       const int there = std::min(k, count - 1);
       vote(pose + there * pose_size(), weights(there), v[k]);
       distance[k] = d + there * numbers();
@@ -237,7 +237,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     for (int h = 0; h < numbers(); ++h) {
       const V centre = quadratic ? record[centre_at() + h] : V{}, mean = record[mean_at() + h];
       const V mean_grad = record[mean_grad_at() + h], variance_grad = with_variance ? record[variance_grad_at() + h] : V{};
-      for (int k = 0; k < AGREEMENT_CHILDREN; ++k) {
+      for (int k = 0; k < CHILDREN; ++k) {
         const V x = quadratic ? v[k][h] - centre : v[k][h], y = v[k][h] - mean;
         distance[k][h] = x;
         logit[k] += this->logit_of_number(x, record, h);
@@ -269,15 +269,15 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     }
   }
 
-  // For several children and one pass: share = w / mass, 2 share, logit_grad and -2 logit_grad.
+  // For several children and one pass: share = w / mass, and logit_grad.
   struct Factors {
-    V share[VOTES_CHILDREN], twice_share[VOTES_CHILDREN], logit_grad[VOTES_CHILDREN], minus_twice_logit_grad[VOTES_CHILDREN];
+    V share[CHILDREN], logit_grad[CHILDREN];
   };
 
   // Replaces the votes of several children for one block of parents by their gradients.
   void replace_by_grads(long group, int c0, int children, long at, T uniform_value, T log_uniform_value, const Child* activation,
                         const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
-    constexpr int N = VOTES_CHILDREN;
+    constexpr int N = CHILDREN;
     const long softmax = group + c0;
     Child scaled_activation[N];  // activation / gradient_scale(activation)
     for (int i = 0; i < N; ++i) {
@@ -312,8 +312,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           if (pass.coupling_grads) logit_grad = scaled(scaled_activation[i], c_u - c * pass.coupling_grads[softmax + i]);
           else totals[i] += c_u;
         }
-        factors[t].share[i] = share, factors[t].twice_share[i] = T(2) * share;
-        factors[t].logit_grad[i] = logit_grad, factors[t].minus_twice_logit_grad[i] = T(-2) * logit_grad;
+        factors[t].share[i] = share, factors[t].logit_grad[i] = logit_grad;
       }
       for (int i = 0; i < N; ++i) logit[i] = next_logit[i];
     }
@@ -324,21 +323,21 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         const V* record = passes[t].records + at * record_size() + h;
         const bool next_around_mean = quadratic && t + 1 < count && passes[t + 1].around_earlier_mean;
         const V mean = record[mean_at()], mean_grad = record[mean_grad_at()];
-        const V variance_grad = with_variance ? record[variance_grad_at()] : V{};
-        const V next_square = next_around_mean ? passes[t + 1].records[at * record_size() + h + quadratic_at()] : V{};
+        const V twice_variance_grad = with_variance ? T(2) * record[variance_grad_at()] : V{};
+        const V slope = next_around_mean ? T(-2) * passes[t + 1].records[at * record_size() + h + quadratic_at()] : V{};
         for (int i = 0; i < N; ++i) {
           sum[i] += f.share[i] * mean_grad;
           if (!with_variance && !next_around_mean) continue;
-          V factor = f.twice_share[i] * variance_grad;
-          if (next_around_mean) factor += factors[t + 1].minus_twice_logit_grad[i] * next_square;
+          V factor = f.share[i] * twice_variance_grad;
+          if (next_around_mean) factor += factors[t + 1].logit_grad[i] * slope;
           sum[i] += factor * (v[i][h] - mean);
         }
         if (!passes[t].coupling_grads) continue;
         if (linear)
           for (int i = 0; i < N; ++i) sum[i] += f.logit_grad[i] * record[linear_at()];
         if (!quadratic || passes[t].around_earlier_mean) continue;
-        const V centre = record[centre_at()], square = record[quadratic_at()];
-        for (int i = 0; i < N; ++i) sum[i] += f.minus_twice_logit_grad[i] * square * (v[i][h] - centre);
+        const V centre = record[centre_at()], slope_of_pass = T(-2) * record[quadratic_at()];
+        for (int i = 0; i < N; ++i) sum[i] += f.logit_grad[i] * slope_of_pass * (v[i][h] - centre);
       }
       for (int i = 0; i < N; ++i) v[i][h] = sum[i];
     }
@@ -352,7 +351,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       V x[L]{};
       for (int tile = 0; tile < count; ++tile) {
         const Child* pose = poses[tile] + pose_at;
-        const V* grads = vote_grads + long(tile) * VOTES_CHILDREN * MOST;
+        const V* grads = vote_grads + long(tile) * CHILDREN * MOST;
         for (int r = 0; r < rows(); ++r, pose += inner(), grads += columns())
           if constexpr (COLUMNS && L % COLUMNS == 0) {
             const int q = from / COLUMNS;
