@@ -316,6 +316,9 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
     wide = ("--set", "routing.backend=fused", "--set", "model.class_pose_size=65")
     line = refused("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET, *wide)
     assert "fused" in line
+    smoothing = ("--set", "loss.label_smoothing=2")
+    line = refused("train", "cnn-images", "--data", images, "--out", tmp_path / "run", *smoothing)
+    assert "loss cross_entropy cannot run with these options: label_smoothing must be between 0.0 and 1.0" in line
     assert not (tmp_path / "run").exists()
 
 

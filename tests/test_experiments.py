@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, two_digits
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, run_experiment, two_digits
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
@@ -26,6 +27,7 @@ from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.report import write_report
+from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
 from torchcaps.losses import spread_loss
@@ -204,6 +206,27 @@ def test_by_viewpoint_puts_every_image_into_exactly_one_part():
 def test_a_row_shows_the_standard_deviation_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_experiment_counts_only_its_own_runs_and_accepts_the_path_of_a_folder(tmp_path, monkeypatch):
+    splits = Splits(*[plain_images()] * 3)
+
+    def run(study):
+        recipe = replace(create_recipe("pooled-cnn-mnist", {"precision": "float32", "epochs": "1"}), batch_size=20)
+        for seed in range(study.seeds):
+            study.trained(f"net-seed{seed}", replace(recipe, seed=seed), splits)
+        return Outcome([Row("net", [1.0])], Figure())
+
+    monkeypatch.setitem(EXPERIMENTS, "short", replace(EXPERIMENTS["pitfalls"], run=run))
+    kept = {}
+    for seeds in (2, 1):
+        folders = {"data_dir": tmp_path, "out": tmp_path / "runs", "results": tmp_path / "results"}
+        run_experiment("short", data="some/photos", seeds=seeds, **folders)
+        name = "short-quick-photos" + ("-2-seeds" if seeds == 2 else "")
+        kept[seeds] = json.loads((tmp_path / "results" / f"{name}.json").read_text())
+    assert kept[2]["training_minutes"] >= kept[1]["training_minutes"]
+    assert len(list((tmp_path / "runs/short-quick-photos").iterdir())) == 2
 
 
 def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):

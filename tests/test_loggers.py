@@ -53,6 +53,13 @@ def test_training_without_a_logger_writes_no_logs_and_gives_the_same_weights(tmp
     assert weights[0] == weights[1]
 
 
+def test_a_logger_receives_the_test_accuracy_once_and_by_its_own_name(tmp_path):
+    accuracy = fit(recipe_of(1), SPLITS, tmp_path / "run", logger="csv")["test_accuracy_percent"]
+    with (tmp_path / "run" / "csv" / "version_0" / "metrics.csv").open(newline="") as stream:
+        found = [row["test_accuracy_percent"] for row in csv.DictReader(stream) if row["test_accuracy_percent"]]
+    assert [float(value) for value in found] == [pytest.approx(accuracy, abs=1e-3)]
+
+
 @pytest.mark.skipif(find_spec("wandb") is None, reason="needs wandb")
 def test_wandb_logs_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")

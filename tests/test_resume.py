@@ -52,6 +52,20 @@ def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refu
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("choose", ["last", "best"])
+def test_a_run_that_stopped_early_is_not_trained_further_when_it_is_resumed(choose, tmp_path):
+    recipe = replace(tiny(12), patience=1, choose=choose)
+    right, run = fit(recipe, SPLITS, tmp_path / "right"), tmp_path / "run"
+    assert right["epochs"] < 12
+    fit(recipe, SPLITS, run)
+    (run / "metrics.json").unlink()  # as after a kill between the last epoch and the test
+    assert fit(recipe, SPLITS, run, resume=True)["epochs"] == right["epochs"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("right", "run")]
+    assert weights[0] == weights[1]
+    assert fit(replace(recipe, epochs=14), SPLITS, run, resume=True)["epochs"] > right["epochs"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_run_whose_best_weights_are_lost_is_not_resumed_from_an_earlier_epoch(tmp_path):
     """This happens if a run was resumed and killed, and best.ckpt was then lost."""
     run = tmp_path / "run"

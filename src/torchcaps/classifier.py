@@ -1,6 +1,7 @@
 """`Classifier`: a trained network with its image preparation, which predicts class names for image files."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,18 @@ from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode. At the end, each module gets its own mode back: frozen modules stay frozen."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 class Answer(NamedTuple):
@@ -67,16 +80,20 @@ class Classifier:
             folder: folder to write to; created if absent.
 
         Raises:
-            BadInput: a routing rule of the model is not in `ROUTINGS`, an option cannot be written as JSON, or a file
-                cannot be written.
+            BadInput: the model is not a network of torchcaps, one of its routing rules is not in `ROUTINGS`, an option
+                cannot be written as JSON, or a file cannot be written.
         """
-        assert isinstance(self.model, Pretrained)
+        model = getattr(self.model, "_orig_mod", self.model)  # torch.compile wraps the network
+        if not isinstance(model, Pretrained):
+            raise BadInput(
+                f"{type(model).__name__} cannot be saved: use a network of torchcaps, or save its state_dict()"
+            )
         images = {
             "shape": list(self.image_shape),
             "class_names": list(self.class_names),
             "preparation": asdict(self.preparation),
         }
-        self.model.save_pretrained(folder, images=images)
+        model.save_pretrained(folder, images=images)
 
     @classmethod
     def from_pretrained(
@@ -145,15 +162,10 @@ class Classifier:
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.ascontiguousarray(images))
         pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)
-        device = next(self.model.parameters()).device
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                views = (self.preparation.views(one[None])[:, 0].to(device) for one in pixels)
-                scores = [self.model(several).scores.float().mean(dim=0).cpu() for several in views]
-        finally:
-            self.model.train(was_training)
+        weights = next(self.model.parameters())
+        with evaluating(self.model), torch.inference_mode():
+            views = (self.preparation.views(one[None])[:, 0].to(weights) for one in pixels)
+            scores = [self.model(several).scores.float().mean(dim=0).cpu() for several in views]
         if not scores:
             raise BadInput("images is empty: give at least one image")
         best = torch.stack(scores).argmax(dim=1).tolist()
@@ -180,8 +192,8 @@ class Classifier:
                 return image[None].detach().to(weights)
             if image.dtype != torch.uint8:
                 raise BadInput(f"image has dtype {str(image.dtype).removeprefix('torch.')}: give uint8 or floats")
-            return self.preparation.plain(image[None]).to(weights.device)
-        return self.preparation.plain(self._read(Path(image))[None]).to(weights.device)
+            return self.preparation.plain(image[None]).to(weights)
+        return self.preparation.plain(self._read(Path(image))[None]).to(weights)
 
     def _checked(self, pixels: Tensor) -> Tensor:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 
 
@@ -45,19 +46,26 @@ class Im2colConv2d(nn.Conv2d):
     ) -> Float[Tensor, "B out_channels new_height new_width"]:
         """Compute the convolution; the output is in channels_last memory format."""
         around = [int(p) for p in self.padding for _ in range(2)]
-        patches = _Patches.apply(functional.pad(input, around), self.kernel_size[0], self.stride[0])
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        extract = _patches if transformed and not torch.compiler.is_compiling() else _Patches.apply
+        patches = extract(functional.pad(input, around), self.kernel_size[0], self.stride[0])
         return functional.linear(patches.flatten(3), self.weight.permute(0, 2, 3, 1).flatten(1), self.bias).permute(
             0, 3, 1, 2
         )
 
 
-class _Patches(torch.autograd.Function):
+def _patches(images: Tensor, size: int, stride: int) -> Tensor:
     """Extract patches: ``[B, channels, height, width]`` → ``[B, new height, new width, kernel, kernel, channels]``."""
+    patches = images.permute(0, 2, 3, 1).unfold(1, size, stride).unfold(2, size, stride)
+    return patches.permute(0, 1, 2, 4, 5, 3).contiguous()
+
+
+class _Patches(torch.autograd.Function):
+    """The function `_patches` with a fast backward. It does not support torch.func and forward-mode differentiation."""
 
     @staticmethod
     def forward(images: Tensor, size: int, stride: int) -> Tensor:
-        patches = images.permute(0, 2, 3, 1).unfold(1, size, stride).unfold(2, size, stride)
-        return patches.permute(0, 1, 2, 4, 5, 3).contiguous()
+        return _patches(images, size, stride)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:

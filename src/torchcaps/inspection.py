@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules, Prediction
-from torchcaps.classifier import Classifier
+from torchcaps.classifier import Classifier, evaluating
 from torchcaps.errors import BadInput, printable
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.routing import votes as routing_votes
@@ -257,14 +257,8 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         torch.Size([3, 3, 20, 20])
     """
     inputs, model = classifier.prepared(image), classifier.model
-    with RECORDING:
-        was_training = model.training
-        model.eval()
-        try:
-            with recorded(model) as layers, _feature_maps(model, layers) as maps, torch.no_grad():
-                prediction = model(inputs)
-        finally:
-            model.train(was_training)
+    with RECORDING, evaluating(model), recorded(model) as layers, _feature_maps(model, layers) as maps, torch.no_grad():
+        prediction = model(inputs)
     if not layers or prediction.capsules is None:
         raise BadInput("this network has no capsules: inspect a network with a routing rule")
     for layer in layers:

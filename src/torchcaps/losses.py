@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.capsules import one_hot
+from torchcaps.capsules import one_hot, wide
 
 
 def margin_loss(
@@ -37,7 +37,8 @@ def margin_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: a one-dimensional ``target`` is not an integer tensor with values in [0, classes).
+        ValueError: ``target`` or ``weights`` does not have the documented shape, or a one-dimensional ``target`` is not
+            an integer tensor with values in [0, classes).
 
     Example:
         >>> import torch
@@ -45,6 +46,7 @@ def margin_loss(
         tensor(0.)
     """
     present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
+    _check_shape("target", present, scores.shape, "scores")
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
     return _mean((present * missing + negative_weight * (1 - present) * false).sum(dim=1), weights)
@@ -63,11 +65,15 @@ def reconstruction_loss(
         reconstruction: ``[B, channels, height, width]``, output of the decoder, in [0, 1].
         images: ``[B, channels, height, width]``, the images to reconstruct, in [0, 1].
 
+    Raises:
+        ValueError: ``reconstruction`` and ``images`` have different shapes.
+
     Example:
         >>> import torch
         >>> reconstruction_loss(torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
         tensor(4.)
     """
+    _check_shape("reconstruction", reconstruction, images.shape, "images")
     dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
     return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()
 
@@ -94,7 +100,8 @@ def spread_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), or ``weights`` does not
+            have the shape ``[B]``.
 
     Example:
         >>> import torch
@@ -102,15 +109,16 @@ def spread_loss(
         tensor(0.0100)
     """
     others = 1 - one_hot(target, scores.shape[1]).to(scores)
-    of_target = scores.gather(1, target[:, None])
+    _check_shape("target", others, scores.shape, "scores")
+    of_target = scores.gather(1, target.long()[:, None])
     return _mean((others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1), weights)
 
 
 def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int) -> float:
     """Compute the margin of `spread_loss` at a training step.
 
-    ``linear``: the margin rises from 0.2 at the first step to 0.9 at the last step (Hinton, Sabour & Frosst 2018,
-    section 3).
+    ``linear``: the margin rises from 0.2 at step 0 to 0.9 after the last step (Hinton, Sabour & Frosst 2018, section
+    3).
 
     ``official``: the margin is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))`` with the logistic function σ, as in the
     authors' code; ``steps`` has no effect.
@@ -155,7 +163,7 @@ def cross_entropy(
     """
     reduction = "mean" if weights is None else "none"
     return _mean(
-        functional.cross_entropy(scores, target, reduction=reduction, label_smoothing=label_smoothing), weights
+        functional.cross_entropy(scores, target.long(), reduction=reduction, label_smoothing=label_smoothing), weights
     )
 
 
@@ -177,8 +185,10 @@ def activation_cross_entropy(
         >>> activation_cross_entropy(torch.tensor([[0.5, 0.0, 0.0]]), torch.tensor([0]))
         tensor(0.)
     """
-    logarithms = functional.normalize(scores, p=1, dim=1).clamp_min(1e-12).log()
-    return _mean(functional.nll_loss(logarithms, target, reduction="mean" if weights is None else "none"), weights)
+    logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
+    return _mean(
+        functional.nll_loss(logarithms, target.long(), reduction="mean" if weights is None else "none"), weights
+    )
 
 
 def activation_logit_cross_entropy(
@@ -199,7 +209,7 @@ def activation_logit_cross_entropy(
         >>> activation_logit_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.6931)
     """
-    return cross_entropy(scores.float().logit(eps=1e-6), target, weights=weights)
+    return cross_entropy(wide(scores).logit(eps=1e-6), target, weights=weights)
 
 
 def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Tensor, " classes"]:
@@ -225,7 +235,16 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply each loss by its weight, and divide the sum by the number of samples, not by the sum of the weights."""
-    return (losses if weights is None else losses * weights.to(losses)).mean()
+    if weights is None:
+        return losses.mean()
+    _check_shape("weights", weights, losses.shape, "the samples")
+    return (losses * weights.to(losses)).mean()
+
+
+def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:
+    """Check a shape, because tensors of other shapes could be broadcast without an error."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {list(tensor.shape)}")
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

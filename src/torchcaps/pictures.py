@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from torchcaps.classifier import evaluating
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
 from torchcaps.errors import printable
@@ -110,13 +111,9 @@ def _draw(
     """Draw images and their reconstructions. If the model has no decoder, draw the images only if `always` is True."""
     from matplotlib.figure import Figure
 
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    with torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         inputs = preparation.plain(images.pixels)
-        prediction = model(inputs.to(device))
-    model.train(was_training)
+        prediction = model(inputs.to(next(model.parameters())))
     drawn = prediction.reconstruction
     if drawn is None and not always:
         return False

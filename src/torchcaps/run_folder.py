@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.checkpoints import load_best, load_checkpoint
+from torchcaps.classifier import evaluating
 from torchcaps.data import Images, ImagesOnDisk, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
@@ -359,9 +360,9 @@ class EpochLog(Callback):
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         }
         if self.measure is not None:
-            model = cast(nn.Module, module.model).eval()
-            row |= {name: f"{value:.4f}" for name, value in self.measure(model).items()}
-            model.train()
+            model = cast(nn.Module, module.model)
+            with evaluating(model):
+                row |= {name: f"{value:.4f}" for name, value in self.measure(model).items()}
         self.rows.append(row)
         lines = [",".join(row), *(",".join(str(kept.get(name, "")) for name in row) for kept in self.rows)]
         with atomically(self.path) as stream:

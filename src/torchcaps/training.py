@@ -10,7 +10,8 @@ import lightning
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from lightning.pytorch.callbacks import Callback, EarlyStopping, RichProgressBar
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from torch import Tensor, nn
 
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
@@ -22,7 +23,7 @@ from torchcaps.confusion import per_class, save_confusion, warn_of_one_predictio
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
 from torchcaps.environment import first_process, processes
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, first_line
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.models import Pretrained, create_model, routing_of
@@ -133,13 +134,21 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     The recipe's precision ``auto`` is replaced with ``bf16`` or ``float32``.
 
     Raises:
-        BadInput: an option of the model or of its routing rule is invalid.
+        BadInput: an option of the model, of its routing rule or of the loss is invalid.
     """
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
     steps = recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size))
     weights = class_weights_of(recipe, splits.train)
-    return module_class(_new_model(recipe, splits.train), recipe, len(splits.train.class_names), steps, weights)
+    classes = len(splits.train.class_names)
+    module = module_class(_new_model(recipe, splits.train), recipe, classes, steps, weights)
+    if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
+        return module  # it computes its loss in its own way
+    try:
+        module.loss_of_scores(torch.full((1, classes), 0.5), splits.train.labels[:1], dict(recipe.loss_options))
+    except (ValueError, RuntimeError) as error:
+        raise BadInput(f"loss {recipe.loss} cannot run with these options: {first_line(error)}") from error
+    return module
 
 
 def _new_model(recipe: Recipe, images: Images) -> nn.Module:
@@ -186,8 +195,10 @@ def _train(
     chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
-    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["accuracy_percent"]
-    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["accuracy_percent"]
+    loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
+    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["test_accuracy_percent"]
+    trainer.loggers = loggers
+    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["test_accuracy_percent"]
     rows = read_rows(folder / "metrics.csv")
     names = splits.test.class_names
     metrics = {
@@ -224,6 +235,28 @@ def _train(
     return metrics
 
 
+class EarlyStopping(lightning_callbacks.EarlyStopping):
+    """Early stopping that also ends a resumed training at once if it had already stopped with the same epochs.
+
+    The class has the name of Lightning's class, because Lightning finds the saved state by this name.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(ranking_metric(recipe), mode="max", patience=recipe.patience)
+        self.epochs = recipe.epochs
+        self.ended = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "epochs": self.epochs}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.ended = self.wait_count >= self.patience and state_dict.get("epochs") == self.epochs
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        trainer.should_stop = trainer.should_stop or self.ended
+
+
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
     same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
     callbacks: list[Callback] = [log, RunCheckpoint(folder, "last", **same)]
@@ -231,7 +264,7 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
         callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
     if recipe.patience:
-        callbacks.append(EarlyStopping(ranking_metric(recipe), mode="max", patience=recipe.patience))
+        callbacks.append(EarlyStopping(recipe))
     show_bar = sys.stdout.isatty()
     devices, nodes = processes(devices)
     return lightning.Trainer(
@@ -325,6 +358,6 @@ def evaluate(
     )
     batches = ImageBatches(images, preparation or Preparation())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
-    accuracy = trainer.test(module, loader, verbose=False)[0]["accuracy_percent"]
+    accuracy = trainer.test(module, loader, verbose=False)[0]["test_accuracy_percent"]
     scores = None if module.scored is None else module.scored[:, :-1]
     return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)

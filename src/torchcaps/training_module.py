@@ -87,14 +87,15 @@ class TrainingModule(lightning.LightningModule):
         if recipe.margin_schedule != "none":
             step = self.global_step if train else self.steps
             options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
-        loss = self._loss_of_scores(prediction.scores, labels, options)
+        loss = self.loss_of_scores(prediction.scores, labels, options)
         if share < 1:
-            loss = share * loss + (1 - share) * self._loss_of_scores(prediction.scores, others, options)
+            loss = share * loss + (1 - share) * self.loss_of_scores(prediction.scores, others, options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
         return loss, prediction.scores
 
-    def _loss_of_scores(self, scores: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+    def loss_of_scores(self, scores: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
+        """Compute the recipe's loss of a batch of scores, with the class weights."""
         if self.class_weights is not None:
             options = {**options, "weights": self.class_weights[labels]}
         return LOSSES[self.recipe.loss](scores, labels, **options)
@@ -166,7 +167,7 @@ class TrainingModule(lightning.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()
-        self.log("accuracy_percent", accuracy_percent(self.tested))
+        self.log("test_accuracy_percent", accuracy_percent(self.tested))
         self.confusion.reset()
         if self.predicted:
             self.scored = self.gathered.compute().cpu()

@@ -193,12 +193,13 @@ def run_experiment(
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
-    label, here = "-".join([name, budget, *([data] if data else [])]), environment()
+    label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()
     folder = out / label
-    outcome = EXPERIMENTS[name].run(Study(budget, data, seeds, data_dir, folder))
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/recipe.json"))]
+    study = Study(budget, data, seeds, data_dir, folder)
+    outcome = EXPERIMENTS[name].run(study)
+    runs = [json.loads((run / "recipe.json").read_text()) for run in study.runs]
     machines = [one for run in runs for one in (*run.get("earlier_environments", []), run["environment"])]
-    seconds = [float(row["seconds"]) for path in folder.glob("*/metrics.csv") for row in read_rows(path)]
+    seconds = [float(row["seconds"]) for run in study.runs for row in read_rows(run / "metrics.csv")]
     commits = [*dict.fromkeys(one["commit"] for one in [*machines, here] if one["commit"])]
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,7 @@ class Study:
         seeds: number of seeds with which each network is trained.
         data_dir: folder of the datasets.
         folder: folder of this experiment's training runs and evaluations.
+        runs: folders of the training runs that this study has used so far.
     """
 
     budget: Budget
@@ -84,6 +85,7 @@ class Study:
     seeds: int
     data_dir: Path
     folder: Path
+    runs: list[Path] = field(default_factory=list, compare=False)
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
         """Return the argument that is named after the budget of this study."""
@@ -138,6 +140,8 @@ class Study:
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
             metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
+        if folder not in self.runs:
+            self.runs.append(folder)
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), metrics
 

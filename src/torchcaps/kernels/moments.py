@@ -346,7 +346,8 @@ def _sweep_over_votes(ctx, records):
     pose, activation, transform, edge_lists = ctx.saved_tensors
     parent_sites, *options = ctx.options
     if all(record is None for record in records):
-        return (None,) * 9
+        children = (pose, activation, transform) if not pose.shape[0] else (None,) * 3
+        return *(None if x is None else torch.zeros_like(x) for x in children), *(None,) * 6
     nothing = pose.new_empty(0)
     given = [nothing if record is None else record for record in records]
     pose_grad, activation_grad, transform_grad = votes_backward(

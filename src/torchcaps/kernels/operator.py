@@ -56,6 +56,12 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
     return define
 
 
+def _is_batched(tensor: Tensor) -> bool:
+    """Return whether a tensor is a batch of tensors in vmap or in ``torch.autograd.grad(is_grads_batched=True)``."""
+    functorch = torch._C._functorch
+    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., Any] | None = None) -> None:
     """Register the gradient of an operator.
 
@@ -66,4 +72,10 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
         keep: function that takes the context, the inputs and the output of the operator. It saves in the context what
             ``backward`` needs.
     """
-    torch.library.register_autograd(f"torchcaps::{name}", backward, setup_context=keep, lib=_library)
+
+    def unbatched(ctx: Any, *gradients: Any) -> Any:
+        if any(isinstance(x, Tensor) and _is_batched(x) for x in gradients):
+            raise RuntimeError('fused routing does not support batched gradients; use backend="reference"')
+        return backward(ctx, *gradients)
+
+    torch.library.register_autograd(f"torchcaps::{name}", unbatched, setup_context=keep, lib=_library)

@@ -86,15 +86,14 @@ class Pretrained:
                 this argument.
 
         Raises:
-            BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or the folder cannot be
-                written to.
+            BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, the network could not be
+                loaded again, or the folder cannot be written to.
         """
         assert isinstance(self, nn.Module)
         folder = Path(folder)
         routing = _saved_rules(self)
         options = _plain(type(self).__name__, self.options)
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        content = safetensors.torch.save(weights, {"format": "pt"})
+        content = _weights_of(self)
         checksum = hashlib.sha256(content).hexdigest()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -263,6 +262,33 @@ def _saved_rules(model: nn.Module) -> dict[str, Any]:
                 "create: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
             )
     return found
+
+
+def _weights_of(model: nn.Module) -> bytes:
+    """Return the content of a safetensors file with the weights of a network.
+
+    Raises:
+        BadInput: `Pretrained.from_pretrained` could not load the network.
+    """
+    constructor = inspect.signature(type(model).__init__).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in constructor):
+        raise BadInput(
+            f"{type(model).__name__} cannot be saved: replace the ** of its constructor with named arguments"
+        )
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    for name in weights:
+        if "_orig_mod." in name or "parametrizations." in name:
+            raise BadInput(
+                f"weight {name} belongs to a layer that is compiled or parametrized: save the network with the plain "
+                "layer, or save its state_dict()"
+            )
+    try:
+        return safetensors.torch.save(weights, {"format": "pt"})
+    except RuntimeError as error:
+        raise BadInput(
+            f"{type(model).__name__} has weights that share memory ({first_line(error)}): give each layer its own "
+            "weights, or save its state_dict()"
+        ) from error
 
 
 def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:

@@ -11,7 +11,7 @@ from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, sq
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import Agreement, Votes
+from torchcaps.routing.votes import Agreement, Votes, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -112,7 +112,7 @@ def dynamic_routing(
     routing_map.check(pose, transform)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
-    with torch.autocast(pose.device.type, enabled=False):
+    with without_autocast(pose.device):
         constant = gradient_passes == "last"
         votes = Votes(
             pose.to(dtype),

@@ -12,7 +12,7 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype
+from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]
@@ -180,7 +180,7 @@ def em_routing(
         inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
         for t in range(iterations)
     ]
-    with torch.autocast(children.pose.device.type, enabled=False):
+    with without_autocast(children.pose.device):
         pose, activation = in_dtype(children.pose, dtype), in_dtype(children.activation, dtype)
         votes = Votes(
             pose, activation, in_dtype(transform, dtype), routing_map, competition, passes=iterations, backend=backend

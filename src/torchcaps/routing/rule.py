@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.kernels import Backend
 from torchcaps.routing.agreement import Competition
-from torchcaps.routing.votes import Votes
+from torchcaps.routing.votes import Votes, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 
@@ -100,7 +100,7 @@ class Rule(nn.Module):
         check_capsules(children)
         dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)
         activation = children.activation.to(dtype) if self.weighs_activations else None
-        with torch.autocast(children.pose.device.type, enabled=False):
+        with without_autocast(children.pose.device):
             pose, transform = self.prepare(children.pose.to(dtype), transform.to(dtype))
             votes = Votes(
                 pose,

@@ -68,8 +68,7 @@ class SelfRouting(Rule):
         rows, columns = pose.shape[3], transform.shape[4]
         one = torch.zeros_like(pose[..., :1])
         one[..., 0, 0] = 1
-        below = transform.new_zeros(*transform.shape[:3], 1, columns + rows)
-        below[..., 0, columns] = self.bias.to(transform.dtype)
+        below = nn.functional.pad(self.bias.to(transform.dtype)[..., None, None], (columns, rows - 1))
         beside = torch.cat([transform, self.weight.to(transform.dtype)], dim=4)
         return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
 

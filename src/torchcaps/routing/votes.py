@@ -1,7 +1,8 @@
 """The votes of a layer. A routing rule reads only the moments of the votes for each parent, never single votes."""
 
 from collections.abc import Callable
-from typing import get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -21,6 +22,12 @@ __all__ = ["Agreement", "Competition", "Moments", "Votes"]
 
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 """Function that is called after every call of `Votes.moments`, or None. `torchcaps.inspection.recorded` sets it."""
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,170 @@
+"""Uses of networks, losses and layers that are legitimate but rare: they work, or are refused in one line."""
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, jvp, vmap
+
+from test_models import NETWORKS, SMALL
+from torchcaps import (
+    BadInput,
+    CapsNet,
+    Capsules,
+    Classifier,
+    MatrixCapsNet,
+    Preparation,
+    Routing,
+    RoutingMap,
+    create_model,
+    inspect,
+)
+from torchcaps.convolution import Im2colConv2d
+from torchcaps.layers import DenseCaps
+from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss
+from torchcaps.routing import ROUTINGS, SelfRouting
+
+TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
+BLANK = torch.zeros(1, 1, 20, 20, dtype=torch.uint8)
+
+
+def classifier_of(model):
+    return Classifier(model, ("ant", "bee", "cat"), (1, 20, 20), Preparation())
+
+
+@pytest.mark.parametrize("use", [lambda c: c.predict(BLANK), lambda c: inspect(c, BLANK[0])])
+def test_predictions_leave_each_module_in_its_own_mode(use):
+    model = CapsNet(**TINY, stem=True)
+    frozen = model.convolution[1].eval()
+    use(classifier_of(model))
+    assert not frozen.training
+    assert all(module.training for module in model.modules() if module is not frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_classifier_predicts_in_the_dtype_of_its_network(dtype):
+    classifier = classifier_of(CapsNet(**TINY).to(dtype))
+    assert classifier.predict(BLANK).scores.isfinite().all()
+    assert inspect(classifier, BLANK[0]).support.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_on_the_meta_device_gives_the_shape_of_its_scores(name):
+    with torch.device("meta"):
+        model = create_model(name, image_shape=(1, 28, 28), **SMALL[name]).eval()
+        scores = model(torch.zeros(2, 1, 28, 28)).scores
+    assert scores.shape == (2, model.options["num_classes"])
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_an_empty_batch_has_gradients_of_zero(rule):
+    layer = DenseCaps(6, 4, 8, 3, 16, routing=Routing(rule))
+    pose = torch.randn(0, 6, 4, 1, 8, requires_grad=True)
+    parents = layer(Capsules(pose, torch.rand(0, 6, 4)))
+    found = torch.autograd.grad(parents.pose.sum() + parents.activation.sum(), [pose, layer.transform])
+    assert found[0].shape == pose.shape
+    assert not found[1].any()
+
+
+def test_batched_gradients_of_fused_routing_are_refused_and_of_the_reference_computed():
+    layer, pose = DenseCaps(6, 4, 8, 3, 16), torch.randn(1, 6, 4, 1, 8)
+    call = lambda x: layer(Capsules(x, torch.ones(1, 6, 4))).pose  # noqa: E731
+    jacobian = torch.autograd.functional.jacobian
+    with pytest.raises(RuntimeError, match="does not support batched gradients; use backend="):
+        jacobian(call, pose, vectorize=True)
+    layer.routing.backend = "reference"
+    torch.testing.assert_close(jacobian(call, pose, vectorize=True), jacobian(call, pose))
+
+
+class Subclass(CapsNet):
+    def __init__(self, **named):
+        super().__init__(**{**TINY, **named})
+
+
+def tied():
+    model = MatrixCapsNet((1, 19, 21), 3, widths=(4, 3, 3, 3))
+    model.second_capsules.transform = model.first_capsules.transform
+    return model
+
+
+def parametrised():
+    model = CapsNet(**TINY)
+    nn.utils.parametrizations.weight_norm(model.class_capsules, "transform")
+    return model
+
+
+def compiled_layer():
+    model = CapsNet(**TINY)
+    model.class_capsules = torch.compile(model.class_capsules, backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
+        (parametrised, "compiled or parametrized: save the network with the plain layer"),
+        (compiled_layer, "compiled or parametrized: save the network with the plain layer"),
+        (Subclass, r"replace the \*\* of its constructor"),
+    ],
+)
+def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, tmp_path):
+    with pytest.raises(BadInput, match=problem):
+        build().save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by torch itself
+def test_a_classifier_of_a_compiled_network_is_saved_as_the_plain_network(tmp_path):
+    model = CapsNet(**TINY).eval()
+    classifier_of(torch.compile(model)).save_pretrained(tmp_path)
+    found = Classifier.from_pretrained(tmp_path).predict(BLANK).scores
+    assert torch.equal(found, classifier_of(model).predict(BLANK).scores)
+    with pytest.raises(BadInput, match="Linear cannot be saved"):
+        classifier_of(nn.Linear(2, 2)).save_pretrained(tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by torch itself
+def test_im2col_convolution_supports_forward_mode_differentiation_and_vmap():
+    layer, images = Im2colConv2d(2, 3, 3, stride=2, padding=1), torch.randn(4, 2, 7, 7)
+    plain = nn.Conv2d(2, 3, 3, stride=2, padding=1)
+    plain.load_state_dict(layer.state_dict())
+    change = torch.randn_like(images)
+    torch.testing.assert_close(jvp(layer, (images,), (change,))[1], jvp(plain, (images,), (change,))[1])
+    torch.testing.assert_close(vmap(lambda x: layer(x[None])[0])(images), plain(images))
+
+
+def test_self_routing_runs_under_vmap_over_its_own_parameters():
+    rule, children = SelfRouting(6, 4, 3, (1, 8)), Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4))
+    transform, routing_map = torch.randn(6, 4, 3, 8, 8), RoutingMap.dense(6)
+    sets = [{name: torch.randn_like(x) for name, x in rule.named_parameters()} for _ in range(2)]
+    stacked = {name: torch.stack([one[name] for one in sets]) for name in sets[0]}
+    call = lambda given: functional_call(rule, given, (children, transform, routing_map)).pose  # noqa: E731
+    torch.testing.assert_close(vmap(call)(stacked), torch.stack([call(one) for one in sets]))
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: margin_loss(torch.rand(4, 3), torch.tensor([1])),
+        lambda: margin_loss(torch.rand(4, 3), torch.rand(1, 3)),
+        lambda: margin_loss(torch.rand(4, 3), torch.zeros(4).long(), weights=torch.ones(4, 1)),
+        lambda: spread_loss(torch.rand(4, 3), torch.tensor([1])),
+        lambda: reconstruction_loss(torch.rand(2, 1, 4, 4), torch.rand(2, 3, 4, 4)),
+    ],
+)
+def test_a_loss_refuses_shapes_that_would_be_broadcast(call):
+    with pytest.raises(ValueError, match=r"must fit the shape \[.*\] of .*; got \["):
+        call()
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_accept_every_integer_dtype_and_keep_double_precision(name):
+    scores, target = torch.rand(4, 3, dtype=torch.double, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    right = LOSSES[name](scores, target)
+    assert right.dtype == torch.double
+    for dtype in (torch.uint8, torch.int32):
+        assert torch.equal(LOSSES[name](scores, target.to(dtype)), right)
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, target), scores)
+    assert LOSSES[name](torch.zeros(4, 3, dtype=torch.half), target).isfinite()
