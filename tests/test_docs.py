@@ -54,27 +54,40 @@ def test_tables_of_the_pages_equal_the_stored_results(tmp_path):
 ENTRIES = tomllib.loads((ROOT / "results/tables.toml").read_text())
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES["networks"], *ENTRIES["reduced"]], ids=lambda entry: entry["runs"][0])
-def test_the_command_of_a_result_gives_the_recipe_stored_in_its_folder(entry):
-    command = entry["command"].replace("make demo", "torchcaps train capsnet-mnist-5k")
+COMMANDS = [
+    *((entry["command"], entry["runs"]) for entry in [*ENTRIES["networks"], *ENTRIES["reduced"]]),
+    *(
+        (entry["command"].replace("RENDERING", re.search(r"render(\d+)", runs[0])[1]), runs)
+        for entry in ENTRIES["renderings"]
+        for runs in entry["runs"]
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "runs"), COMMANDS, ids=lambda value: value[0] if isinstance(value, list) else "")
+def test_the_command_of_a_result_gives_the_recipe_stored_in_its_folder(command, runs):
+    command = command.replace("make demo", "torchcaps train capsnet-mnist-5k")
     _, _, name, *words = shlex.split(command)
     settings = dict(
         value.split("=") if key == "--set" else (key[2:].replace("-", "_"), value)
         for key, value in zip(words[::2], words[1::2], strict=True)
     )
     now = json.loads(json.dumps(asdict(create_recipe(name, settings))))
-    for seed, run in enumerate(entry["runs"]):
+    for seed, run in enumerate(runs):
         recipe = json.loads((ROOT / "results" / run / "recipe.json").read_text())
         assert recipe["environment"]["commit"]
         assert not recipe["environment"]["commit"].endswith("-modified")
-        expected = {**now, "seed": seed} if len(entry["runs"]) > 1 else now
+        expected = {**now, "seed": seed} if len(runs) > 1 else now
         then = {**recipe["recipe"], "precision": now["precision"]}  # auto depends on the machine
         assert then == {key: expected[key] for key in then}
 
 
 def test_every_run_in_the_readme_is_also_on_the_page_results():
     shown = {run for entry in ENTRIES["networks"] for run in entry["runs"]}
-    assert all(set(entry.get("runs", [])) <= shown for entry in ENTRIES["highlights"])
+    shown |= {entry["what"] for entry in ENTRIES["renderings"]}
+    for entry in ENTRIES["highlights"]:
+        runs = entry.get("runs", [])
+        assert {runs} <= shown if isinstance(runs, str) else set(runs) <= shown
 
 
 def test_the_site_is_built_without_a_warning(tmp_path):

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torchcaps.data.files import atomically
@@ -80,6 +81,12 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
         raise BadInput(f"{path} is not valid TOML ({error}): correct the file") from error
     if unknown := entries.keys() - TABLES:
         raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
+    rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
+    for entry in entries.get("highlights", []):
+        for key in entry.keys() & {"runs", "cnn_runs"}:
+            if isinstance(name := entry[key], str) and name not in rendered:
+                raise BadInput(f"{path}: [[renderings]] has no row {name!r}{nearest(name, rendered)}")
+            entry[key] = rendered[name] if isinstance(name, str) else name
     return entries
 
 
@@ -93,10 +100,19 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _accuracy(entry: Entry, results: Path) -> str:
-    """Return the mean and standard deviation of the test accuracy over the runs of an entry."""
-    metrics = [_json(results / run / "metrics.json") for run in entry["runs"]]
-    return Row("", [one["test_accuracy_percent"] for one in metrics], unit="").measured()
+def _accuracies(runs: Sequence[str | Sequence[str]], results: Path) -> list[float]:
+    """Return the test accuracy of each run. An element that is a list of runs gives the mean over these runs."""
+    return [
+        _json(results / run / "metrics.json")["test_accuracy_percent"]
+        if isinstance(run, str)
+        else fmean(_accuracies(run, results))
+        for run in runs
+    ]
+
+
+def _accuracy(runs: Sequence[str | Sequence[str]], results: Path) -> str:
+    """Return the mean and standard deviation of the test accuracy over the elements of `runs`."""
+    return Row("", _accuracies(runs, results), unit="").measured()
 
 
 def _row(entry: Entry, what: str, results: Path) -> Row:
@@ -114,9 +130,31 @@ def _networks(entries: Sequence[Entry], results: Path) -> list[str]:
             (
                 entry["what"],
                 entry.get("paper", "–"),
-                _accuracy(entry, results),
+                _accuracy(entry["runs"], results),
                 f"`{entry['command']}`",
                 f"`{entry['runs'][0]}`" + (f" to {len(entry['runs']) - 1}" if len(entry["runs"]) > 1 else ""),
+            )
+            for entry in entries
+        ],
+    )
+
+
+def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
+    """Return a table with one column per rendering of the toys. Each element of `runs` has the runs on a rendering."""
+    columns = [
+        [_json(results / runs[0] / "recipe.json")["recipe"]["data_options"]["render_seed"] for runs in entry["runs"]]
+        for entry in entries
+    ]
+    if any(column != columns[0] for column in columns):
+        raise BadInput(f"the networks of the table have runs on different renderings, {columns}: correct tables.toml")
+    return _lines(
+        ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
+        [
+            (
+                entry["what"],
+                *(_accuracy(runs, results) for runs in entry["runs"]),
+                _accuracy(entry["runs"], results),
+                f"`{entry['command']}`",
             )
             for entry in entries
         ],
@@ -138,7 +176,8 @@ def _highlights(entries: Sequence[Entry], results: Path) -> list[str]:
     rows = []
     for entry in entries:
         if "runs" in entry:
-            rows.append((entry["what"], entry.get("paper", "–"), _accuracy(entry, results)))
+            beside = f" (CNN: {_accuracy(entry['cnn_runs'], results)})" if "cnn_runs" in entry else ""
+            rows.append((entry["what"] + beside, entry.get("paper", "–"), _accuracy(entry["runs"], results)))
         else:
             row = _row(entry, entry["row"], results)
             rows.append((entry["what"], row.paper or "–", row.measured()))
@@ -186,6 +225,7 @@ def _benchmark(rows: Sequence[Mapping[str, str]]) -> list[str]:
 TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
     "networks": _networks,
     "reduced": _networks,
+    "renderings": _renderings,
     "experiments": _experiments,
     "highlights": _highlights,
     "speed": _speed,
