@@ -85,6 +85,36 @@ def test_columns_are_chosen_by_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("header", ["path, label , split", "path,label,Split", "path ,label,\tSPLIT"])
+def test_spaces_around_names_and_labels_and_the_case_of_split_do_not_matter(header, tmp_path):
+    tree(tmp_path, count=4)
+    lines = [
+        f"{line}{' ' * (index % 2)},{('train', 'test')[index % 4 > 2]}" for index, line in enumerate(listed(tmp_path))
+    ]
+    train, test = load_image_table(write(tmp_path / "photos.csv", header, *lines))
+    assert train.class_names == ("cat", "dog")
+    assert test.pixels[:, 0, 0, 0].tolist() == [30, 30]
+
+
+def test_the_same_file_under_an_absolute_path_is_refused(tmp_path, monkeypatch):
+    tree(tmp_path, count=4)
+    table = write(tmp_path / "photos.csv", "path,label", *listed(tmp_path), f"{tmp_path / 'cat' / '0.png'},dog")
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: load_image_table(table.name), "lines 2 and 10 name the same file")
+
+
+def test_labels_that_look_the_same_cause_a_warning(tmp_path):
+    tree(tmp_path, count=10)
+    labels = [("caf\u00e9", "cafe\u0301")[index % 2] for index in range(20)]
+    lines = [f"{line.partition(',')[0]},{label}" for line, label in zip(listed(tmp_path), labels, strict=True)]
+    with warned("photos.csv", "'cafe\\u0301' and 'caf\\xe9'", "write both the same way if they are one class"):
+        load_image_table(write(tmp_path / "photos.csv", "path,label", *lines))
+    content = {"image": [one["bytes"] for one in rows(8)["image"]], "label": ["cat", "cat "] * 4}
+    datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
+    with warned("photos.parquet", "'cat' and 'cat '", "write both the same way"):
+        load_image_table(tmp_path / "photos.parquet")
+
+
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
@@ -97,6 +127,8 @@ def test_columns_are_chosen_by_name(tmp_path):
         (("path,label", "cat/0.png,cat", "cat/0.png,dog"), ("lines 2 and 3", "cat/0.png")),
         (("path,label", "cat/0.png,cat", "cat/1.png,cat"), ("only the class cat",)),
         (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
+        (("path,label", "cat/0.png,cat", "cat/../cat/0.png,cat"), ("lines 2 and 3", "cat/../cat/0.png")),
+        (("path,label,split, Split", "cat/0.png,cat,train,test"), ("several columns split", "rename all but one")),
         (("path,label,label", "cat/0.png,cat,dog"), ("choose the label column",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
