@@ -1,6 +1,7 @@
 """Tables of images: CSV files, and Parquet files and saved datasets written by Hugging Face datasets."""
 
 import io
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -10,7 +11,10 @@ from PIL import Image
 
 from conftest import SMALL_CAPSNET, make_images
 from image_trees import refused, tree, warned
+from torchcaps import Classifier, PooledCNN, Preparation
+from torchcaps.cli.common import splits_for
 from torchcaps.data import load_image_table, load_splits
+from torchcaps.recipes import create_recipe
 
 SPLITS = ("train", "validation", "test")
 
@@ -246,6 +250,37 @@ def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
     )
     assert done.returncode == 2
     assert "does not accept the option image_column" in done.stderr
+
+
+def trained_on(data, **options):
+    """A classifier of images of 8 × 6 pixels, and the recipe of its training."""
+    recipe = replace(create_recipe("capsnet-images"), data=str(data), data_options=options)
+    names = ("cat", "dog")
+    return Classifier(PooledCNN((1, 16, 16), 2), names, (1, 6, 8), Preparation()), recipe
+
+
+@pytest.mark.parametrize("form", ["photos/", "./photos", "ABSOLUTE", "../HERE/photos"])
+def test_another_path_of_the_training_images_gives_the_same_splits(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree(tmp_path / "photos", count=10)
+    path = form.replace("ABSOLUTE", str(tmp_path / "photos")).replace("HERE", tmp_path.name)
+    for data, options in (("", {}), ("/photos.csv", {"image_column": "file one", "label_column": "name"})):
+        write(tmp_path / "photos" / "photos.csv", "file one,name", *listed(tmp_path / "photos"))
+        classifier, recipe = trained_on(f"photos{data}", test_fraction=0.5, **options)
+        splits = splits_for(classifier, recipe, f"{path}{data}", tmp_path)
+        assert len(splits.test) == 10
+        (tmp_path / "photos" / "photos.csv").unlink()
+
+
+def test_a_new_table_is_read_with_the_columns_of_the_training(tmp_path):
+    tree(tmp_path, count=10)
+    write(tmp_path / "new.csv", "picture,kind,label", *(f"{line},none" for line in listed(tmp_path)))
+    classifier, recipe = trained_on("old.csv", test_fraction=0.5, image_column="picture", label_column="kind")
+    assert len(splits_for(classifier, recipe, str(tmp_path / "new.csv"), tmp_path).test) == 4
+    (tmp_path / "new.csv").unlink()
+    assert len(splits_for(classifier, recipe, str(tmp_path), tmp_path).test) == 4
+    other = write(tmp_path / "other.csv", "path,label", *listed(tmp_path))
+    refused(lambda: splits_for(classifier, recipe, str(other), tmp_path), "rename a column to picture")
 
 
 def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):

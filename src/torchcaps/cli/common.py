@@ -140,20 +140,24 @@ def splits_for(
     """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
     Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
-    splits are the same as when the classifier was trained with this recipe.
+    splits are the same as when the classifier was trained with this recipe. Another table is read with the recipe's
+    columns of images and labels.
     """
     from torchcaps.data import DATASETS, load_splits
+    from torchcaps.data.image_table import is_table
 
     channels, height, width = classifier.image_shape
     options: dict[str, Any] = {"size": height, "stereo": channels == 2} if recipe is None else dict(recipe.data_options)
+    same = recipe is not None and _same_data(name, recipe.data)
     if name in DATASETS:
         options = {key: value for key, value in options.items() if key in DATASETS[name].options}
     else:
-        options = options if recipe is not None and name == recipe.data else {}
+        columns = ("image_column", "label_column") if is_table(name) else ()
+        options = {key: value for key, value in options.items() if same or key in columns}
         options |= {"image_size": (height, width), "channels": channels}
     if recipe is not None:
         options |= {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
-        if name == recipe.data:
+        if same:
             options["validation_attribute"] = recipe.validation_attribute
     splits = load_splits(name, data_dir, cache=cache, **options)  # type: ignore[arg-type]
     found = splits.train
@@ -168,3 +172,13 @@ def splits_for(
             "give --data with images of the same shape"
         )
     return splits
+
+
+def _same_data(one: str, other: str) -> bool:
+    """Return whether two names mean the same dataset, or the same folder or table under any of its paths."""
+    from torchcaps.data import DATASETS
+    from torchcaps.data.image_table import HUB
+
+    if any(name in DATASETS or name.startswith(HUB) for name in (one, other)):
+        return one == other
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

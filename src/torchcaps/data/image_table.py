@@ -275,14 +275,18 @@ def _column(
     known += f" and {len(columns) - MOST_COLUMNS:,} more" if len(columns) > MOST_COLUMNS else ""
     if given is not None:
         if given not in columns:
-            raise BadInput(f"{name}: has no column {given}; choose {option} from its columns: {known}")
+            raise BadInput(
+                f"{name}: has no column {given}; rename a column to {given}, or choose {option} from its columns:"
+                f" {known}"
+            )
         if [*columns].count(given) > 1:
             raise BadInput(f"{name}: has several columns {printable(given)}; rename all but one")
         return given
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME from these columns: {known}"
+            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME, or by renaming columns; its"
+            f" columns: {known}"
         )
     return fitting[0]
 
