@@ -43,6 +43,9 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
     assert "did you mean 'data.image_size'?" in refused("data", "show", images, "--set", "data.image_siz=16")
     assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
     assert "only options of the data" in refused("data", "show", images, "--set", "shift=3")
+    toys = ("data", "show", "toys", "--data-dir", tmp_path, "--set")
+    assert "size is 50; give 96" in refused(*toys, "data.size=50", "--set", "data.render_seed=1")
+    assert "did you mean 'data.render_seed'?" in refused(*toys, "data.render_sed=1")
     assert "did you mean 'toys'" in refused("data", "render", "toy")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images.png").write_text("mine")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchcaps import Classifier, __version__
+from torchcaps.cli.common import print_table
 from torchcaps.options import meanings
 from torchcaps.recipe import Recipe
 from torchcaps.recipes import RECIPES, create_recipe, settings_of
@@ -83,6 +84,39 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
     answer = Classifier.from_pretrained(finished[0]).predict(paths)
     for row, path, name, scores in zip(rows, paths, answer.class_names, answer.scores.tolist(), strict=True):
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
+
+
+LONG = "/home/somebody/projects/bears/" + 10 * "images-of-2024/" + "0001.png"
+
+
+def printed_cells(capsys, columns, row):
+    """Print a table of one row and return the text of each column, joined over the lines, and the longest line."""
+    print_table(columns, [row])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("│", "└"))]
+    parts = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[:-1]]
+    return ["".join(cells) for cells in zip(*parts, strict=True)], max(map(len, lines)), len(parts)
+
+
+@pytest.mark.parametrize("width", [70, 80, 120])
+def test_a_table_in_a_terminal_shows_all_columns_beside_a_long_path(width, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    row = (LONG, "grizzly", "0.98", "polar", "0.01")
+    cells, longest, _ = printed_cells(capsys, ("image", "class", "score", "runner-up", "score"), row)
+    assert tuple(cells) == row
+    assert longest <= width
+    row = (LONG, LONG, "12,345", "98.75", "1.25", "0.53")
+    columns = ("run", "data", "test images", "accuracy %", "error %", "calibration error %")
+    cells, longest, _ = printed_cells(capsys, columns, row)
+    assert tuple(cells) == row
+    assert longest <= width
+
+
+def test_a_table_in_a_pipe_is_wider_only_if_a_path_needs_it(capsys):
+    cells, _, lines = printed_cells(capsys, ("image", "class", "score"), (LONG, "grizzly bear", "0.98"))
+    assert (cells, lines) == ([LONG, "grizzlybear", "0.98"], 2)
+    _, longest, lines = printed_cells(capsys, ("setting", "value", "meaning"), ("epochs", "30", "the " * 100))
+    assert (longest <= 140, lines) == (True, 4)
 
 
 def test_a_table_is_written_completely_or_not_at_all(refused, finished, images, tmp_path):

@@ -1,6 +1,7 @@
 """Tables of images: CSV files, and Parquet files and saved datasets written by Hugging Face datasets."""
 
 import io
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -10,7 +11,10 @@ from PIL import Image
 
 from conftest import SMALL_CAPSNET, make_images
 from image_trees import refused, tree, warned
+from torchcaps import Classifier, PooledCNN, Preparation
+from torchcaps.cli.common import splits_for
 from torchcaps.data import load_image_table, load_splits
+from torchcaps.recipes import create_recipe
 
 SPLITS = ("train", "validation", "test")
 
@@ -85,6 +89,36 @@ def test_columns_are_chosen_by_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("header", ["path, label , split", "path,label,Split", "path ,label,\tSPLIT"])
+def test_spaces_around_names_and_labels_and_the_case_of_split_do_not_matter(header, tmp_path):
+    tree(tmp_path, count=4)
+    lines = [
+        f"{line}{' ' * (index % 2)},{('train', 'test')[index % 4 > 2]}" for index, line in enumerate(listed(tmp_path))
+    ]
+    train, test = load_image_table(write(tmp_path / "photos.csv", header, *lines))
+    assert train.class_names == ("cat", "dog")
+    assert test.pixels[:, 0, 0, 0].tolist() == [30, 30]
+
+
+def test_the_same_file_under_an_absolute_path_is_refused(tmp_path, monkeypatch):
+    tree(tmp_path, count=4)
+    table = write(tmp_path / "photos.csv", "path,label", *listed(tmp_path), f"{tmp_path / 'cat' / '0.png'},dog")
+    monkeypatch.chdir(tmp_path)
+    refused(lambda: load_image_table(table.name), "lines 2 and 10 name the same file")
+
+
+def test_labels_that_look_the_same_cause_a_warning(tmp_path):
+    tree(tmp_path, count=10)
+    labels = [("caf\u00e9", "cafe\u0301")[index % 2] for index in range(20)]
+    lines = [f"{line.partition(',')[0]},{label}" for line, label in zip(listed(tmp_path), labels, strict=True)]
+    with warned("photos.csv", "'cafe\\u0301' and 'caf\\xe9'", "write both the same way if they are one class"):
+        load_image_table(write(tmp_path / "photos.csv", "path,label", *lines))
+    content = {"image": [one["bytes"] for one in rows(8)["image"]], "label": ["cat", "cat "] * 4}
+    datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
+    with warned("photos.parquet", "'cat' and 'cat '", "write both the same way"):
+        load_image_table(tmp_path / "photos.parquet")
+
+
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
@@ -97,6 +131,8 @@ def test_columns_are_chosen_by_name(tmp_path):
         (("path,label", "cat/0.png,cat", "cat/0.png,dog"), ("lines 2 and 3", "cat/0.png")),
         (("path,label", "cat/0.png,cat", "cat/1.png,cat"), ("only the class cat",)),
         (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
+        (("path,label", "cat/0.png,cat", "cat/../cat/0.png,cat"), ("lines 2 and 3", "cat/../cat/0.png")),
+        (("path,label,split, Split", "cat/0.png,cat,train,test"), ("several columns split", "rename all but one")),
         (("path,label,label", "cat/0.png,cat,dog"), ("choose the label column",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
@@ -214,6 +250,37 @@ def test_the_command_line_trains_and_evaluates_on_a_table(command, tmp_path):
     )
     assert done.returncode == 2
     assert "does not accept the option image_column" in done.stderr
+
+
+def trained_on(data, **options):
+    """A classifier of images of 8 × 6 pixels, and the recipe of its training."""
+    recipe = replace(create_recipe("capsnet-images"), data=str(data), data_options=options)
+    names = ("cat", "dog")
+    return Classifier(PooledCNN((1, 16, 16), 2), names, (1, 6, 8), Preparation()), recipe
+
+
+@pytest.mark.parametrize("form", ["photos/", "./photos", "ABSOLUTE", "../HERE/photos"])
+def test_another_path_of_the_training_images_gives_the_same_splits(form, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tree(tmp_path / "photos", count=10)
+    path = form.replace("ABSOLUTE", str(tmp_path / "photos")).replace("HERE", tmp_path.name)
+    for data, options in (("", {}), ("/photos.csv", {"image_column": "file one", "label_column": "name"})):
+        write(tmp_path / "photos" / "photos.csv", "file one,name", *listed(tmp_path / "photos"))
+        classifier, recipe = trained_on(f"photos{data}", test_fraction=0.5, **options)
+        splits = splits_for(classifier, recipe, f"{path}{data}", tmp_path)
+        assert len(splits.test) == 10
+        (tmp_path / "photos" / "photos.csv").unlink()
+
+
+def test_a_new_table_is_read_with_the_columns_of_the_training(tmp_path):
+    tree(tmp_path, count=10)
+    write(tmp_path / "new.csv", "picture,kind,label", *(f"{line},none" for line in listed(tmp_path)))
+    classifier, recipe = trained_on("old.csv", test_fraction=0.5, image_column="picture", label_column="kind")
+    assert len(splits_for(classifier, recipe, str(tmp_path / "new.csv"), tmp_path).test) == 4
+    (tmp_path / "new.csv").unlink()
+    assert len(splits_for(classifier, recipe, str(tmp_path), tmp_path).test) == 4
+    other = write(tmp_path / "other.csv", "path,label", *listed(tmp_path))
+    refused(lambda: splits_for(classifier, recipe, str(other), tmp_path), "rename a column to picture")
 
 
 def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):

@@ -1,5 +1,6 @@
 """Images that stay encoded on disk give the same pixels, splits, warnings and weights as images in memory."""
 
+import io
 import os
 import re
 import shutil
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
+from torchcaps.data.image_file import decode, header
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.run_folder import seen_in_training
 
@@ -42,6 +45,7 @@ def odd_folder(root):
         colour.convert("LA").save(folder / "clear.png")
         colour.convert("RGBA").save(folder / "clear.webp")
         colour.save(folder / "turned.tif", exif=turned)
+        colour.save(folder / "turned.png", exif=turned)
         Image.fromarray(random.integers(0, 4096, (9, 14), dtype=np.uint16)).save(folder / "deep.png")
         colour.save(folder / "moving.gif", save_all=True, append_images=[colour.rotate(180)])
     return root
@@ -84,14 +88,26 @@ def test_sizes_and_channels_are_found_from_the_headers(tmp_path):
         refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), other, "9 x 6", "image_size=N")
 
 
-def test_a_rotation_that_a_png_stores_after_its_pixels_is_named(tmp_path):
-    tree(tmp_path, count=4)
-    turned = Image.Exif()
-    turned[0x0112] = 6
-    Image.new("L", (8, 6)).save(tmp_path / "cat" / "1.png", exif=turned)
-    images = loaded(tmp_path, "none")[0]
-    with pytest.raises(ValueError, match=r"1\.png is 6 x 8 pixels, but the other images are 8 x 6; resize"):
-        [getattr(images, name).pixels for name in SPLITS]
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "TIFF", "WEBP", "PNG"])
+@pytest.mark.parametrize("xmp", [False, True])
+def test_the_header_of_a_rotated_image_gives_the_size_of_the_decoded_image(kind, xmp):
+    for orientation in range(1, 9):
+        turned, text, stream = Image.Exif(), PngInfo(), io.BytesIO()
+        turned[0x0112] = orientation
+        packet = f'<rdf tiff:Orientation="{orientation}"/>'
+        text.add_itxt("XML:com.adobe.xmp", packet, zip=orientation % 2 == 0)
+        options = {"PNG": {"pnginfo": text}, "TIFF": {"tiffinfo": {700: packet.encode()}}}
+        chosen = options.get(kind, {"xmp": packet.encode()}) if xmp else {"exif": turned}
+        Image.new("L", (30, 20)).save(stream, kind, **chosen)
+        found = header(stream.getvalue(), "photo")
+        assert found == decode(stream.getvalue(), "photo", None, None)[1]
+        assert (found.height, found.width) == ((30, 20) if orientation > 4 else (20, 30))
+
+
+def test_the_header_of_a_png_gives_its_size_without_its_pixels(tmp_path):
+    content = save(tmp_path / "photo.png", size=(30, 20)).read_bytes()
+    found = header(content[: content.index(b"IDAT") + 6], "photo")
+    assert (found.height, found.width) == (20, 30)
 
 
 def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path):

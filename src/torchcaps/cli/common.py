@@ -3,13 +3,14 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from torchcaps.errors import BadInput, printable
@@ -28,15 +29,43 @@ Cache = Annotated[
     ),
 ]
 
+WIDTH = 140
+"""Width of a table in a pipe or a file, unless it needs more."""
+LONG_WORD, SHORT_WORD = 16, 8
+"""In a terminal that is too narrow for a table, words longer than the first number, then the second, are broken."""
+
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:
-    """Print a table. Markup in cells is not interpreted, and characters that cannot be printed are escaped."""
-    table = Table(*columns, title=Text(printable(title)) if title else None)
-    table.columns[0].no_wrap = True
-    for row in rows:
-        table.add_row(*(Text(printable(str(cell))) for cell in row))
-    console = Console()
-    Console(width=console.width if console.is_terminal else 140).print(table)
+    """Print a complete table. Markup in cells is not interpreted, and characters that cannot be printed are escaped.
+
+    In a terminal, cells are wrapped to its width. In a pipe or a file, words and the first column are never broken.
+    """
+    lines = [[printable(str(cell)) for cell in row] for row in (columns, *rows)]
+    cells = [*zip(*lines, strict=True)]
+    console, borders = Console(), 3 * len(cells) + 1
+    room = console.width if console.is_terminal else WIDTH
+    widths = _column_widths(cells, room - borders, console.is_terminal)
+    headers = [
+        Column(Text(column[0]), width=width, overflow="fold") for column, width in zip(cells, widths, strict=True)
+    ]
+    table = Table(*headers, title=Text(printable(title)) if title else None)
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    Console(width=max(room, sum(widths) + borders)).print(table)
+
+
+def _column_widths(cells: Sequence[Sequence[str]], room: int, terminal: bool) -> list[int]:
+    """Return the widths of columns with these cells; the widest columns are narrowed until all columns fit."""
+    widths = [max(map(cell_len, column)) for column in cells]
+    words = [max(cell_len(word) for cell in (*column, "-") for word in cell.split()) for column in cells]
+    long = [min(word, LONG_WORD) for word in words]
+    short = [min(word, SHORT_WORD) for word in words]
+    steps = ([widths[0], *long[1:]], long, short) if terminal else ([widths[0], *words[1:]],)
+    for least in steps:
+        while sum(widths) > room and widths != least:
+            widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
+            widths[widest] -= 1
+    return widths
 
 
 def print_version(asked: bool | None) -> bool:
@@ -111,20 +140,24 @@ def splits_for(
     """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
     Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
-    splits are the same as when the classifier was trained with this recipe.
+    splits are the same as when the classifier was trained with this recipe. Another table is read with the recipe's
+    columns of images and labels.
     """
     from torchcaps.data import DATASETS, load_splits
+    from torchcaps.data.image_table import is_table
 
     channels, height, width = classifier.image_shape
     options: dict[str, Any] = {"size": height, "stereo": channels == 2} if recipe is None else dict(recipe.data_options)
+    same = recipe is not None and _same_data(name, recipe.data)
     if name in DATASETS:
         options = {key: value for key, value in options.items() if key in DATASETS[name].options}
     else:
-        options = options if recipe is not None and name == recipe.data else {}
+        columns = ("image_column", "label_column") if is_table(name) else ()
+        options = {key: value for key, value in options.items() if same or key in columns}
         options |= {"image_size": (height, width), "channels": channels}
     if recipe is not None:
         options |= {"validation_fraction": recipe.validation_fraction, "seed": recipe.seed}
-        if name == recipe.data:
+        if same:
             options["validation_attribute"] = recipe.validation_attribute
     splits = load_splits(name, data_dir, cache=cache, **options)  # type: ignore[arg-type]
     found = splits.train
@@ -139,3 +172,13 @@ def splits_for(
             "give --data with images of the same shape"
         )
     return splits
+
+
+def _same_data(one: str, other: str) -> bool:
+    """Return whether two names mean the same dataset, or the same folder or table under any of its paths."""
+    from torchcaps.data import DATASETS
+    from torchcaps.data.image_table import HUB
+
+    if any(name in DATASETS or name.startswith(HUB) for name in (one, other)):
+        return one == other
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()

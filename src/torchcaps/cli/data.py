@@ -54,7 +54,7 @@ def data_render(
 
 @app.command("show")
 def data_show(
-    name: Annotated[str, typer.Argument(help="Name of a dataset, or a folder of images.")],
+    name: Annotated[str, typer.Argument(help="Name of a dataset, or a folder or table of images.")],
     data_dir: DataDir = Path("data"),
     out: Annotated[Path | None, typer.Option(help="Picture to write; default: NAME.png.")] = None,
     columns: Annotated[int, typer.Option(help="Images per class.", min=1)] = 10,
@@ -70,7 +70,7 @@ def data_show(
     for key in changes:
         if not key.startswith("data."):
             raise BadInput(f"--set {key}: give only options of the data, such as --set data.image_size=32")
-    options = create_recipe("capsnet-images", changes).data_options
+    options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
     path = out or Path(f"{Path(name).name}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; choose another file with --out, or overwrite it with --out {path}")

@@ -32,6 +32,8 @@ FORMATS = {
 """Pillow's name of the image format for each supported file extension; extensions are in lower case."""
 GREY = ("1", "L", "LA", "La")
 """Pillow's modes of greyscale images with at most 8 bits per pixel."""
+PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
+"""Names of the parts of a PNG file that can contain the orientation; without them, `getexif` decodes the pixels."""
 LONGEST_SIDE = 10_000
 """Largest side, in pixels, that an image can be resized to."""
 
@@ -129,17 +131,20 @@ def decode(
 
 
 def header(content: bytes, name: Path | str) -> Facts:
-    """Read the `Facts` of an image from its header, without decoding the pixels.
+    """Read the `Facts` of an image from its header. The pixels are decoded only if a PNG file has metadata after them.
 
-    If the EXIF orientation turns the image by 90° or 270°, height and width are exchanged.
+    If the orientation turns the image by 90° or 270°, height and width are exchanged.
     """
     with _opened(content, name) as file:
         from PIL.ExifTags import Base
 
         width, height = file.size
-        # In other formats, `getexif` would decode the pixels.
-        if file.format in ("JPEG", "MPO", "TIFF", "WEBP") and file.getexif().get(Base.Orientation, 1) in (5, 6, 7, 8):
-            width, height = height, width
+        if file.format != "PNG" or any(key in content for key in PNG_METADATA):
+            metadata = file.getexif()
+            if file.format == "TIFF":  # `file.size` is the upright size in some versions of Pillow
+                width, height = metadata[Base.ImageWidth], metadata[Base.ImageLength]
+            if metadata.get(Base.Orientation, 1) in (5, 6, 7, 8):
+                width, height = height, width
         return _facts(file, width, height)
 
 

@@ -1,7 +1,6 @@
 """Read your own images: one folder per class, either in a single tree or in both train/ and test/."""
 
 import os
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 
 from torchcaps.data.image_file import FORMATS
 from torchcaps.data.image_files import Paths, shown
-from torchcaps.data.image_list import ImageList, train_and_test
+from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -186,14 +185,7 @@ def _remarks_on_folders(
             f"{root}: skipped folders of images next to train/ and test/ ({_listed(ignored)}); only "
             f"{', '.join(f'{name}/' for name in ('train', *VALIDATION, 'test'))} are read"
         )
-    alike: dict[str, str] = {}
-    for name in class_names:
-        other = alike.setdefault(unicodedata.normalize("NFC", name).strip(), name)
-        if other != name:
-            yield (
-                f"{root}: the class names {other!a} and {name!a} differ only in Unicode normalisation or in surrounding"
-                " spaces; move the images into one folder if they are one class"
-            )
+    yield from remarks_on_names(str(root), class_names, "move the images into one folder")
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,18 @@ def train_and_test(images: ImageList, test_fraction: float, seed: int, **options
     for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=3)
     return read.train, read.test
+
+
+def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterator[str]:
+    """Yield warning texts about class names that look the same."""
+    alike: dict[str, str] = {}
+    for one in class_names:
+        other = alike.setdefault(unicodedata.normalize("NFC", one).strip(), one)
+        if other != one:
+            yield (
+                f"{name}: the class names {other!a} and {one!a} differ only in Unicode normalisation or in surrounding"
+                f" spaces; {cure} if they are one class"
+            )
 
 
 def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:

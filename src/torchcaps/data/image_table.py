@@ -1,6 +1,7 @@
 """Read your own images from a table: a CSV file of paths and labels, Parquet files, or a Hugging Face dataset."""
 
 import csv
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -13,7 +14,7 @@ import torch
 from torchcaps.data.files import FULL
 from torchcaps.data.image_file import file_bytes
 from torchcaps.data.image_files import Paths
-from torchcaps.data.image_list import ImageList, train_and_test
+from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput, printable
 
@@ -58,7 +59,7 @@ def load_image_table(
 
     The first row of a .csv file (comma-separated) or .tsv file (tab-separated) contains the column names. One column
     contains the paths of the image files, relative to the folder of the table. Another column contains the labels. An
-    optional column ``split`` contains train, validation or test.
+    optional column ``split`` contains train, validation or test. Spaces around column names and labels are ignored.
 
     Parquet files, folders saved by ``datasets.save_to_disk``, and datasets on the Hugging Face Hub have a column with
     the encoded images and a column of labels. If the source has splits, they are used unchanged. Reading these sources
@@ -88,7 +89,7 @@ def load_image_table(
             an argument is out of its range; or the images do not fit into memory.
     Warns:
         DataWarning: a split of a dataset is skipped; a file has several frames; resizing changes the aspect ratio by
-            more than 5 %; or 16-bit images are nearly black.
+            more than 5 %; 16-bit images are nearly black; or two class names look the same.
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
@@ -109,17 +110,22 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream, delimiter=DELIMITERS[path.suffix.lower()], strict=True)
+            columns = [column.strip() for column in reader.fieldnames or []]
+            columns = ["split" if column.lower() == "split" else column for column in columns]
+            reader.fieldnames = columns
             rows, numbers = [], []
             for row in reader:
                 rows.append(row)
                 numbers.append(reader.line_num)
-            columns = list(reader.fieldnames or [])
     except (OSError, ValueError, csv.Error) as error:
         raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
     image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
     label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
+    if columns.count("split") > 1:
+        raise BadInput(f"{path}: has several columns split; rename all but one")
     splits: dict[str, list[int]] = {}
-    lines: dict[Path, int] = {}
+    lines: dict[str, int] = {}
+    files = []
     for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
         if None in row or None in row.values():
             raise BadInput(f"{path}, line {line}: the number of columns differs from the first line; correct the line")
@@ -129,15 +135,17 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                     f"{path}, line {line}: column {printable(column)} is empty; fill it in or remove the line"
                 )
         file = path.parent / row[image_column]
-        if lines.setdefault(file, line) != line:
-            twice = f"lines {lines[file]} and {line} name the same file {printable(row[image_column])}"
+        files.append(file)
+        first = lines.setdefault(os.path.abspath(file), line)
+        if first != line:
+            twice = f"lines {first} and {line} name the same file {printable(row[image_column])}"
             raise BadInput(f"{path}: {twice}; remove one of them")
         found = row.get("split", "train").strip().lower()
         if found not in SPLITS:
             raise BadInput(f"{path}, line {line}: split is {printable(found)!r}; give train, validation or test")
         splits.setdefault(SPLITS[found], []).append(index)
-    labels = [row[label_column] for row in rows]
-    return _image_list(str(path), Paths([*lines]), labels, None, splits)
+    labels = [row[label_column].strip() for row in rows]
+    return _image_list(str(path), Paths(files), labels, None, splits)
 
 
 class Rows:
@@ -267,14 +275,18 @@ def _column(
     known += f" and {len(columns) - MOST_COLUMNS:,} more" if len(columns) > MOST_COLUMNS else ""
     if given is not None:
         if given not in columns:
-            raise BadInput(f"{name}: has no column {given}; choose {option} from its columns: {known}")
+            raise BadInput(
+                f"{name}: has no column {given}; rename a column to {given}, or choose {option} from its columns:"
+                f" {known}"
+            )
         if [*columns].count(given) > 1:
             raise BadInput(f"{name}: has several columns {printable(given)}; rename all but one")
         return given
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME from these columns: {known}"
+            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME, or by renaming columns; its"
+            f" columns: {known}"
         )
     return fitting[0]
 
@@ -290,4 +302,5 @@ def _image_list(
     if len(class_names) < 2:
         raise BadInput(f"{name}: has only the class {class_names[0]}; give images of at least 2 classes")
     rows = {split: torch.tensor(indices) for split, indices in splits.items()}
-    return ImageList(name, source, torch.tensor(labels), tuple(class_names), rows)
+    remarks = [*remarks_on_names(name, class_names, "write both the same way")]
+    return ImageList(name, source, torch.tensor(labels), tuple(class_names), rows, remarks)
