@@ -236,9 +236,9 @@ def _train(
 
 
 class EarlyStopping(lightning_callbacks.EarlyStopping):
-    """Early stopping that also ends a resumed training at once if it had already stopped with the same epochs.
+    """Early stopping that also ends a resumed training at once, if it had stopped early with the same number of epochs.
 
-    The class has the name of Lightning's class, because Lightning finds the saved state by this name.
+    The class has the same name as Lightning's class, because Lightning finds the saved state by this name.
     """
 
     def __init__(self, recipe: Recipe) -> None:
