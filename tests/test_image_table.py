@@ -186,6 +186,13 @@ def test_parquet_files_are_read_with_and_without_the_librarys_own_types(tmp_path
     assert test.labels.tolist() == [1, 0] * 3
 
 
+def test_a_column_split_of_a_parquet_file_causes_a_warning(tmp_path):
+    content = {"image": [one["bytes"] for one in rows(6)["image"]], "label": [0, 1] * 3, "split": ["train", "test"] * 3}
+    datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
+    with warned("the column split is not read; save each split in its own file"):
+        load_image_table(tmp_path / "photos.parquet")
+
+
 @pytest.mark.parametrize(
     ("change", "parts"),
     [

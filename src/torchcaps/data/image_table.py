@@ -88,8 +88,8 @@ def load_image_table(
             fewer than two classes; an image cannot be read; the images have different sizes and `image_size` is None;
             an argument is out of its range; or the images do not fit into memory.
     Warns:
-        DataWarning: a split of a dataset is skipped; a file has several frames; resizing changes the aspect ratio by
-            more than 5 %; 16-bit images are nearly black; or two class names look the same.
+        DataWarning: a split or a column split of a dataset is not read; a file has several frames; resizing changes the
+            aspect ratio by more than 5 %; 16-bit images are nearly black; or two class names look the same.
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
@@ -215,6 +215,8 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
         parts.append(part if column == "image" else part.rename_column(column, "image"))
         splits[SPLITS[split]] = [*range(len(names), len(names) + len(dataset))]
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
+    if any("split" in dataset.column_names for dataset in found.values()):
+        remarks.append(f"{name}: the column split is not read; save each split in its own file, such as test.parquet")
     if "train" not in splits:
         raise BadInput(f"{name}: has no split train (its splits: {', '.join(found)}); rename a split to train")
     for row, one in enumerate(labels):
