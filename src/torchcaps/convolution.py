@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
+
+from torchcaps.kernels import in_torch_func
 
 
 class Im2colConv2d(nn.Conv2d):
@@ -46,8 +47,7 @@ class Im2colConv2d(nn.Conv2d):
     ) -> Float[Tensor, "B out_channels new_height new_width"]:
         """Compute the convolution; the output is in channels_last memory format."""
         around = [int(p) for p in self.padding for _ in range(2)]
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        extract = _patches if transformed and not torch.compiler.is_compiling() else _Patches.apply
+        extract = _patches if in_torch_func() else _Patches.apply
         patches = extract(functional.pad(input, around), self.kernel_size[0], self.stride[0])
         return functional.linear(patches.flatten(3), self.weight.permute(0, 2, 3, 1).flatten(1), self.bias).permute(
             0, 3, 1, 2

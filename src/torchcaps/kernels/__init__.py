@@ -26,6 +26,7 @@ __all__ = [
     "cpu_kernel",
     "expect_one_device",
     "in_onnx_export",
+    "in_torch_func",
     "obstacle",
     "once",
 ]
@@ -80,11 +81,16 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     if in_onnx_export():
         return "ONNX has no operators for the fused kernels"
-    if not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    ):
+    if in_torch_func():
         return "the fused kernels do not support torch.func or forward-mode differentiation"
     return None
+
+
+def in_torch_func() -> bool:
+    """Return whether a transform of torch.func or forward-mode differentiation is active outside a compiler."""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
 
 
 def in_onnx_export() -> bool:
