@@ -19,8 +19,8 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip", "pretrained", "class_weights"),
-    "preparation": ("flip",),
+    "recipe": ("flip", "pretrained", "class_weights", "elastic"),
+    "preparation": ("flip", "elastic"),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }

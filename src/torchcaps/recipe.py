@@ -73,6 +73,8 @@ class Recipe:
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
         squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
         erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
+        elastic: elastic distortion of training images: standard deviation, in pixels, of the displacements at a 6×6
+            grid, in [0, 100]; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
@@ -134,6 +136,7 @@ class Recipe:
     rotation: float = 0.0
     squeeze: float = 0.0
     erase: int = 0
+    elastic: float = 0.0
     test_crops: int = 1
     optimizer: str = "adam"
     learning_rate: float = 1e-3
