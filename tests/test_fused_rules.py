@@ -193,6 +193,35 @@ def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
     close(*(of_votes(loss, backend, passes) for backend in BACKENDS))
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("used", ["half_precision", "log_volume", "mean", "all"])
+@pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
+def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, used, uniform, instruction_set):
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
+    parents = (batch, MAPS["conv"].parent_sites, parent_types)
+    given = torch.randn(parents).double(), *(0.3 * torch.randn(*parents, ROWS, COLUMNS).double() for _ in range(2))
+    results = []
+    for backend in BACKENDS:
+        leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, transform, *given)]
+        votes = Votes(*leaves[:3], MAPS["conv"], backend=backend)
+        agreement = None if uniform else Agreement(leaves[3], quadratic=leaves[4].square(), centre=leaves[5])
+        found = votes.gaussians(agreement, floor=0.2)
+        parts = found if used == "all" else [getattr(found, used)]
+        gradients = torch.autograd.grad(sum(x.square().sum() for x in parts), leaves, materialize_grads=True)
+        results.append([*found, *gradients])
+    close(*results)
+
+
+def test_gaussians_have_the_terms_of_the_variance_plus_the_floor():
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
+    for backend in BACKENDS:
+        votes = Votes(pose, activation, transform, MAPS["conv"], backend=backend)
+        (mass, mean, half_precision, log_volume), moments = votes.gaussians(floor=0.2), votes.moments()
+        variance = moments.variance + 0.2
+        close((mass, mean), moments[:2])
+        close((half_precision, log_volume), (0.5 / variance, variance.sqrt().log().sum(dim=(3, 4))))
+
+
 def test_a_second_backward_through_the_same_graph_gives_the_same_gradients():
     leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE)[:3]]
     loss = every_pass(three_passes(Votes(*leaves, MAPS["conv"], passes=3, backend="fused")))

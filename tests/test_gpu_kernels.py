@@ -19,7 +19,7 @@ from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.memory import lanes_of, padded
-from torchcaps.routing.votes import Agreement, Moments, Votes
+from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 MAPS = {
@@ -82,15 +82,20 @@ class Fused:
         self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above, False)
         self.tokens = operators.open_votes(*self.children, self.sites, 3, *self.options)
 
-    def moments(self, agreement=None, *, variance=True, constant_couplings=False):
+    def run(self, agreement, *options):
         size = len(operators.Record._fields)
         tokens, self.tokens = self.tokens[:size], self.tokens[size:]
         even = agreement is None
-        options = (even, *self.options, variance, constant_couplings)
-        mass, mean, second, *_ = operators.moments(
-            tokens, *self.detached, self.sites, *(agreement or Agreement()), *options
-        )
+        layer = *self.detached, self.sites, *(agreement or Agreement()), even, *self.options
+        return operators.moments(tokens, *layer, *options)
+
+    def moments(self, agreement=None, *, variance=True, constant_couplings=False):
+        mass, mean, second, *_ = self.run(agreement, variance, constant_couplings, None)
         return Moments(mass, mean, second if variance else None)
+
+    def gaussians(self, agreement=None, *, floor):
+        mass, mean, half_precision, _, _, log_volume = self.run(agreement, True, False, floor)
+        return Gaussians(mass, mean, half_precision, log_volume)
 
     def couplings(self, agreement):
         pose, _, *others = self.detached
@@ -151,13 +156,12 @@ def constant_couplings(votes, agreement):
 
 def as_in_em(votes, agreement):
     """Three passes that share one sweep; the loss does not depend on the mass of the second pass."""
-    first = votes.moments()
-    variance = first.variance + 0.1
-    constant = torch.log1p(first.mass) - 0.5 * variance.log().sum(dim=(3, 4))
-    second = votes.moments(Agreement(constant, quadratic=0.5 / variance, centre=first.mean))
-    variance = second.variance + 0.1
-    last = votes.moments(agreement._replace(quadratic=0.5 / variance, centre=second.mean))
-    return *last, second.mean
+    first = votes.gaussians(floor=0.1)
+    constant = torch.log1p(first.mass) - first.log_volume
+    second = votes.gaussians(Agreement(constant, quadratic=first.half_precision, centre=first.mean), floor=0.1)
+    agreement = agreement._replace(quadratic=second.half_precision, centre=second.mean)
+    mass, mean, _, log_volume = votes.gaussians(agreement, floor=0.1)
+    return mass, mean, log_volume, second.mean
 
 
 def as_in_dynamic_routing(votes, agreement):
@@ -311,7 +315,9 @@ def test_an_empty_batch_has_no_gradients(device):
 def test_the_padding_of_the_batch_contains_only_zeros(device):
     fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
     agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
-    log_sums = operators.moments([], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False)[-1]
+    log_sums = operators.moments(
+        [], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False, None
+    )[4]
     assert log_sums.shape[0] == padded(2, lanes_of(fused.detached[0]))
     assert not log_sums[2:].any()
 
@@ -362,11 +368,11 @@ def run(dtype, parent_types, rows, inner, columns, types):
         activation, agreement, given = None, (None, vector, None, None), (scalar, vector, None)
     transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
-    even = moments.moments([], *layer, *(None,) * 4, True, *options, not types, False)
-    forward = (*layer, *agreement, False, *options, not types, False)
-    mass, mean, variance, log_mass, log_sums = moments.moments([], *forward)
+    even = moments.moments([], *layer, *(None,) * 4, True, *options, not types, False, None)
+    forward = (*layer, *agreement, False, *options, not types, False, None)
+    mass, mean, variance, log_mass, log_sums, _ = moments.moments([], *forward)
     found = (mean, None if types else variance, log_mass)
-    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types)
+    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types, None, None)
     coupling_grads, offset, *_ = moments.moments_backward(*backward)
     records = [*(None,) * 6, even[1], even[3], None, even[1], None, None]
     records += [*agreement, log_sums, coupling_grads, mean, log_mass, *given, offset]

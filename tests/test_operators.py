@@ -14,7 +14,7 @@ from torchcaps.kernels import moments as operators
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 OF_VOTES = ("moments", "moments_backward", "votes_backward", "couplings")
-NAMES = ("open_votes", *OF_VOTES, "gaussian", "gaussian_backward")
+NAMES = ("open_votes", *OF_VOTES, "moments with a floor", "moments_backward with a floor")
 
 
 def calls():
@@ -25,19 +25,23 @@ def calls():
     agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
     options = (False, True, False)
     tokens = operators.open_votes(*layer, 1, *options)
-    mass, mean, variance, log_mass, log_sums = operators.moments([], *layer, *agreement, False, *options, True, False)
+    mass, mean, variance, log_mass, log_sums, _ = operators.moments(
+        [], *layer, *agreement, False, *options, True, False, None
+    )
     found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
-    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True)
+    half_precision, log_volume_grad = 0.5 / (variance + 0.1), torch.randn_like(mass)
+    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True, None, None)
+    before, after = backward[:11], backward[12:-2]
     coupling_grads, offset, *_ = operators.moments_backward(*backward)
     record = [*agreement, log_sums, coupling_grads, mean, log_mass, *gradients, offset]
     return {
         "open_votes": (*layer, 2, *options),
-        "moments": (tokens, *layer, *agreement, False, *options, True, False),
+        "moments": (tokens, *layer, *agreement, False, *options, True, False, None),
         "moments_backward": backward,
         "votes_backward": (*layer, record, *options),
         "couplings": (pose, *layer[2:], *agreement, *options),
-        "gaussian": (variance, 0.1),
-        "gaussian_backward": (variance, 0.1, torch.randn_like(variance), torch.randn_like(mass)),
+        "moments with a floor": (tokens, *layer, *agreement, False, *options, True, False, 0.1),
+        "moments_backward with a floor": (*before, half_precision, *after, log_volume_grad, 0.1),
     }
 
 
@@ -45,13 +49,13 @@ def calls():
 def test_operators_pass_opcheck_of_pytorch(name):
     def leaf(x):
         differentiable = (
-            name in ("open_votes", "moments", "gaussian") and isinstance(x, torch.Tensor) and x.is_floating_point()
+            name.split()[0] in ("open_votes", "moments") and isinstance(x, torch.Tensor) and x.is_floating_point()
         )
         return x.detach().clone().requires_grad_() if differentiable else x
 
     arguments = [[leaf(y) for y in x] if isinstance(x, list) else leaf(x) for x in calls()[name]]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(getattr(torch.ops.torchcaps, name).default, arguments, test_utils=tests)
+    torch.library.opcheck(getattr(torch.ops.torchcaps, name.split()[0]).default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", OF_VOTES)

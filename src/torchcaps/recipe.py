@@ -73,8 +73,7 @@ class Recipe:
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
         squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
         erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
-        elastic: elastic distortion of training images: standard deviation, in pixels, of the displacements at a 6×6
-            grid, in [0, 100]; 0 is off.
+        elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.

@@ -27,8 +27,8 @@ class Variation(NamedTuple):
         warp: four numbers per image, ``[N, 4]``: rotation and squeeze in [-1, 1]; vertical and horizontal position of
             the erased square in [0, 1). None if the preparation uses none of the four.
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
-        bent: displacements in the elastic distortion, ``[N, 2, 6, 6]``: right and down, in pixels, at a grid of points;
-            None if images are not distorted.
+        distances: distances of the elastic distortion at a 6×6 grid of points, right and down, in pixels,
+            ``[N, 2, 6, 6]``; None if images are not distorted.
     Example:
         >>> Preparation(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
         torch.Size([5, 2])
@@ -38,7 +38,7 @@ class Variation(NamedTuple):
     uniform: Float[Tensor, "N 4"] | None
     warp: Float[Tensor, "N 4"] | None = None
     mirrored: Bool[Tensor, " N"] | None = None
-    bent: Float[Tensor, "N 2 6 6"] | None = None
+    distances: Float[Tensor, "N 2 6 6"] | None = None
 
     def of(self, indices: Int64[Tensor, " M"]) -> "Variation":
         """Return the random numbers of the images at `indices`."""
@@ -74,10 +74,10 @@ class Preparation:
             standard deviation is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
-        elastic: training only; elastic distortion as in Ronneberger, Fischer & Brox 2015 (arXiv 1505.04597). Points of a
-            6×6 grid over the image move right and down by normally distributed distances with this standard
-            deviation in pixels, and all pixels between them follow smoothly (bicubic interpolation). 0 to 100; for
-            handwritten digits of 28×28 pixels, 1 is mild and 2 is strong.
+        elastic: training only; standard deviation, in pixels, of a random elastic distortion (Ronneberger, Fischer &
+            Brox 2015, arXiv 1505.04597). The distortion moves the points of a 6×6 grid by normally distributed
+            distances. The distances of the pixels between these points are interpolated. The range of this option is 0
+            to 100.
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
             centre crop.
     Raises:
@@ -103,7 +103,13 @@ class Preparation:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
         ranges = dict.fromkeys(("shift", "crop", "erase"), (0.0, 10000.0)) | {"test_crops": (1.0, 32.0)}
-        ranges |= {"brightness": (0, 10), "contrast": (0, 1), "rotation": (0, 180), "squeeze": (0, 0.9), "elastic": (0, 100)}
+        ranges |= {
+            "brightness": (0, 10),
+            "contrast": (0, 1),
+            "rotation": (0, 180),
+            "squeeze": (0, 0.9),
+            "elastic": (0, 100),
+        }
         for key, (least, most) in ranges.items():
             if not least <= getattr(self, key) <= most:
                 raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:,g}")
@@ -144,7 +150,7 @@ class Preparation:
             None if uniform is None else torch.from_numpy(uniform),
             self._warp(np.random.default_rng([seed, epoch, 3]), count),
             torch.from_numpy(np.random.default_rng([seed, epoch, 4]).random(count) < 0.5) if self.flip else None,
-            self._bent(np.random.default_rng([seed, epoch, 5]), count),
+            self._distances(np.random.default_rng([seed, epoch, 5]), count),
         )
 
     def _warp(self, random: np.random.Generator, count: int) -> Tensor | None:
@@ -155,7 +161,7 @@ class Preparation:
         amounts[:, 0] *= uniform[:, 2] < 0.5
         return torch.from_numpy(np.concatenate([amounts, uniform[:, :2]], axis=1)).float()
 
-    def _bent(self, random: np.random.Generator, count: int) -> Tensor | None:
+    def _distances(self, random: np.random.Generator, count: int) -> Tensor | None:
         if not self.elastic:
             return None
         return torch.from_numpy(random.standard_normal((count, 2, 6, 6), dtype=np.float32)) * self.elastic
@@ -190,11 +196,11 @@ class Preparation:
             cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
             cells = [cosine * stretch, sine * height / width, zero, -sine * stretch * width / height, cosine, zero]
             rows = torch.stack(cells, dim=1)
-        elif variation.bent is None:
+        elif variation.distances is None:
             return images
         places = functional.affine_grid(rows.view(-1, 2, 3), list(images.shape), False)
-        if variation.bent is not None:
-            moved = functional.interpolate(variation.bent, (height, width), mode="bicubic", align_corners=True)
+        if variation.distances is not None:
+            moved = functional.interpolate(variation.distances, (height, width), mode="bicubic", align_corners=True)
             places = places + moved.permute(0, 2, 3, 1) * moved.new_tensor([2 / width, 2 / height])
         return functional.grid_sample(images, places, align_corners=False)
 

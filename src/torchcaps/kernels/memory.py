@@ -13,7 +13,6 @@ __all__ = [
     "laid_out",
     "lanes_of",
     "padded",
-    "scalar_strides",
     "statistics_dtype",
     "vector_strides",
 ]
@@ -46,15 +45,6 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
     if by_sample:
         return 1, types * rows * columns * batch, rows * columns * batch, columns * batch, batch
     return sites * rows * columns * types, rows * columns * types, 1, columns * types, types
-
-
-def scalar_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Return the strides that the CPU kernels use for ``[B, P, J]``, a tensor with one number per parent.
-
-    The memory order is ``[B, P, J]``, or ``[P, J, B]`` if the SIMD lanes hold samples (`by_sample`).
-    """
-    batch, sites, types, *_ = shape
-    return (1, types * batch, batch) if by_sample else (sites * types, types, 1)
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:

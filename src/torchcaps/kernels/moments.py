@@ -147,6 +147,8 @@ def _call(
     records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
     variance: Tensor | None = None,
+    log_volume_grad: Tensor | None = None,
+    floor: float | None = None,
 ) -> None:
     """Check the shapes of the tensors and run a CPU kernel. The last entries of a record may be left out."""
     pose, activation, transform = children
@@ -162,6 +164,7 @@ def _call(
         ("activation", activation, shapes.activation, None),
         ("transform", transform, shapes.transform, None),
         ("variance", variance, shapes.vectors, shapes.strides),
+        ("log_volume_grad", log_volume_grad, shapes.scalars, None),
     )
     given, parts = addresses(pose.dtype, named, keep), []
     for record in records:
@@ -169,12 +172,13 @@ def _call(
         parts += addresses(pose.dtype, places, keep)
     lists = addresses(torch.int32, (("edge_lists", edge_lists, shapes.edge_lists, None),), keep)[0]
     to = [0 if output is None else output.data_ptr() for output in outputs]
-    cpu_kernel(function, pose.dtype)((*shapes.sizes, *options, torch.get_num_threads()), lists, given, parts, to)
+    sizes = (*shapes.sizes, *options, torch.get_num_threads())
+    cpu_kernel(function, pose.dtype)(sizes, lists, given, parts, to, floor or 0.0)
 
 
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings,
+    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     dtype, vectors = statistics_dtype(pose.dtype), (shapes.vectors, shapes.strides)
@@ -184,6 +188,7 @@ def _like_moments(
         empty(pose, *vectors, dtype) if with_variance else pose.new_empty((0,), dtype=dtype),
         pose.new_empty(shapes.scalars, dtype=dtype),
         pose.new_empty((0,) if uniform else shapes.log_sums, dtype=dtype),
+        pose.new_empty((0,) if floor is None else shapes.scalars, dtype=dtype),
     )
 
 
@@ -192,26 +197,29 @@ def moments(
     tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     uniform: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    floor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums; see `Record`.
 
-    Gradients reach pose, activation and transform only through the tokens. ``uniform`` makes all couplings of a child
-    equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to
-    each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
+    With a ``floor``, the operator returns 1 / 2σ² in place of the variance, and Σ log σ as the last output, with
+    σ² = variance + floor. Gradients reach pose, activation and transform only through the tokens. ``uniform`` makes all
+    couplings of a child equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above``
+    adds a logit of 0 to each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops
+    gradients at the couplings.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    options = types, none_of_the_above, by_sample
-    outputs = mass, mean, variance, log_mass, log_sums = _like_moments(
-        tokens, *children, edge_lists, parent_sites, *agreement, uniform, *options, with_variance, constant_couplings
-    )
-    found = (mass, mean, variance if with_variance else None, log_mass, None if uniform else log_sums)
-    _call("moments", children, edge_lists, parent_sites, options, [agreement], found)
+    options, layer = (types, none_of_the_above, by_sample), (*children, edge_lists, parent_sites)
+    outputs = _like_moments(tokens, *layer, *agreement, uniform, *options, with_variance, constant_couplings, floor)
+    used = True, True, with_variance, True, not uniform, floor is not None
+    found = [output if needed else None for output, needed in zip(outputs, used, strict=True)]
+    _call("moments", children, edge_lists, parent_sites, options, [agreement], found, floor=floor)
     return outputs
 
 
 def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
+    log_volume_grad, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     dtype = statistics_dtype(pose.dtype)
@@ -225,6 +233,7 @@ def _like_moments_backward(
         pose.new_empty((0,) if variance is None else shapes.scalars, dtype=dtype),
         grad(constant, shapes.scalars),
         *(grad(part, shapes.vectors, shapes.strides) for part in (linear, quadratic, centre)),
+        pose.new_empty((0,), dtype=dtype) if variance is None or floor is None else torch.empty_like(variance),
     )
 
 
@@ -234,35 +243,30 @@ def moments_backward(
     constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     log_sums: Tensor | None, mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None,
     mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
-    agreement_grads: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    agreement_grads: bool, log_volume_grad: Tensor | None, floor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute coupling_grads and offset (see `Record`), and the gradients of constant, linear, quadratic and centre.
+
+    With a ``floor``, variance and variance_grad contain 1 / 2σ² and its gradient, and the last output is the gradient
+    of the variance.
 
     Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
     the couplings are constants, and only the offset is computed.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
+    layer, found = (*children, edge_lists, parent_sites), (log_sums, mean, variance, log_mass)
     outputs = _like_moments_backward(
-        *children,
-        edge_lists,
-        parent_sites,
-        *agreement,
-        log_sums,
-        mean,
-        variance,
-        log_mass,
-        *gradients,
-        *options,
-        agreement_grads,
+        *layer, *agreement, *found, *gradients, *options, agreement_grads, log_volume_grad, floor
     )
     if log_sums is not None and not log_sums.numel():  # no edges
-        for output in outputs[2:]:
+        for output in outputs[2:6]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
     record = Record(*agreement, log_sums, None, mean, log_mass, *gradients)
     if any(output is not None for output in wanted):
-        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, variance)
+        more = variance, log_volume_grad, floor
+        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, *more)
     return outputs
 
 
@@ -357,31 +361,37 @@ def _sweep_over_votes(ctx, records):
 
 
 def _keep_pass(ctx, inputs, output) -> None:
-    tokens, *tensors, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings = inputs
+    tokens, *tensors, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, ctx.floor = (
+        inputs
+    )
     pose, activation, transform, edge_lists, parent_sites, *agreement = tensors
-    _, *found = output
+    _, *found, _ = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
     ctx.tokens, ctx.parent_sites, ctx.with_variance = len(tokens), parent_sites, with_variance
     ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
+    ctx.wanted = [x is not None and x.requires_grad for x in agreement]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, *_):
+def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, log_volume_grad):
     *children, constant, linear, quadratic, centre, mean, variance, log_mass, log_sums = ctx.saved_tensors
     agreement = (constant, linear, quadratic, centre)
     routed, differentiated, *options = ctx.couplings
-    wanted = ctx.needs_input_grad[6:10]
+    wanted = ctx.wanted
     second = variance_grad if ctx.with_variance else None
-    variance = None if second is None else variance
+    log_volume_grad = None if ctx.floor is None else log_volume_grad
+    variance = None if second is None and log_volume_grad is None else variance
     gradients = (mass_grad, *(None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, second)))
-    coupling_grads, offset, *found = moments_backward(
+    coupling_grads, offset, *found, of_variance = moments_backward(
         *children, ctx.parent_sites, *agreement, log_sums if differentiated else None, mean, variance, log_mass,
-        *gradients, *options, any(wanted),
+        *gradients, *options, any(wanted), log_volume_grad, ctx.floor,
     )  # fmt: skip
+    if of_variance.numel():
+        gradients = *gradients[:2], of_variance
     agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, wanted, strict=True)]
     record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, log_mass, *gradients, offset)
     record = [None if entry is None or not entry.numel() else entry for entry in record]
-    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 6
+    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 7
 
 
 differentiate("open_votes", _sweep_over_votes, _keep_children)

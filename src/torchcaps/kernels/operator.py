@@ -10,29 +10,37 @@ from torch import Tensor, nn
 __all__ = ["PLAIN", "differentiate", "operator"]
 
 _library = torch.library.Library("torchcaps", "DEF")
-
+_eager: dict[str, type[torch.autograd.Function]] = {}
 
 PLAIN = (Tensor, nn.Parameter)
 
 
 def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Return whether autograd, a compiler, a dispatch mode, a profiler or a Tensor subclass must intercept the call."""
+    """Return whether a compiler, a mode, torch.func, a profiler or a Tensor subclass must intercept the call."""
     return (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
         or any(isinstance(x, Tensor) and not (type(x) in PLAIN and x.is_cpu) for x in arguments)
     )
 
 
+def _is_differentiated(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the output of a call needs a gradient. The first argument may be a list of tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (*arguments[0], *arguments[1:]) if isinstance(arguments[0], list) else arguments
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
 def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that defines an operator from a CPU function. A function f defines ``torchcaps::f``.
 
-    Calling the operator has less overhead than calling a `torch.library.custom_op`, whose checks take longer than the
-    kernels need for one image. If nothing needs PyTorch's dispatcher, the CPU function is called directly, which has
-    even less overhead.
+    A call through PyTorch's dispatcher and `torch.library` takes longer than the kernels need for one image. If nothing
+    needs the dispatcher, the CPU function is called directly, or inside a `torch.autograd.Function` if the output needs
+    a gradient.
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
@@ -49,7 +57,15 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:
-            return (dispatched if _needs_the_dispatcher(arguments) else on_cpu)(*arguments)
+            if _needs_the_dispatcher(arguments):
+                return dispatched(*arguments)
+            if not _is_differentiated(arguments):
+                return on_cpu(*arguments)
+            if name not in _eager:
+                return dispatched(*arguments)
+            if isinstance(arguments[0], list):
+                return _eager[name].apply(on_cpu, len(arguments[0]), *arguments[0], *arguments[1:])
+            return _eager[name].apply(on_cpu, None, *arguments)
 
         return call
 
@@ -79,3 +95,30 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
         return backward(ctx, *gradients)
 
     torch.library.register_autograd(f"torchcaps::{name}", unbatched, setup_context=keep, lib=_library)
+    if keep is not None:
+        _eager[name] = _function(unbatched, keep)
+
+
+def _function(backward: Callable[..., Any], keep: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """Return a `torch.autograd.Function` that takes the CPU function and the arguments of an operator.
+
+    If the first argument of the operator is a list of tensors, the function takes its length and its tensors instead.
+    """
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, on_cpu: Callable[..., Any], listed: int | None, *arguments: Any) -> Any:
+            ctx.listed = listed
+            if listed is not None:
+                arguments = [*arguments[:listed]], *arguments[listed:]
+            output = on_cpu(*arguments)
+            keep(ctx, arguments, output)
+            ctx.returns_list = isinstance(output, list)
+            return tuple(output) if ctx.returns_list else output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            found = backward(ctx, gradients) if ctx.returns_list else backward(ctx, *gradients)
+            return None, None, *(found if ctx.listed is None else (*found[0], *found[1:]))
+
+    return Eager

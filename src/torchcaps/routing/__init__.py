@@ -10,7 +10,7 @@ from torchcaps.routing.self_attention import SelfAttentionRouting
 from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
 from torchcaps.routing.variational_bayes import VariationalBayesRouting
-from torchcaps.routing.votes import Agreement, Moments, Votes
+from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes
 
 __all__ = [
     "ROUTINGS",
@@ -19,6 +19,7 @@ __all__ = [
     "DynamicRouting",
     "EMPass",
     "EMRouting",
+    "Gaussians",
     "GenerativeRouting",
     "LayerShape",
     "Moments",

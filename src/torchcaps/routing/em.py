@@ -11,6 +11,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend
+from torchcaps.kernels.gaussian import gaussian_terms
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
@@ -188,13 +189,13 @@ def em_routing(
         agreement, passes = None, []
         cost, beta_a = pose.shape[3] * transform.shape[4] * in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
         for t, inverse_temperature in enumerate(inverse_temperatures):
-            fitted = votes.moments(agreement)
-            mass, mean, variance = fitted.mass, fitted.mean, cast(Tensor, fitted.variance)
             if mean_damping and agreement is not None:
-                mean = (1 - mean_damping) * fitted.mean + mean_damping * cast(Tensor, agreement.centre)
-                moved = (fitted.mean - mean).square()
-                variance = variance + torch.where(mass[..., None, None] > 0, moved, 0)
-            half_precision, log_volume = votes.gaussian(variance, variance_floor)
+                mass, undamped, variance = votes.moments(agreement)
+                mean = (1 - mean_damping) * undamped + mean_damping * cast(Tensor, agreement.centre)
+                moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
+                half_precision, log_volume = gaussian_terms(cast(Tensor, variance) + moved, variance_floor)
+            else:
+                mass, mean, half_precision, log_volume = votes.gaussians(agreement, floor=variance_floor)
             if parent_activation == "logistic":
                 scale = -inverse_temperature / mean_data
                 logit = torch.addcmul(inverse_temperature * beta_a, cost + log_volume, mass, value=scale)
@@ -202,7 +203,7 @@ def em_routing(
             else:
                 log_activation = _log_proportions(mass)
             if return_passes:
-                passes.append(EMPass(votes.couplings(agreement), mean, variance + variance_floor, log_activation.exp()))
+                passes.append(EMPass(votes.couplings(agreement), mean, 0.5 / half_precision, log_activation.exp()))
             if t + 1 < iterations:
                 constant = log_activation - log_volume
                 if tempering < 1:

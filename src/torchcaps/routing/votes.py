@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from jaxtyping import Float
@@ -11,17 +11,17 @@ from torch import Tensor
 from torchcaps.checks import check_choice, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
-from torchcaps.kernels.gaussian import gaussian, written_out
+from torchcaps.kernels.gaussian import gaussian_terms
 from torchcaps.kernels.memory import statistics_dtype
-from torchcaps.routing.agreement import Agreement, Competition, Moments
+from torchcaps.routing.agreement import Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at
 
-__all__ = ["Agreement", "Competition", "Moments", "Votes"]
+__all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
 
 
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
-"""Function that is called after every call of `Votes.moments`, or None. `torchcaps.inspection.recorded` sets it."""
+"""Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -101,14 +101,6 @@ class Votes:
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
 
-    def gaussian(self, variance: Float[Tensor, "B P J R N"], floor: float) -> tuple[Tensor, Tensor]:
-        """Compute ``1 / 2σ²`` ``[B, P, J, R, N]`` and ``Σ log σ`` ``[B, P, J]`` with ``σ² = variance + floor``.
-
-        Rules that fit Gaussians need both results between two calls of `moments`. With the fused backend on a CPU, one
-        kernel computes both.
-        """
-        return gaussian(variance, floor) if self.fused else written_out(variance, floor)
-
     @property
     def parent_shape(self) -> tuple[int, int, int, int, int]:
         """Shape (B, P, J, R, N) of the parents' poses."""
@@ -144,21 +136,51 @@ class Votes:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
         self._last = agreement
-        found = self._moments(self._checked(agreement), variance, constant_couplings)
-        if (watching := observer) is not None:
-            watching(self, agreement, found)
+        parts = self._checked(agreement)
+        if self.fused:
+            mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
+            found = Moments(mass, mean, second if variance else None)
+        else:
+            found = self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
+        self._observe(agreement, found)
         return found
 
-    def _moments(self, parts: Agreement, variance: bool, constant_couplings: bool) -> Moments:
+    def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
+        """Fit a Gaussian with variance σ² = variance of the votes + ``floor`` to the votes for each parent.
+
+        The fused kernels compute the terms of the Gaussians together with the moments. This takes less time than
+        PyTorch operations on the result of `moments`.
+
+        Arguments:
+            agreement: logits of the couplings; None for uniform couplings.
+            floor: constant added to the variances, at least 0.
+
+        Raises:
+            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
+        """
         if not self.fused:
-            return self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
+            mass, mean, variance = self.moments(agreement)
+            return Gaussians(mass, mean, *gaussian_terms(cast(Tensor, variance), floor))
+        self._last = agreement
+        mass, mean, half_precision, _, _, log_volume = self._fused(self._checked(agreement), floor=floor)
+        if observer is not None:
+            self._observe(agreement, Moments(mass, mean, 0.5 / half_precision - floor))
+        return Gaussians(mass, mean, half_precision, log_volume)
+
+    def _observe(self, agreement: Agreement | None, found: Moments) -> None:
+        if (watching := observer) is not None:
+            watching(self, agreement, found)
+
+    def _fused(
+        self, parts: Agreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
+    ) -> tuple[Tensor, ...]:
         if constant_couplings:
             parts = Agreement(*(None if part is None else part.detach() for part in parts))
         pose, activation, transform = self._pose, self._activation, self._transform
         if torch.is_grad_enabled():
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
-        mass, mean, second, *_ = fused.moments(
+        return fused.moments(
             self._next_tokens(),
             pose,
             activation,
@@ -170,8 +192,8 @@ class Votes:
             *self._options,
             variance,
             constant_couplings,
+            floor,
         )
-        return Moments(mass, mean, second if variance else None)
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
         """Sum the activations of the children of each parent site. A parent's mass is at most the sum of its site."""

@@ -1,7 +1,6 @@
 // Python bindings. torchcaps.kernels.moments checks the shapes of all tensors and passes their addresses. This file
 // checks the indices of the edges, so that the kernels cannot read or write out of bounds.
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -132,46 +130,33 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   const auto name = [&](const char* function) { return std::string(function) + "_" + dtype; };
   const auto define = [&](const char* function, auto run) {
     m.def(name(function).c_str(), [run](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                        const Addresses& records, const Addresses& out) {
+                                        const Addresses& records, const Addresses& out, double floor) {
       const Problem g = problem_of(sizes, edge_lists);
       nb::gil_scoped_release released;
-      run(g, children, records, out);
+      run(g, children, records, out, T(floor));
     });
   };
-  define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x) {
-    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4))};
+  define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T floor) {
+    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), floor};
+    if (out.log_volume && !out.variance)
+      throw std::invalid_argument("log_volume needs the variance: request the variance too");
     kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0), out);
   });
-  define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x) {
+  define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T) {
     kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0), at<T>(x.at(0)));
   });
-  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x) {
-    const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5))};
-    const T* variance = at<const T>(given.at(3));
-    if (variance && !at<T>(record.at(10)))
+  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, T floor) {
+    const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), at<T>(x.at(6))};
+    const Variance<T> variance{at<const T>(given.at(3)), at<const T>(given.at(4)), floor};
+    if (variance.value && !at<T>(record.at(10)) && !variance.log_volume_grad)
       throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
   });
-  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x) {
+  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, T) {
     constexpr std::size_t ENTRIES = 12;
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
     kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
-  });
-  // Sizes are sites, numbers, lanes and threads.
-  using GaussianSizes = std::array<long, 4>;
-  const auto gaussian_at = [](const GaussianSizes& size, double floor, const Addresses& x) {
-    return Gaussian<T>{size[0], size[1], size[2], at<const T>(x.at(0)), T(floor), at<T>(x.at(1)), at<T>(x.at(2))};
-  };
-  m.def(name("gaussian").c_str(), [gaussian_at](const GaussianSizes& sizes, double floor, const Addresses& x) {
-    const Gaussian<T> given = gaussian_at(sizes, floor, x);
-    nb::gil_scoped_release released;
-    kernels<T>().gaussian(given, int(sizes[3]));
-  });
-  m.def(name("gaussian_backward").c_str(), [gaussian_at](const GaussianSizes& sizes, double floor, const Addresses& x) {
-    const GaussianBackward<T> given{gaussian_at(sizes, floor, {x.at(0), 0, 0}), at<const T>(x.at(1)), at<const T>(x.at(2)), at<T>(x.at(3))};
-    nb::gil_scoped_release released;
-    kernels<T>().gaussian_backward(given, int(sizes[3]));
   });
 }
 

@@ -188,6 +188,17 @@ template <class T> class SumOfLogarithms {
   }
 };
 
+// Replaces variances by 1 / 2σ² and returns Σ log σ, with σ² = variance + floor.
+template <class T> inline Vector<T> gaussian_terms(Vector<T>* variances, int count, T floor) {
+  SumOfLogarithms<T> logarithms;
+  for (int h = 0; h < count; ++h) {
+    const Vector<T> variance = variances[h] + floor;
+    logarithms.add(variance);
+    variances[h] = T(0.5) / variance;
+  }
+  return T(0.5) * logarithms.sum();
+}
+
 // a · b, also if the result is below the smallest normal number and the processor flushes such numbers to 0.
 template <class V> __attribute__((noinline)) inline V product_below_normal(V a, V b) {
 #ifdef __SSE__

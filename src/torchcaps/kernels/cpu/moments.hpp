@@ -63,10 +63,9 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       sum_uniform(pose, activation, sums, centres, arena);
     } else {
       load_agreement(tile, agreement, parents, agreement_size());
-      const auto add_up = [&](int group, int, int children, const V* d, const V* w) {
+      visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int, int children, const V* d, const V* w) {
         this->template add_up_of<with_variance>(group, children, d, w, sums);
-      };
-      visit_groups(pose, activation, parents, log_sums, arena, add_up);
+      });
     }
     for (int at = 0; at < PB; ++at) {
       const V* centre = uniform_couplings || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
@@ -75,6 +74,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
         found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
+      if (with_variance && out.log_volume)
+        store_scalar(gaussian_terms<T>(found.variance, numbers(), out.floor), out.log_volume, place);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
       if (with_variance) store_vector(found.variance, out.variance, place);

@@ -61,27 +61,37 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
-  // Σ variance · variance_grad of each parent.
-  void offsets(int tile, const Record<T>& pass, const T* variances, T* out) const {
-    for (int at = 0; out && at < PB; ++at) {
+  // Σ variance · variance_grad of each parent. With Gaussians, also variance_grad, from the gradients of 1 / 2σ² and of
+  // Σ log σ.
+  void variance_grads(int tile, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) const {
+    for (int at = 0; out.offset && at < PB; ++at) {
       const auto place = this->place(tile, at);
-      V variance[MOST], variance_grad[MOST], sum{};
-      load_vector(variances, place, variance);
-      load_vector(pass.variance_grad, place, variance_grad);
-      for (int h = 0; h < numbers(); ++h) sum += variance[h] * variance_grad[h];
-      store_scalar(sum, out, place);
+      const V log_volume_grad = load_scalar(variance.log_volume_grad, place);
+      V value[MOST], grad[MOST], sum{};
+      load_vector(variance.value, place, value);
+      load_vector(pass.variance_grad, place, grad);
+      for (int h = 0; h < numbers(); ++h) {
+        if (out.variance) {
+          grad[h] = value[h] * (log_volume_grad - T(2) * value[h] * grad[h]);
+          value[h] = T(0.5) / value[h] - variance.floor;
+        }
+        sum += value[h] * grad[h];
+      }
+      store_scalar(sum, out.offset, place);
+      store_vector(grad, out.variance, place);
     }
   }
 
   // For one tile: γ of each child, offsets, and the gradients of the agreement.
-  void agreement_grads(int tile, const Children<T>& x, Record<T> pass, const T* variance, const PassGrads<T>& out, Arena& arena) const {
+  void agreement_grads(int tile, const Children<T>& x, Record<T> pass, const Variance<T>& variance, const PassGrads<T>& out, Arena& arena) const {
     const Child* pose = children_of(x.pose, tile, pose_size(), arena);
     const Child* activation = activations_of(x, tile, arena);
     const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * tile;
     Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * tile;
     V* parents = arena.take<V>(PB * record_size());
-    offsets(tile, pass, variance, out.offset);
+    variance_grads(tile, pass, variance, out);
     pass.offset = out.offset;
+    if (out.variance) pass.variance_grad = out.variance;
     load_pass(tile, pass, parents);
     V* sums = zeros(PB * sums_size(), arena);
     const long most = this->most_visited();

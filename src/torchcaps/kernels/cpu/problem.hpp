@@ -31,9 +31,10 @@ template <class T> struct Children {
   const T *pose, *activation, *transform;  // null activation: all activations are 1
 };
 
-// log_sums is null if the couplings of a child are equal, variance if it is not requested.
+// log_sums is null if the couplings of a child are equal, variance if it is not requested. If log_volume is not null, the
+// votes are described by Gaussians: with σ² = variance + floor, log_volume is Σ log σ, and variance receives 1 / 2σ².
 template <class T> struct MomentsOut {
-  T *mass, *mean, *variance, *log_mass, *log_sums;
+  T *mass, *mean, *variance, *log_mass, *log_sums, *log_volume, floor;
 };
 
 // The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
@@ -43,37 +44,27 @@ template <class T> struct Record {
   const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
-// If coupling_grads is null, only offset is computed.
+// The variance that a pass returned. With Gaussians, value is 1 / 2σ², and variance_grad of the record its gradient.
+template <class T> struct Variance {
+  const T *value, *log_volume_grad;  // a null gradient is 0
+  T floor;
+};
+
+// If coupling_grads is null, only offset and variance are computed. variance is null without Gaussians.
 template <class T> struct PassGrads {
-  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre;
+  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre, *variance;
 };
 
 template <class T> struct ChildrenGrads {
   T *pose, *activation, *transform;
 };
 
-// Computes, from variances [sites, numbers, lanes] plus a floor, 1 / 2σ² of each number and Σ log σ [sites, lanes]; and
-// the gradient of the variances.
-template <class T> struct Gaussian {
-  long sites, numbers, lanes;
-  const T* variance;
-  T floor;
-  T *half_precision, *log_volume;
-};
-template <class T> struct GaussianBackward {
-  Gaussian<T> forward;
-  const T *half_precision_grad, *log_volume_grad;  // null is 0
-  T* variance_grad;
-};
-
 // The kernels of one instruction set.
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
-  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const T* variance, const PassGrads<T>&);
+  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const Variance<T>&, const PassGrads<T>&);
   void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
-  void (*gaussian)(const Gaussian<T>&, int threads);
-  void (*gaussian_backward)(const GaussianBackward<T>&, int threads);
 };
 struct Target {
   const char* name;

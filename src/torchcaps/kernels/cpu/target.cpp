@@ -121,10 +121,10 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
     });
   }
 
-  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const T* variance, const PassGrads<T>& out) {
+  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
     with_kernel(g, x.transform, [&](const Kernel& kernel) {
       if (!out.coupling_grads)
-        return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.offsets(tile, pass, variance, out.offset); });
+        return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.variance_grads(tile, pass, variance, out); });
       const long each = long(g.groups()) * g.C;
       std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
       on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, variance, out, arena); });
@@ -168,39 +168,6 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   }
 };
 
-// Runs work(at, row, count) for each vector of lanes: offset of its first number, offset of its sum, and lanes in use.
-template <class T, class Work> void on_vectors(const Gaussian<T>& x, int threads, Work work) {
-  constexpr long SITES = 16;
-  threads = threads_for(x.sites * x.numbers * x.lanes * long(sizeof(T)), threads);
-  on_threads(int((x.sites + SITES - 1) / SITES), threads, [&](int chunk, Arena&) {
-    for (long site = chunk * SITES; site < std::min(x.sites, (chunk + 1) * SITES); ++site)
-      for (long lane = 0; lane < x.lanes; lane += lanes<T>)
-        work(site * x.numbers * x.lanes + lane, site * x.lanes + lane, int(std::min<long>(lanes<T>, x.lanes - lane)));
-  });
-}
-template <class T> void gaussian(const Gaussian<T>& x, int threads) {
-  on_vectors(x, threads, [&](long at, long row, int count) {
-    SumOfLogarithms<T> volume;
-    for (long h = 0; h < x.numbers; ++h, at += x.lanes) {
-      const Vector<T> variance = load_some(x.variance + at, count) + x.floor;
-      store_some<T>(T(0.5) / variance, x.half_precision + at, count);
-      volume.add(variance);
-    }
-    store_some<T>(T(0.5) * volume.sum(), x.log_volume + row, count);
-  });
-}
-template <class T> void gaussian_backward(const GaussianBackward<T>& x, int threads) {
-  on_vectors(x.forward, threads, [&](long at, long row, int count) {
-    const Vector<T> volume_grad = x.log_volume_grad ? load_some(x.log_volume_grad + row, count) : Vector<T>{};
-    for (long h = 0; h < x.forward.numbers; ++h, at += x.forward.lanes) {
-      const Vector<T> half_precision = T(0.5) / (load_some(x.forward.variance + at, count) + x.forward.floor);
-      Vector<T> grad = volume_grad;
-      if (x.half_precision_grad) grad -= T(2) * half_precision * load_some(x.half_precision_grad + at, count);
-      store_some<T>(half_precision * grad, x.variance_grad + at, count);
-    }
-  });
-}
-
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
 // Common shapes have specialised kernels in float32: the shapes of the published networks, and the shapes of rules that
@@ -237,16 +204,14 @@ template <class T> constexpr Kernels<T> kernels_in() {
       [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
         choose<T>(g, form_of(agreement, false), [&](auto batch) { batch.couplings(g, x, agreement, out); });
       },
-      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const T* variance, const PassGrads<T>& out) {
-        choose<T>(g, form_of(pass.agreement, pass.variance_grad), [&](auto batch) { batch.moments_backward(g, x, pass, variance, out); });
+      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
+        choose<T>(g, form_of(pass.agreement, variance.value), [&](auto batch) { batch.moments_backward(g, x, pass, variance, out); });
       },
       [](const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
         int form = 0;
         for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
         choose<T>(g, form, [&](auto batch) { batch.votes_backward(g, x, passes, count, out); });
       },
-      gaussian<T>,
-      gaussian_backward<T>,
   };
 }
 

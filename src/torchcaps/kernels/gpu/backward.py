@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torchcaps.kernels.gaussian import gaussian_terms_backward
 from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
     activations,
@@ -209,15 +210,19 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
 def moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
+    log_volume_grad, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z, offset = problem.z, problem.empty(0)
+    z, offset, of_variance = problem.z, problem.empty(0), problem.empty(0)
+    if variance is not None and floor is not None:
+        of_variance = variance_grad = gaussian_terms_backward(variance, variance_grad, log_volume_grad)
+        variance = 0.5 / variance - floor
     if variance is not None:
         offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
     constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
     if log_sums is None:
-        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad
+        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance
     agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
     record = record_of(*agreement, log_sums, None, mean, log_mass, *gradients, offset, dtype=problem.dtype)
     coupling_grads = problem.per_softmax()
@@ -236,7 +241,7 @@ def moments_backward(
         constant_grad = constant_grad if constant is None else zeroth
         linear_grad = linear_grad if linear is None else first
         quadratic_grad = quadratic_grad if quadratic is None else -second
-    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad
+    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):

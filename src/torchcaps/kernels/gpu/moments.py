@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from torchcaps.kernels.gaussian import gaussian_terms
 from torchcaps.kernels.gpu.backward import moments_backward, votes_backward
 from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
@@ -101,7 +102,7 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
 
 def moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings,
+    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
@@ -113,7 +114,10 @@ def moments(
     problem.per_parent(_m_step, agreement, tops, masses, means, variances)
     mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
     log_sums = problem.empty(0) if uniform else agreement.log_sums
-    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums
+    log_volume = problem.empty(0)
+    if floor is not None:
+        variance, log_volume = gaussian_terms(variance, floor)
+    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, log_volume
 
 
 def couplings(
