@@ -99,6 +99,7 @@ def test_the_crops_of_a_test_image_reach_from_corner_to_corner():
         {"brightness": float("inf")},
         {"contrast": float("nan")},
         {"contrast": 1.5},
+        {"elastic": -0.5},
     ],
 )
 def test_values_out_of_range_are_refused(options):
@@ -164,6 +165,34 @@ def test_a_square_is_erased_anywhere_except_at_the_border():
     assert ever.sum() == 6 * 8
     with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of the image's shorter side"):
         preparation.image_shape((1, 8, 20))
+
+
+def test_an_elastic_distortion_moves_the_pixels_by_the_distances_of_the_grid():
+    pixels = torch.zeros(2, 1, 31, 31, dtype=torch.uint8)
+    pixels[:, :, 8:23, 8:23] = torch.randint(0, 256, (15, 15)).to(torch.uint8)
+    preparation = Preparation(elastic=1.0)
+    variation = preparation.variation(seed=0, epoch=0, count=2)
+    distances = torch.zeros(2, 2, 6, 6)
+    distances[0, 0], distances[1, 1] = 3, -2
+    moved = preparation.varied(pixels, variation._replace(distances=distances))
+    expected = pixels / 255
+    torch.testing.assert_close(moved[0], expected[0].roll(-3, dims=2))
+    torch.testing.assert_close(moved[1], expected[1].roll(2, dims=1))
+
+
+def test_elastic_distortions_are_smooth_and_depend_only_on_seed_epoch_and_index():
+    ramp = torch.arange(0, 240, 4, dtype=torch.uint8).expand(2000, 1, 20, -1)
+    preparation = Preparation(elastic=0.5)
+    variation = preparation.variation(seed=1, epoch=2, count=2000)
+    assert torch.equal(preparation.variation(1, 2, 50).distances, variation.distances[:50])
+    assert not torch.equal(preparation.variation(1, 3, 50).distances, variation.distances[:50])
+    varied = preparation.varied(ramp, variation)
+    alone = preparation.varied(ramp[:1], variation.of(torch.tensor([17])))
+    torch.testing.assert_close(alone[0], varied[17])
+    columns = 255 * varied[:, 0] / 4 - torch.arange(60.0)
+    inner = columns[:, 3:-3, 6:-6]  # pixels near the border may come from outside the image
+    assert 0.3 < inner.std() < 0.5
+    assert inner.diff(dim=2).abs().mean() < 0.2 * inner.abs().mean()  # of white noise, it is 1.4
 
 
 def test_a_flip_mirrors_half_of_the_images_and_swaps_the_cameras_of_a_pair():

@@ -19,7 +19,7 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip", "pretrained", "class_weights", "elastic"),
+    "recipe": ("flip", "pretrained", "class_weights", "elastic", "early_iterations", "early_epochs"),
     "preparation": ("flip", "elastic"),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),

@@ -76,6 +76,9 @@ class Recipe:
         elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
+        early_iterations: number of routing iterations in the first `early_epochs` epochs of training, in every layer
+            whose rule has iterations. Validation and test always use the rule's own number.
+        early_epochs: number of epochs with `early_iterations`, below the number of epochs; 0 is off.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
@@ -137,6 +140,8 @@ class Recipe:
     erase: int = 0
     elastic: float = 0.0
     test_crops: int = 1
+    early_iterations: int = 1
+    early_epochs: int = 0
     optimizer: str = "adam"
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
@@ -167,7 +172,8 @@ class Recipe:
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
-        for key, least in {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0}.items():
+        least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
+        for key, least in least_of.items():
             if not least <= getattr(self, key) <= LARGEST:
                 raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more, at most {LARGEST}")
         for key in ("gradient_clip", "reconstruction_weight", "weight_decay", "warm_up_epochs", "mixup"):
@@ -176,6 +182,10 @@ class Recipe:
         for key in ("learning_rate", "decay_rate"):
             if not 0 < getattr(self, key) <= 1e30:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
+        if not 1 <= self.early_iterations <= 1000:
+            raise BadInput(f"early_iterations is {self.early_iterations}: use 1 to 1,000")
+        if self.early_epochs and self.early_epochs >= self.epochs:
+            raise BadInput(f"early_epochs is {self.early_epochs}: use fewer than epochs={self.epochs}")
         if self.mixup and self.reconstruction_weight:
             raise BadInput(
                 "mixup and reconstruction_weight are both above 0, but the decoder reconstructs a single class: "

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning
 import numpy as np
@@ -58,6 +58,13 @@ class TrainingModule(lightning.LightningModule):
             if isinstance(module, nn.Conv2d):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
         self.recipe = recipe
+        rules = [module for module in model.modules() if isinstance(getattr(module, "iterations", None), int)]
+        self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
+        if recipe.early_epochs and not rules:
+            raise BadInput(
+                f"early_epochs is {recipe.early_epochs}, but no routing rule of model {recipe.model} has iterations: "
+                "set early_epochs=0"
+            )
         self.confusion = MulticlassConfusionMatrix(num_classes)
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
@@ -130,6 +137,15 @@ class TrainingModule(lightning.LightningModule):
         for handle in handles:
             handle.remove()
         return f"output of module {found[0]}" if found else "the loss itself"
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch < self.recipe.early_epochs:
+            for rule, _ in self._iterations:
+                rule.iterations = self.recipe.early_iterations  # type: ignore[assignment]
+
+    def on_validation_epoch_start(self) -> None:
+        for rule, iterations in self._iterations:
+            rule.iterations = iterations  # type: ignore[assignment]
 
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
         loss, _ = self._loss(batch[0], batch[1], train=True)

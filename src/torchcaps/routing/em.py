@@ -344,8 +344,8 @@ class EMRouting(nn.Module):
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
         self.beta_a = nn.Parameter(torch.full((parent_types,), float(initial_beta_a)), requires_grad=learned)
-        self.options: dict[str, Any] = {
-            "iterations": iterations,
+        self.iterations, self.backend = iterations, backend
+        self._fixed: dict[str, Any] = {
             "competition": competition,
             "variance_floor": variance_floor,
             "normalise_data": normalise_data,
@@ -354,7 +354,6 @@ class EMRouting(nn.Module):
             "parent_activation": parent_activation,
             "mean_damping": mean_damping,
             "tempering": tempering,
-            "backend": backend,
         }
 
     @classmethod
@@ -383,13 +382,9 @@ class EMRouting(nn.Module):
         return em_routing(children, transform, routing_map, self.beta_u, self.beta_a, **self.options)
 
     @property
-    def backend(self) -> Backend:
-        """Backend of the votes: ``auto``, ``reference`` or ``fused``."""
-        return self.options["backend"]
-
-    @backend.setter
-    def backend(self, backend: Backend) -> None:
-        self.options["backend"] = backend
+    def options(self) -> dict[str, Any]:
+        """Options of `em_routing`."""
+        return {"iterations": self.iterations, **self._fixed, "backend": self.backend}
 
     @property
     def saved_options(self) -> dict[str, Any]:

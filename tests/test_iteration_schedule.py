@@ -1,0 +1,92 @@
+"""Training with another number of routing iterations in the first epochs."""
+
+import pytest
+import torch
+
+from test_training import weights_equal
+from torchcaps import BadInput
+from torchcaps.data import Images, Splits
+from torchcaps.recipes import create_recipe
+from torchcaps.training import fit, new_module
+from torchcaps.training_module import TrainingModule
+
+CAPSNET = {"model.convolution_channels": "8", "model.primary_types": "2", "model.primary_pose_size": "4"}
+SETTINGS = {"epochs": "4", "batch_size": "20", "precision": "float32", "early_epochs": "2", "early_iterations": "1"}
+
+
+def digits():
+    labels = torch.arange(60) % 10
+    pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8).contiguous()
+    return Splits(*3 * [Images(pixels, labels, tuple("0123456789"))])
+
+
+def recipe_of(name="capsnet-mnist", **changes):
+    return create_recipe(name, {**CAPSNET, **SETTINGS, **changes})
+
+
+class Watched(TrainingModule):
+    """Records the number of iterations of the class capsules in every step."""
+
+    seen: list[tuple[str, int, int]]
+
+    def record(self, phase):
+        self.seen.append((phase, self.current_epoch, self.model.class_capsules.routing.iterations))
+
+    def training_step(self, batch, batch_index):
+        self.record("training")
+        return super().training_step(batch, batch_index)
+
+    def validation_step(self, batch, batch_index):
+        self.record("validation")
+        super().validation_step(batch, batch_index)
+
+    def test_step(self, batch, batch_index):
+        self.record("test")
+        super().test_step(batch, batch_index)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", ["dynamic", "em"])
+def test_the_first_epochs_of_training_have_other_iterations_and_validation_and_test_have_not(rule, tmp_path):
+    Watched.seen = []
+    recipe = recipe_of(**{"model.routing": rule, "routing.iterations": "3"})
+    fit(recipe, digits(), tmp_path / "run", module_class=Watched)
+    assert {x for x in Watched.seen if x[0] == "training"} == {("training", e, 1 if e < 2 else 3) for e in range(4)}
+    assert {x[2] for x in Watched.seen if x[0] != "training"} == {3}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("epochs_before", [1, 3])
+def test_a_resumed_run_gives_bit_identical_weights(epochs_before, tmp_path):
+    epochs = []
+
+    def stop(model):
+        epochs.append(model)
+        if len(epochs) == epochs_before:
+            raise KeyboardInterrupt
+        return {}
+
+    recipe = recipe_of(**{"routing.iterations": "3"})
+    fit(recipe, digits(), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe, digits(), tmp_path / "stopped", on_epoch_end=stop)
+    fit(recipe, digits(), tmp_path / "stopped", resume=True)
+    assert weights_equal(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"early_epochs": "4"}, "early_epochs is 4: use fewer than epochs=4"),
+        ({"early_epochs": "-1"}, "early_epochs is -1: use 0 or more"),
+        ({"early_iterations": "0"}, "early_iterations is 0: use 1 to 1,000"),
+    ],
+)
+def test_schedules_out_of_range_are_refused(changes, message):
+    with pytest.raises(BadInput, match=message):
+        recipe_of(**changes)
+
+
+def test_a_rule_without_iterations_is_refused():
+    with pytest.raises(BadInput, match="no routing rule of model capsnet has iterations: set early_epochs=0"):
+        new_module(recipe_of(**{"model.routing": "uniform"}), digits())
