@@ -80,8 +80,12 @@ def test_columns_are_chosen_by_name(tmp_path):
     tree(tmp_path, count=4)
     lines = [f"{line},{index % 2}" for index, line in enumerate(listed(tmp_path))]
     table = write(tmp_path / "photos.csv", "path,label,class", *lines)
-    known = "columns: path, label, class"
-    refused(lambda: load_image_table(table), "choose the label column with --set data.label_column=NAME", known)
+    known = "columns of the table: path, label, class"
+    refused(
+        lambda: load_image_table(table),
+        "cannot tell which column is the label column: use --set data.label_column=NAME",
+        known,
+    )
     assert load_image_table(table, label_column="class")[0].class_names == ("0", "1")
     refused(lambda: load_image_table(table, label_column="kind"), "has no column kind", known)
     refused(
@@ -122,7 +126,7 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
-        ((), ("choose the image column", "none")),
+        ((), ("cannot tell which column is the image column", "none")),
         (("path,label",), ("no training images",)),
         (("path,label", "cat/0.png,cat,7"), ("line 2", "number of columns")),
         (("path,label", "cat/0.png"), ("line 2", "number of columns")),
@@ -133,7 +137,7 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
         (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
         (("path,label", "cat/0.png,cat", "cat/../cat/0.png,cat"), ("lines 2 and 3", "cat/../cat/0.png")),
         (("path,label,split, Split", "cat/0.png,cat,train,test"), ("several columns split", "rename all but one")),
-        (("path,label,label", "cat/0.png,cat,dog"), ("choose the label column",)),
+        (("path,label,label", "cat/0.png,cat,dog"), ("cannot tell which column is the label column",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
         (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),

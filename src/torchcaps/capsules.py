@@ -175,8 +175,8 @@ def coordinate_addition(
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)
 
-    With vector poses (R = 1), each vote is treated as a square matrix stored row by row. The function then appends two
-    elements to the pose, the row and the column of the child, and two rows to the transform.
+    With vector poses (R = 1), each vote is treated as a square matrix stored row by row. The function then appends the
+    row and the column of the child to the pose, as two more elements, and appends two rows to the transform.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.

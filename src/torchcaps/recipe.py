@@ -193,8 +193,8 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, but a schedule needs loss=spread and no value of "
-                "loss.margin: change these settings, or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, but only loss=spread without loss.margin can "
+                "have a schedule: set loss=spread and remove loss.margin, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)

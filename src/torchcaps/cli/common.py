@@ -140,8 +140,8 @@ def splits_for(
     """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
     Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
-    splits are the same as when the classifier was trained with this recipe. Another table is read with the recipe's
-    columns of images and labels.
+    splits are the same as when the classifier was trained with this recipe. If `name` is another table,
+    the recipe's settings name its columns of images and labels.
     """
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.data.image_table import is_table

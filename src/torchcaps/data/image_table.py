@@ -287,8 +287,8 @@ def _column(
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: choose the {option.replace('_', ' ')} with --set data.{option}=NAME, or by renaming columns; its"
-            f" columns: {known}"
+            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: use --set data.{option}=NAME, or name"
+            f" one column {usual[0]}; columns of the table: {known}"
         )
     return fitting[0]
 

@@ -268,7 +268,8 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
         machine = (
             f"{seeds}; {said['training_minutes']} minutes of training; {here['gpu'] or here['processor']}, threads: "
-            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; commit "
+            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; "
+            f"{'commit' if len(here['commits']) == 1 else 'commits'} "
         )
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
         lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]

@@ -88,7 +88,7 @@ class Study:
     runs: list[Path] = field(default_factory=list, compare=False)
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
-        """Return the argument that is named after the budget of this study."""
+        """Return the argument for the budget of this study: there is one argument per budget."""
         return {"quick": quick, "standard": standard, "paper": paper}[self.budget]
 
     def splits(self, recipe: Recipe, train: int | None = None, test: int | None = None) -> Splits:

@@ -27,7 +27,7 @@ def distances(
 
 
 def run(study: Study) -> Outcome:
-    """Measure vote distances, weighted by the couplings, on a correctly and on an incorrectly classified image."""
+    """Measure the distances of votes from their parent's mean on a correctly and an incorrectly classified image."""
     study.one_seed()
     images, epochs = study.choose((3_000, 6), (21_870, 10), (21_870, 20))
     recipe = study.recipe(

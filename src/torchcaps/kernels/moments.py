@@ -336,7 +336,7 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the tokens of all passes, one per pass and field of `Record`. Each token stores only one number."""
+    """Return a token for each pass and each field of `Record`. A token stores only one number."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 

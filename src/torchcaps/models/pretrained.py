@@ -296,8 +296,8 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
-        problem = "lacks the layer" if layer in layers else "contains a layer that the network does not have,"
-        raise BadInput(f"{path}: routing {problem} {layer!r}: save the network again")
+        problem = "does not contain layer" if layer in layers else "contains a layer that the network does not have,"
+        raise BadInput(f"{path}: the entry routing {problem} {layer!r}: save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])

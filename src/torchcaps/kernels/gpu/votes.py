@@ -96,7 +96,7 @@ def softmax_of(tile, z: tl.constexpr):
 
 @triton.jit
 def numbers_of_vote(z: tl.constexpr):
-    """Return the row and column of each number of a tile, and whether the number is part of a vote."""
+    """Return row and column in the vote of each element of a tile, and whether the element is part of the vote."""
     place = tl.arange(0, z.block_numbers)
     row, column = place // z.block_columns, place % z.block_columns
     return row, column, (row < z.rows) & (column < z.columns)
