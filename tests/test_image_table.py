@@ -80,7 +80,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     tree(tmp_path, count=4)
     lines = [f"{line},{index % 2}" for index, line in enumerate(listed(tmp_path))]
     table = write(tmp_path / "photos.csv", "path,label,class", *lines)
-    known = "columns of the table: path, label, class"
+    known = "path, label, class"
     refused(
         lambda: load_image_table(table),
         "cannot tell which column is the label column: use --set data.label_column=NAME",
