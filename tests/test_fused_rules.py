@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from problems import MAPS, full_problem
 from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
+from torchcaps.kernels import moments as operators
 from torchcaps.routing import LayerShape
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -194,7 +195,7 @@ def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("used", ["half_precision", "log_volume", "mean", "all"])
+@pytest.mark.parametrize("used", ["variance", "half_precision", "log_volume", "mean", "all"])
 @pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
 def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, used, uniform, instruction_set):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
@@ -212,13 +213,49 @@ def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, 
     close(*results)
 
 
+@pytest.mark.parametrize("batch", [3, 17])
+def test_gradients_are_right_if_the_saved_tensors_come_back_with_other_strides(batch):
+    """As with ``torch.autograd.graph.save_on_cpu(pin_memory=True)``, which returns contiguous tensors."""
+    leaves = [x.requires_grad_() for x in full_problem(MAPS["conv"], 5, POSE, batch=batch)[:3]]
+    gradients = []
+    for pack in (lambda x: x, lambda x: x.detach().clone(memory_format=torch.contiguous_format)):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            votes = Votes(*leaves, MAPS["conv"], passes=2, backend="fused")
+            first = votes.gaussians(floor=0.1)
+            agreement = Agreement(-first.log_volume, quadratic=first.half_precision, centre=first.mean)
+            loss = sum(x.square().sum() for x in votes.gaussians(agreement, floor=0.1))
+        gradients.append(torch.autograd.grad(loss, leaves))
+    close(*gradients)
+
+
+def test_a_variance_far_below_the_floor_has_right_gradients():
+    """A single vote has variance 0, so the log volume does not depend on its activation."""
+    pose, transform = torch.randn(1, 1, 1, 4, 4), torch.randn(1, 1, 5, 4, 4)
+    for backend in BACKENDS:
+        activation = torch.full((1, 1, 1), 1e-10).requires_grad_()
+        votes = Votes(pose, activation, transform, RoutingMap.dense(1), backend=backend)
+        loss = votes.gaussians(floor=3e-3).log_volume.sum()
+        assert torch.autograd.grad(loss, activation)[0].item() == 0
+
+
+def test_operators_accept_tokens_in_a_tuple():
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
+    layer = (pose.requires_grad_(), activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
+    options = (False, False, False)
+    tokens = operators.open_votes(*layer, 1, *options)
+    detached = (pose.detach(), *layer[1:])
+    for given in (list(tokens), tuple(tokens)):
+        found = operators.moments(given, *detached, *4 * [None], True, *options, True, False, None)
+        assert found[1].requires_grad
+
+
 def test_gaussians_have_the_terms_of_the_variance_plus_the_floor():
     pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
     for backend in BACKENDS:
         votes = Votes(pose, activation, transform, MAPS["conv"], backend=backend)
-        (mass, mean, half_precision, log_volume), moments = votes.gaussians(floor=0.2), votes.moments()
+        (*found, half_precision, log_volume), moments = votes.gaussians(floor=0.2), votes.moments()
         variance = moments.variance + 0.2
-        close((mass, mean), moments[:2])
+        close(found, moments)
         close((half_precision, log_volume), (0.5 / variance, variance.sqrt().log().sum(dim=(3, 4))))
 
 

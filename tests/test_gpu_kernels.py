@@ -94,8 +94,8 @@ class Fused:
         return Moments(mass, mean, second if variance else None)
 
     def gaussians(self, agreement=None, *, floor):
-        mass, mean, half_precision, _, _, log_volume = self.run(agreement, True, False, floor)
-        return Gaussians(mass, mean, half_precision, log_volume)
+        mass, mean, variance, _, _, *terms = self.run(agreement, True, False, floor)
+        return Gaussians(mass, mean, variance, *terms)
 
     def couplings(self, agreement):
         pose, _, *others = self.detached
@@ -160,8 +160,8 @@ def as_in_em(votes, agreement):
     constant = torch.log1p(first.mass) - first.log_volume
     second = votes.gaussians(Agreement(constant, quadratic=first.half_precision, centre=first.mean), floor=0.1)
     agreement = agreement._replace(quadratic=second.half_precision, centre=second.mean)
-    mass, mean, _, log_volume = votes.gaussians(agreement, floor=0.1)
-    return mass, mean, log_volume, second.mean
+    mass, mean, variance, _, log_volume = votes.gaussians(agreement, floor=0.1)
+    return mass, mean, variance, log_volume, second.mean
 
 
 def as_in_dynamic_routing(votes, agreement):
@@ -370,9 +370,9 @@ def run(dtype, parent_types, rows, inner, columns, types):
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
     even = moments.moments([], *layer, *(None,) * 4, True, *options, not types, False, None)
     forward = (*layer, *agreement, False, *options, not types, False, None)
-    mass, mean, variance, log_mass, log_sums, _ = moments.moments([], *forward)
+    mass, mean, variance, log_mass, log_sums, *_ = moments.moments([], *forward)
     found = (mean, None if types else variance, log_mass)
-    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types, None, None)
+    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types, None, None, None)
     coupling_grads, offset, *_ = moments.moments_backward(*backward)
     records = [*(None,) * 6, even[1], even[3], None, even[1], None, None]
     records += [*agreement, log_sums, coupling_grads, mean, log_mass, *given, offset]

@@ -25,13 +25,11 @@ def calls():
     agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
     options = (False, True, False)
     tokens = operators.open_votes(*layer, 1, *options)
-    mass, mean, variance, log_mass, log_sums, _ = operators.moments(
+    mass, mean, variance, log_mass, log_sums, *_ = operators.moments(
         [], *layer, *agreement, False, *options, True, False, None
     )
     found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
-    half_precision, log_volume_grad = 0.5 / (variance + 0.1), torch.randn_like(mass)
-    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True, None, None)
-    before, after = backward[:11], backward[12:-2]
+    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True, None, None, None)
     coupling_grads, offset, *_ = operators.moments_backward(*backward)
     record = [*agreement, log_sums, coupling_grads, mean, log_mass, *gradients, offset]
     return {
@@ -41,7 +39,7 @@ def calls():
         "votes_backward": (*layer, record, *options),
         "couplings": (pose, *layer[2:], *agreement, *options),
         "moments with a floor": (tokens, *layer, *agreement, False, *options, True, False, 0.1),
-        "moments_backward with a floor": (*before, half_precision, *after, log_volume_grad, 0.1),
+        "moments_backward with a floor": (*backward[:-3], torch.randn_like(mean), torch.randn_like(mass), 0.1),
     }
 
 

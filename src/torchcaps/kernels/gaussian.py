@@ -4,6 +4,7 @@ The C++ kernels compute these terms together with the moments of the votes. Sepa
 long as the moments.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -19,12 +20,17 @@ def gaussian_terms(variance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def gaussian_terms_backward(
-    half_precision: Tensor, half_precision_grad: Tensor | None, log_volume_grad: Tensor | None
+    variance: Tensor,
+    floor: float,
+    variance_grad: Tensor | None,
+    half_precision_grad: Tensor | None,
+    log_volume_grad: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the variance, ``h (log_volume_grad - 2 h half_precision_grad)`` with ``h = 1 / 2σ²``."""
-    grad = half_precision.new_zeros(())
+    """Return ``variance_grad + h (log_volume_grad - 2 h half_precision_grad)``, with ``h = 1 / 2σ²``."""
+    half_precision = 0.5 / (variance + floor)
+    grad = torch.zeros_like(variance) if variance_grad is None else variance_grad
     if half_precision_grad is not None:
-        grad = -2 * half_precision * half_precision_grad
+        grad = grad - 2 * half_precision.square() * half_precision_grad
     if log_volume_grad is not None:
-        grad = grad + log_volume_grad[..., None, None]
-    return half_precision * grad
+        grad = grad + half_precision * log_volume_grad[..., None, None]
+    return grad.contiguous()

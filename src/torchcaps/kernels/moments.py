@@ -147,6 +147,7 @@ def _call(
     records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
     variance: Tensor | None = None,
+    half_precision_grad: Tensor | None = None,
     log_volume_grad: Tensor | None = None,
     floor: float | None = None,
 ) -> None:
@@ -164,6 +165,7 @@ def _call(
         ("activation", activation, shapes.activation, None),
         ("transform", transform, shapes.transform, None),
         ("variance", variance, shapes.vectors, shapes.strides),
+        ("half_precision_grad", half_precision_grad, shapes.vectors, shapes.strides),
         ("log_volume_grad", log_volume_grad, shapes.scalars, None),
     )
     given, parts = addresses(pose.dtype, named, keep), []
@@ -176,19 +178,25 @@ def _call(
     cpu_kernel(function, pose.dtype)(sizes, lists, given, parts, to, floor or 0.0)
 
 
+def _output(pose: Tensor, used: bool, shape: Any, strides: Any = None) -> Tensor:
+    """Create an uninitialised output of an operator; it is empty if it is not used."""
+    return empty(pose, shape if used else (0,), strides if used else None, statistics_dtype(pose.dtype))
+
+
 def _like_moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
     uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    dtype, vectors = statistics_dtype(pose.dtype), (shapes.vectors, shapes.strides)
+    make, vectors = partial(_output, pose), (shapes.vectors, shapes.strides)
     return (
-        pose.new_empty(shapes.scalars, dtype=dtype),
-        empty(pose, *vectors, dtype),
-        empty(pose, *vectors, dtype) if with_variance else pose.new_empty((0,), dtype=dtype),
-        pose.new_empty(shapes.scalars, dtype=dtype),
-        pose.new_empty((0,) if uniform else shapes.log_sums, dtype=dtype),
-        pose.new_empty((0,) if floor is None else shapes.scalars, dtype=dtype),
+        make(True, shapes.scalars),
+        make(True, *vectors),
+        make(with_variance, *vectors),
+        make(True, shapes.scalars),
+        make(not uniform, shapes.log_sums),
+        make(floor is not None, *vectors),
+        make(floor is not None, shapes.scalars),
     )
 
 
@@ -198,19 +206,18 @@ def moments(
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     uniform: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
     floor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums; see `Record`.
 
-    With a ``floor``, the operator returns 1 / 2σ² in place of the variance, and Σ log σ as the last output, with
-    σ² = variance + floor. Gradients reach pose, activation and transform only through the tokens. ``uniform`` makes all
-    couplings of a child equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above``
-    adds a logit of 0 to each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops
-    gradients at the couplings.
+    With a ``floor``, the last outputs are 1 / 2σ² and Σ log σ, with σ² = variance + floor. Gradients reach pose,
+    activation and transform only through the tokens. ``uniform`` makes all couplings of a child equal, ``types`` limits
+    the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to each softmax,
+    ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
     """
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, layer = (types, none_of_the_above, by_sample), (*children, edge_lists, parent_sites)
     outputs = _like_moments(tokens, *layer, *agreement, uniform, *options, with_variance, constant_couplings, floor)
-    used = True, True, with_variance, True, not uniform, floor is not None
+    used = True, True, with_variance, True, not uniform, *2 * [floor is not None]
     found = [output if needed else None for output, needed in zip(outputs, used, strict=True)]
     _call("moments", children, edge_lists, parent_sites, options, [agreement], found, floor=floor)
     return outputs
@@ -219,21 +226,17 @@ def moments(
 def _like_moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
-    log_volume_grad, floor,
+    half_precision_grad, log_volume_grad, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    dtype = statistics_dtype(pose.dtype)
-
-    def grad(part, shape, strides=None):
-        wanted = agreement_grads and part is not None and log_sums is not None
-        return empty(pose, shape, strides, dtype) if wanted else pose.new_empty((0,), dtype=dtype)
-
+    make, vectors = partial(_output, pose), (shapes.vectors, shapes.strides)
+    routed = agreement_grads and log_sums is not None
     return (
-        pose.new_empty((0,) if log_sums is None else shapes.coupling_grads, dtype=dtype),
-        pose.new_empty((0,) if variance is None else shapes.scalars, dtype=dtype),
-        grad(constant, shapes.scalars),
-        *(grad(part, shapes.vectors, shapes.strides) for part in (linear, quadratic, centre)),
-        pose.new_empty((0,), dtype=dtype) if variance is None or floor is None else torch.empty_like(variance),
+        make(log_sums is not None, shapes.coupling_grads),
+        make(variance is not None, shapes.scalars),
+        make(routed and constant is not None, shapes.scalars),
+        *(make(routed and part is not None, *vectors) for part in (linear, quadratic, centre)),
+        make(variance is not None and floor is not None, *vectors),
     )
 
 
@@ -243,12 +246,11 @@ def moments_backward(
     constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     log_sums: Tensor | None, mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None,
     mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
-    agreement_grads: bool, log_volume_grad: Tensor | None, floor: float | None,
+    agreement_grads: bool, half_precision_grad: Tensor | None, log_volume_grad: Tensor | None, floor: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute coupling_grads and offset (see `Record`), and the gradients of constant, linear, quadratic and centre.
 
-    With a ``floor``, variance and variance_grad contain 1 / 2σ² and its gradient, and the last output is the gradient
-    of the variance.
+    With a ``floor``, the last output is the gradient of the variance, including those of 1 / 2σ² and Σ log σ.
 
     Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
     the couplings are constants, and only the offset is computed.
@@ -256,17 +258,15 @@ def moments_backward(
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
     layer, found = (*children, edge_lists, parent_sites), (log_sums, mean, variance, log_mass)
-    outputs = _like_moments_backward(
-        *layer, *agreement, *found, *gradients, *options, agreement_grads, log_volume_grad, floor
-    )
+    terms = half_precision_grad, log_volume_grad, floor
+    outputs = _like_moments_backward(*layer, *agreement, *found, *gradients, *options, agreement_grads, *terms)
     if log_sums is not None and not log_sums.numel():  # no edges
         for output in outputs[2:6]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
     record = Record(*agreement, log_sums, None, mean, log_mass, *gradients)
     if any(output is not None for output in wanted):
-        more = variance, log_volume_grad, floor
-        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, *more)
+        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, variance, *terms)
     return outputs
 
 
@@ -365,7 +365,7 @@ def _keep_pass(ctx, inputs, output) -> None:
         inputs
     )
     pose, activation, transform, edge_lists, parent_sites, *agreement = tensors
-    _, *found, _ = output
+    _, *found, _, _ = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
     ctx.tokens, ctx.parent_sites, ctx.with_variance = len(tokens), parent_sites, with_variance
     ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
@@ -373,18 +373,18 @@ def _keep_pass(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, log_volume_grad):
+def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, half_precision_grad, log_volume_grad):
     *children, constant, linear, quadratic, centre, mean, variance, log_mass, log_sums = ctx.saved_tensors
     agreement = (constant, linear, quadratic, centre)
     routed, differentiated, *options = ctx.couplings
     wanted = ctx.wanted
     second = variance_grad if ctx.with_variance else None
-    log_volume_grad = None if ctx.floor is None else log_volume_grad
-    variance = None if second is None and log_volume_grad is None else variance
+    terms_grads = (None, None) if ctx.floor is None else (half_precision_grad, log_volume_grad)
+    variance = None if all(x is None for x in (second, *terms_grads)) else variance
     gradients = (mass_grad, *(None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, second)))
     coupling_grads, offset, *found, of_variance = moments_backward(
         *children, ctx.parent_sites, *agreement, log_sums if differentiated else None, mean, variance, log_mass,
-        *gradients, *options, any(wanted), log_volume_grad, ctx.floor,
+        *gradients, *options, any(wanted), *terms_grads, ctx.floor,
     )  # fmt: skip
     if of_variance.numel():
         gradients = *gradients[:2], of_variance

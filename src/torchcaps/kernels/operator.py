@@ -31,7 +31,7 @@ def _is_differentiated(arguments: tuple[Any, ...]) -> bool:
     """Return whether the output of a call needs a gradient. The first argument may be a list of tensors."""
     if not torch.is_grad_enabled():
         return False
-    tensors = (*arguments[0], *arguments[1:]) if isinstance(arguments[0], list) else arguments
+    tensors = (*arguments[0], *arguments[1:]) if isinstance(arguments[0], list | tuple) else arguments
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
@@ -63,7 +63,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
                 return on_cpu(*arguments)
             if name not in _eager:
                 return dispatched(*arguments)
-            if isinstance(arguments[0], list):
+            if isinstance(arguments[0], list | tuple):
                 return _eager[name].apply(on_cpu, len(arguments[0]), *arguments[0], *arguments[1:])
             return _eager[name].apply(on_cpu, None, *arguments)
 

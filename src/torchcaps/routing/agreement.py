@@ -66,23 +66,25 @@ class Gaussians(NamedTuple):
 
         σ² = variance + floor
 
-    The weight w of a vote V is the activation of the child times the coupling of the child and the parent. The variance
-    is Σ w (V - mean)² / Σ w. What `Moments` says about memory layout also applies to these tensors.
+    The weight w of a vote V is the activation of the child times the coupling of the child and the parent. The tensors
+    from the fused kernels may not be contiguous in memory, as in `Moments`.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
+        variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``, without the floor.
         half_precision: 1 / 2σ², ``[B, P, J, R, N]``.
         log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``.
 
     Example:
         >>> import torch
         >>> mass, mean = torch.ones(2, 1, 10), torch.zeros(2, 1, 10, 1, 16)
-        >>> Gaussians(mass, mean, half_precision=mean + 0.5, log_volume=0 * mass).half_precision.shape
+        >>> Gaussians(mass, mean, variance=mean, half_precision=mean + 0.5, log_volume=0 * mass).half_precision.shape
         torch.Size([2, 1, 10, 1, 16])
     """
 
     mass: Float[Tensor, "B P J"]
     mean: Float[Tensor, "B P J R N"]
+    variance: Float[Tensor, "B P J R N"]
     half_precision: Float[Tensor, "B P J R N"]
     log_volume: Float[Tensor, "B P J"]

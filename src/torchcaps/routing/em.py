@@ -190,12 +190,13 @@ def em_routing(
         cost, beta_a = pose.shape[3] * transform.shape[4] * in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
         for t, inverse_temperature in enumerate(inverse_temperatures):
             if mean_damping and agreement is not None:
-                mass, undamped, variance = votes.moments(agreement)
+                mass, undamped, undamped_variance = votes.moments(agreement)
                 mean = (1 - mean_damping) * undamped + mean_damping * cast(Tensor, agreement.centre)
                 moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
-                half_precision, log_volume = gaussian_terms(cast(Tensor, variance) + moved, variance_floor)
+                variance = cast(Tensor, undamped_variance) + moved
+                half_precision, log_volume = gaussian_terms(variance, variance_floor)
             else:
-                mass, mean, half_precision, log_volume = votes.gaussians(agreement, floor=variance_floor)
+                mass, mean, variance, half_precision, log_volume = votes.gaussians(agreement, floor=variance_floor)
             if parent_activation == "logistic":
                 scale = -inverse_temperature / mean_data
                 logit = torch.addcmul(inverse_temperature * beta_a, cost + log_volume, mass, value=scale)
@@ -203,7 +204,7 @@ def em_routing(
             else:
                 log_activation = _log_proportions(mass)
             if return_passes:
-                passes.append(EMPass(votes.couplings(agreement), mean, 0.5 / half_precision, log_activation.exp()))
+                passes.append(EMPass(votes.couplings(agreement), mean, variance + variance_floor, log_activation.exp()))
             if t + 1 < iterations:
                 constant = log_activation - log_volume
                 if tempering < 1:

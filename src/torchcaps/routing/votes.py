@@ -159,13 +159,12 @@ class Votes:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
         if not self.fused:
-            mass, mean, variance = self.moments(agreement)
-            return Gaussians(mass, mean, *gaussian_terms(cast(Tensor, variance), floor))
+            found = self.moments(agreement)
+            return Gaussians(*found, *gaussian_terms(cast(Tensor, found.variance), floor))  # type: ignore[arg-type]
         self._last = agreement
-        mass, mean, half_precision, _, _, log_volume = self._fused(self._checked(agreement), floor=floor)
-        if observer is not None:
-            self._observe(agreement, Moments(mass, mean, 0.5 / half_precision - floor))
-        return Gaussians(mass, mean, half_precision, log_volume)
+        mass, mean, variance, _, _, *terms = self._fused(self._checked(agreement), floor=floor)
+        self._observe(agreement, Moments(mass, mean, variance))
+        return Gaussians(mass, mean, variance, *terms)
 
     def _observe(self, agreement: Agreement | None, found: Moments) -> None:
         if (watching := observer) is not None:

@@ -137,9 +137,9 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     });
   };
   define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T floor) {
-    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), floor};
-    if (out.log_volume && !out.variance)
-      throw std::invalid_argument("log_volume needs the variance: request the variance too");
+    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), at<T>(x.at(6)), floor};
+    if (out.log_volume && !(out.variance && out.half_precision))
+      throw std::invalid_argument("log_volume needs variance and half_precision: request them too");
     kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0), out);
   });
   define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T) {
@@ -147,8 +147,8 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   });
   define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, T floor) {
     const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), at<T>(x.at(6))};
-    const Variance<T> variance{at<const T>(given.at(3)), at<const T>(given.at(4)), floor};
-    if (variance.value && !at<T>(record.at(10)) && !variance.log_volume_grad)
+    const Variance<T> variance{at<const T>(given.at(3)), at<const T>(given.at(4)), at<const T>(given.at(5)), floor};
+    if (variance.value && !at<T>(record.at(10)) && !out.variance)
       throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
   });

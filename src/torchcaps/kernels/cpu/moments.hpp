@@ -47,8 +47,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // For each softmax, the largest logit and log Σ e^(logit - largest), [2, G, C] per tile. They are stored separately:
-  // added to a huge logit, the logarithm would be lost by rounding.
+  // Per softmax: largest logit, log Σ e^(logit - largest), [2, G, C] per tile. Their sum would round the logarithm away.
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
   void forward(int tile, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
@@ -74,12 +73,13 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       Found found;
       if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
         found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
-      if (with_variance && out.log_volume)
-        store_scalar(gaussian_terms<T>(found.variance, numbers(), out.floor), out.log_volume, place);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
-      if (with_variance) store_vector(found.variance, out.variance, place);
       store_scalar(found.log_mass, out.log_mass, place);
+      if (with_variance) store_vector(found.variance, out.variance, place);
+      if (!with_variance || !out.log_volume) continue;
+      store_scalar(gaussian_terms<T>(found.variance, numbers(), out.floor), out.log_volume, place);
+      store_vector(found.variance, out.half_precision, place);
     }
   }
 

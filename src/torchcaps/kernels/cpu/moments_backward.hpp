@@ -61,19 +61,20 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
-  // Σ variance · variance_grad of each parent. With Gaussians, also variance_grad, from the gradients of 1 / 2σ² and of
-  // Σ log σ.
+  // Σ variance · variance_grad of each parent. If the pass returned 1 / 2σ² and Σ log σ, their gradients are first added
+  // to variance_grad.
   void variance_grads(int tile, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) const {
     for (int at = 0; out.offset && at < PB; ++at) {
       const auto place = this->place(tile, at);
       const V log_volume_grad = load_scalar(variance.log_volume_grad, place);
-      V value[MOST], grad[MOST], sum{};
+      V value[MOST], grad[MOST], half_precision_grad[MOST], sum{};
       load_vector(variance.value, place, value);
       load_vector(pass.variance_grad, place, grad);
+      if (out.variance) load_vector(variance.half_precision_grad, place, half_precision_grad);
       for (int h = 0; h < numbers(); ++h) {
         if (out.variance) {
-          grad[h] = value[h] * (log_volume_grad - T(2) * value[h] * grad[h]);
-          value[h] = T(0.5) / value[h] - variance.floor;
+          const V half_precision = T(0.5) / (value[h] + variance.floor);
+          grad[h] += half_precision * (log_volume_grad - T(2) * half_precision * half_precision_grad[h]);
         }
         sum += value[h] * grad[h];
       }

@@ -31,10 +31,10 @@ template <class T> struct Children {
   const T *pose, *activation, *transform;  // null activation: all activations are 1
 };
 
-// log_sums is null if the couplings of a child are equal, variance if it is not requested. If log_volume is not null, the
-// votes are described by Gaussians: with σ² = variance + floor, log_volume is Σ log σ, and variance receives 1 / 2σ².
+// log_sums is null if the couplings of a child are equal, variance if it is not requested. With σ² = variance + floor,
+// half_precision is 1 / 2σ² and log_volume is Σ log σ; both are null if they are not requested.
 template <class T> struct MomentsOut {
-  T *mass, *mean, *variance, *log_mass, *log_sums, *log_volume, floor;
+  T *mass, *mean, *variance, *log_mass, *log_sums, *half_precision, *log_volume, floor;
 };
 
 // The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
@@ -44,13 +44,14 @@ template <class T> struct Record {
   const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
-// The variance that a pass returned. With Gaussians, value is 1 / 2σ², and variance_grad of the record its gradient.
+// The variance that a pass returned, and the gradients of the terms computed from it. A null gradient is 0.
 template <class T> struct Variance {
-  const T *value, *log_volume_grad;  // a null gradient is 0
+  const T *value, *half_precision_grad, *log_volume_grad;
   T floor;
 };
 
-// If coupling_grads is null, only offset and variance are computed. variance is null without Gaussians.
+// If coupling_grads is null, only offset and variance are computed. variance is the gradient of the variance, including
+// the gradients of half_precision and log_volume; it is null if the pass did not return these.
 template <class T> struct PassGrads {
   T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre, *variance;
 };

@@ -210,14 +210,14 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
 def moments_backward(
     pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
     mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
-    log_volume_grad, floor,
+    half_precision_grad, log_volume_grad, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z, offset, of_variance = problem.z, problem.empty(0), problem.empty(0)
     if variance is not None and floor is not None:
-        of_variance = variance_grad = gaussian_terms_backward(variance, variance_grad, log_volume_grad)
-        variance = 0.5 / variance - floor
+        terms_grads = half_precision_grad, log_volume_grad
+        of_variance = variance_grad = gaussian_terms_backward(variance, floor, variance_grad, *terms_grads)
     if variance is not None:
         offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
     constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))

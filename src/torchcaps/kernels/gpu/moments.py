@@ -114,10 +114,8 @@ def moments(
     problem.per_parent(_m_step, agreement, tops, masses, means, variances)
     mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
     log_sums = problem.empty(0) if uniform else agreement.log_sums
-    log_volume = problem.empty(0)
-    if floor is not None:
-        variance, log_volume = gaussian_terms(variance, floor)
-    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, log_volume
+    terms = (problem.empty(0), problem.empty(0)) if floor is None else gaussian_terms(variance, floor)
+    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, *terms
 
 
 def couplings(
