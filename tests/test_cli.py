@@ -278,7 +278,7 @@ def test_evaluate_averages_the_scores_of_several_runs(call, refused, finished, t
         if alike:
             assert call("evaluate", run, other)[0] == 0
         else:
-            assert f"has another {name} than" in refused("evaluate", run, other)
+            assert f"differ in {name}" in refused("evaluate", run, other)
     (other / "recipe.json").unlink()
     assert "no recipe.json" in refused("evaluate", run, other)
 

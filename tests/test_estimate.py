@@ -152,7 +152,7 @@ def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(cal
             assert said in error
             assert "epochs left: " in out
             fits = re.search(
-                r"positions share weights, with `torchcaps (train matrix-capsnet-images .*)`, or --set model.stem=true",
+                r"positions share weights \(`torchcaps (train matrix-capsnet-images .*)`\), or --set model.stem=true",
                 error,
             )[1]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0

@@ -136,7 +136,10 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
         (("path,label", "cat/0.png,cat", "cat/1.png,cat"), ("only the class cat",)),
         (("path,label", "cat/0.png,cat", "dog/0.png,dog"), ("0.png", "the only image of class cat")),
         (("path,label", "cat/0.png,cat", "cat/../cat/0.png,cat"), ("lines 2 and 3", "cat/../cat/0.png")),
-        (("path,label,split, Split", "cat/0.png,cat,train,test"), ("several columns split", "rename all but one")),
+        (
+            ("path,label,split, Split", "cat/0.png,cat,train,test"),
+            ("several columns named split", "rename all but one"),
+        ),
         (("path,label,label", "cat/0.png,cat,dog"), ("cannot tell which column is the label column",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
@@ -202,7 +205,7 @@ def test_a_column_split_of_a_parquet_file_causes_a_warning(tmp_path):
     [
         ({"label": [0, 1, None, 1, 0, 1]}, ("row 2 of train", "no label")),
         ({"label": [0.5, 1.0, 0.5, 1.0, 0.5, 1.0]}, ("row 0 of train", "0.5", "one whole number")),
-        ({"label": [[0], [1], [0], [1], [0], [1]]}, ("row 0 of train", "[0]", "one text or one whole number")),
+        ({"label": [[0], [1], [0], [1], [0], [1]]}, ("row 0 of train", "[0]", "one string or one whole number")),
         ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("row 0 of train: a: no such file",)),
         ({"label": ["", "b"] * 3}, ("row 0 of train", "no label")),
         ({"image": [1] * 6}, ("column image does not contain images", "--set data.image_column=NAME")),
@@ -221,7 +224,7 @@ def test_files_that_are_not_datasets_are_refused(tmp_path):
     refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
     refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
     datasets.DatasetDict({"trial": dataset(4)}).save_to_disk(tmp_path / "saved")
-    refused(lambda: load_image_table(tmp_path / "saved"), "has no split train (its splits: trial)")
+    refused(lambda: load_image_table(tmp_path / "saved"), "has no split named train (its splits: trial)")
 
 
 def test_a_damaged_table_raises_one_line_or_gives_images(tmp_path):

@@ -102,9 +102,9 @@ def compiled_layer():
     ("build", "problem"),
     [
         (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
-        (parametrised, "compiled or parametrized: save the network with the plain layer"),
-        (compiled_layer, "compiled or parametrized: save the network with the plain layer"),
-        (Subclass, r"replace the \*\* of its constructor"),
+        (parametrised, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
+        (compiled_layer, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
+        (Subclass, r"takes \*\* arguments: replace \*\* with named arguments"),
     ],
 )
 def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, tmp_path):

@@ -39,7 +39,7 @@ class Capsules(NamedTuple):
 
     Arguments:
         pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
-        activation: ``[B, S, C]``, in [0, 1]. If the activation is the length of a pose without squash, it can exceed 1.
+        activation: ``[B, S, C]``, in [0, 1]. An activation that is the length of an unsquashed pose can exceed 1.
 
     Example:
         >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape
@@ -168,20 +168,21 @@ def coordinate_addition(
 ) -> tuple[Float[Tensor, "B S C R Q2"], Float[Tensor, "K C J Q2 N"]]:
     """Add the position of each child to its votes (Coordinate Addition).
 
-    Hinton, Sabour & Frosst 2018, section 4. The row and column of the child are added to the first two elements of the
-    right-hand column of each vote. To do this, the function appends the column d = (row, column, 0, …) to the pose M,
-    and the row (0 … 0 1) to the transform W. Each vote is still the product of a pose and a transform, so every rule
-    and kernel can compute it::
+    Hinton, Sabour & Frosst 2018, section 4. The coordinates (y, x) of the child's site are added to the first two
+    elements of the right-hand column of each vote. To do this, the function appends d = (y, x, 0, …) to the pose M as
+    a column, and (0 … 0 1) to the transform W as a row. Each vote is still the product of a pose and a transform, so
+    every rule and kernel can compute it::
 
         [M | d] · [W; 0 … 0 1] = M W + d · (0 … 0 1)
 
-    With vector poses (R = 1), each vote is treated as a square matrix stored row by row. The function then appends the
-    row and the column of the child to the pose, as two more elements, and appends two rows to the transform.
+    With vector poses (R = 1), each vote is treated as a square matrix stored row by row. The function then appends y
+    and x to the pose, as two more elements, and two one-hot rows to the transform. These rows add y and x to the first
+    two elements of the right-hand column of the vote.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
-        coordinates: ``[S, 2]``, row and column of each child site, in [0, 1].
+        coordinates: ``[S, 2]``, position (y, x) of each child site: its row and its column, for example from 0 to 1.
 
     Returns:
         The extended pose and the extended transform. In both, the size of dimension Q grows by 1, or by 2 if R = 1.

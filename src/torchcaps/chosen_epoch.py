@@ -42,8 +42,8 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     # Numbers in metrics.csv are rounded, so a smaller difference does not tell which epoch was better.
     if later and max(later) > ranks[kept - 1] + 1e-5:
         raise BadInput(
-            f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch, "
-            f"{1 + ranks.index(max(later))}, but model.safetensors contains the weights of epoch {kept}: restore "
+            f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch (epoch "
+            f"{1 + ranks.index(max(later))}), but model.safetensors contains the weights of epoch {kept}; restore "
             "best.ckpt from a copy, or train again in another folder with --out"
         )
 

@@ -189,7 +189,7 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     warnings.warn(
         f"CapsNet has {parameters:,} parameters on images of "
         f"{height}×{width} pixels{time_taken}, because every position has its own weights: use a network whose "
-        f"positions share weights, with `{shlex.join(words)}`, or {stem}a smaller data.image_size",
+        f"positions share weights (`{shlex.join(words)}`), or {stem}a smaller data.image_size",
         DataWarning,
         stacklevel=2,
     )

@@ -79,7 +79,7 @@ class _PixelsToScores(nn.Module):
 def export_classifier(
     classifier: Classifier, file: str | Path, format: Format = "onnx", images: Images | None = None
 ) -> Export:
-    """Write a classifier to one file, and compare the file with the classifier on random or given images.
+    """Write a classifier to one file, and compare the file with the classifier on random images and on ``images``.
 
     The input of the exported network is ``images``: uint8 pixels ``[N, C, H, W]`` from 0 to 255, where N ≥ 1 and
     ``(C, H, W)`` is the classifier's ``image_shape``. The output is ``scores``: ``[N, K]`` for K classes. The exported
@@ -101,9 +101,10 @@ def export_classifier(
             compared on these images too, after the comparison on random images.
 
     Raises:
-        BadInput: the packages for ONNX or a C++ compiler are not installed; ``images`` do not have the classifier's
-            ``image_shape``; the network cannot be exported to this format; the file cannot be written; or a score
-            differs from the classifier's by more than 0.01 (if the largest score is above 1: by more than 1 % of it).
+        BadInput: the packages for ``onnx`` or the C++ compiler for ``aoti`` is missing; ``images`` do not have the
+            classifier's ``image_shape``; the network cannot be exported to this format; the file cannot be written; or
+            a score differs from the classifier's by more than 0.01, or by more than 1 % of the largest score if that
+            score is above 1.
         ValueError: ``format`` is unknown.
 
     Example:

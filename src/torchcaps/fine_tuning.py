@@ -63,8 +63,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     before = prepared.get("standardise") if isinstance(prepared, Mapping) else None
     if before not in (None, recipe.standardise):
         warnings.warn(
-            f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}: "
-            f"the pixel values differ; use --set standardise={before} to prepare the images as for these weights",
+            f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}, "
+            f"so the network receives other pixel values than before; add --set standardise={before} to avoid this",
             DataWarning,
             stacklevel=2,
         )

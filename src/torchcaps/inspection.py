@@ -65,7 +65,7 @@ class Layer:
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which fraction of each parent's mass comes from each child. Pass ``number`` counts from 0.
+        """Compute which fraction of each parent's mass comes from each child in pass ``number``, counted from 0.
 
         The mass of a parent is the sum over its children of activation · coupling. For each parent, the fractions of
         all children sum to 1.
@@ -74,7 +74,7 @@ class Layer:
 
     @torch.no_grad()
     def support(self, number: int) -> Float[Tensor, "J E C"]:
-        """Compute which fraction of each parent's mean vote comes from each child. Pass ``number`` counts from 0.
+        """Compute which fraction of each parent's mean vote comes from each child in pass ``number``, counted from 0.
 
         ::
 
@@ -111,10 +111,11 @@ class Layer:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Layer]]:
-    """Record every pass of every routing rule of a model, in the order in which the rules first run.
+    """Context manager that records every pass of every routing rule of a model.
 
-    If a rule runs several times, as in concurrent attention routing, the passes of all its runs are recorded. Passes of
-    other threads are not recorded. If another thread is recording already, this call waits until it has finished.
+    It returns a list of `Layer`, filled in the order in which the rules first run. If a rule runs several times, as in
+    concurrent attention routing, the passes of all its runs are recorded. Passes of other threads are not recorded. If
+    another thread is already recording, this thread waits until the other thread has finished.
 
     Arguments:
         model: network with routing rules.
@@ -267,8 +268,8 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     below = _support_below(layers)
     if below.shape[1] != prediction.scores.shape[1]:
         raise BadInput(
-            f"the last rule, {layers[-1].name}, has {below.shape[1]} parent types for {prediction.scores.shape[1]} "
-            "classes: inspect a network with one class capsule per class"
+            f"the layer of the last rule, {layers[-1].name}, has {below.shape[1]} parent types, but the network has "
+            f"{prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
         )
     return _inspection(classifier, inputs, prediction, _in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
 

@@ -19,13 +19,14 @@ class CapsuleLayer(TransformModule):
     `torchcaps.capsules` explains the dimension letters.
 
     Arguments:
-        routing_map: the graph that connects child sites with parent sites, with a transform for each edge.
+        routing_map: the graph that connects child sites with parent sites, with the index of a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
-        child_pose_shape: rows and columns (R, Q) of the child poses that the rule receives; (1, Q) by default.
+        child_pose_shape: rows and columns (R, Q) of a child's pose, including columns that Coordinate Addition appends;
+            (1, Q) by default.
 
     Raises:
-        ValueError: ``routing`` is not a known rule, or is a rule module for a layer of other sizes.
+        ValueError: ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -170,7 +171,7 @@ class ClassCaps(CapsuleLayer):
     Hinton, Sabour & Frosst 2018, section 4. Coordinate Addition adds the position of each child to its votes.
 
     Arguments:
-        coordinates: ``[S, 2]``, row and column of the centre of each child's receptive field, in [0, 1].
+        coordinates: ``[S, 2]``, row and column of the centre of each child's receptive field, for example from 0 to 1.
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).

@@ -58,8 +58,8 @@ def reconstruction_loss(
     """Compute the reconstruction loss: squared errors, summed over the pixels and averaged over the batch.
 
     Sabour, Frosst & Hinton 2017, section 4.1. The paper adds 0.0005 times this sum to the margin loss. For MNIST
-    images, which have 784 pixels, this equals 0.392 times the mean squared error. The computation uses the wider dtype
-    of the two arguments, and at least float32.
+    images, which have 784 pixels, the added term is 0.392 times the mean squared error. The computation uses the wider
+    dtype of the two arguments, and at least float32.
 
     Arguments:
         reconstruction: ``[B, channels, height, width]``, output of the decoder, in [0, 1].

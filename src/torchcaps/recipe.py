@@ -78,7 +78,8 @@ class Recipe:
             test_crops² evenly spaced crops; 1 uses only the central crop.
         early_iterations: number of routing iterations in the first `early_epochs` epochs of training, in every layer
             whose rule has iterations. Validation and test always use the rule's own number.
-        early_epochs: number of epochs with `early_iterations`, below the number of epochs; 0 is off.
+        early_epochs: number of epochs at the start of training that use `early_iterations`, less than ``epochs``; 0 is
+            off.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
@@ -88,13 +89,13 @@ class Recipe:
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
         decay_steps: number of steps over which the exponential schedule multiplies the learning rate by ``decay_rate``,
-            at least 1. It changes a little in every step.
+            at least 1. The learning rate changes a little in every step.
         warm_up_epochs: number of epochs at the start of training, at least 0, in which the scheduled learning rate is
             multiplied by a factor that rises linearly from 0 to 1.
         mixup: α of mixup (Zhang et al. 2018, arXiv 1710.09412); 0 is off. Each image is mixed with another image of the
             batch, and the losses for the two images' classes are mixed in the same proportion. The proportion is drawn
             from Beta(α, α) once per batch.
-        gradient_clip: largest norm of the gradient, to which larger gradients are scaled down; 0 is off.
+        gradient_clip: largest norm of the gradient; gradients with a larger norm are scaled down to it; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
@@ -103,7 +104,7 @@ class Recipe:
         validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` (the
             number of a toy in its class) of smallNORB. If empty, images are held out at random. Otherwise the seed
             chooses one value of the attribute per class, and all images of the class with this value are held out. With
-            ``instance``, the toys of the validation split are not in the training split, like those of the test split.
+            ``instance``, no toy of the validation split is in the training split, just as no toy of the test split is.
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
@@ -193,8 +194,8 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, but only loss=spread without loss.margin can "
-                "have a schedule: set loss=spread and remove loss.margin, or set margin_schedule=none"
+                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread without loss.margin: "
+                "set loss=spread and remove loss.margin, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}
         check_options(f"loss {self.loss}", self.loss_options, kinds)

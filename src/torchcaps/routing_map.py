@@ -73,9 +73,10 @@ class TransformModule(nn.Module):
 class RoutingMap:
     """Bipartite graph of child and parent sites (positions in two layers). Each edge has the index of a transform.
 
-    Gritzman 2019 (arXiv 1907.00652), "spatial routing map". Dense, shared and convolutional capsule layers differ only
-    in their map. An edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every parent type at
-    parent site ``p`` with transform ``k``. The methods `dense`, `shared` and `conv` create the usual maps.
+    Gritzman 2019 (arXiv 1907.00652) calls this graph a "spatial routing map". Dense, shared and convolutional capsule
+    layers differ only in their map. An edge ``(s, p, k)`` means that every capsule at child site ``s`` votes for every
+    parent type at parent site ``p`` with transform ``k``. The methods `dense`, `shared` and `conv` create the usual
+    maps.
 
     Any graph is valid. Edges may be in any order, and several edges may connect the same two sites. A child without
     parents has no effect. A parent without children has pose 0.
@@ -314,13 +315,14 @@ class RoutingMap:
         if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
             raise ValueError(
                 f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
-                f"{pose.shape[1]} sites and transform has size {transform.shape[0]} in dimension 0: create a map for "
-                "these sizes"
+                f"{pose.shape[1]} sites and transform has size {transform.shape[0]} in dimension 0: create the map or "
+                f"layer for {pose.shape[1]} child sites and {transform.shape[0]} transforms"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
-                "pose and transform must have the same numbers of child types (C) and columns (Q); pose has "
-                f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, Q={transform.shape[3]}"
+                "pose [B, S, C, R, Q] and transform [K, C, J, Q, N] must have the same C and Q; pose has "
+                f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, "
+                f"Q={transform.shape[3]}: create the transform with C={pose.shape[2]}, Q={pose.shape[4]}"
             )
 
     def log_couplings(

@@ -42,7 +42,10 @@ def write_run_report(folder: Path, out: Path) -> None:
     run = existing_run(folder, resume=True) if (folder / "recipe.json").is_file() else None
     rows = read_rows(folder / "metrics.csv") if run is not None else []
     if run is None or not rows:
-        raise BadInput(f"{folder} contains no run with a finished epoch: give a run folder of `torchcaps train`")
+        raise BadInput(
+            f"{folder} contains no run with a finished epoch: give a run folder of `torchcaps train`, or wait for the "
+            "end of the first epoch"
+        )
     metrics = finished(folder, run.recipe) or {}
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"

@@ -34,10 +34,10 @@ SMALLEST = 11
 class CapsuleClassifier(ClassifierMixin, BaseEstimator):
     """Capsule network with the interface of scikit-learn, for arrays of images.
 
-    The default network is a small Efficient-CapsNet (Mazzia, Salvetti & Chiaberge 2021). Networks are trained with
-    Adam, without augmentation, and the learning rate falls along half a cosine. Pixels may have any scale: the mean of
-    all training pixels is subtracted, and the result is divided by their standard deviation. Images smaller than 11×11
-    are padded with this mean.
+    The default network is a small Efficient-CapsNet (Mazzia, Salvetti & Chiaberge 2021). Training uses Adam with a
+    cosine schedule of the learning rate, and no augmentation. Pixels may have any scale: the mean of all training
+    pixels is subtracted, and the result is divided by their standard deviation. Images smaller than 11×11 are padded
+    with this mean.
 
     The activations of class capsules are not calibrated probabilities, so there is no ``predict_proba``. For
     probabilities, use ``sklearn.calibration.CalibratedClassifierCV``.
@@ -47,15 +47,16 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             default rule of the model.
         model: a key of `MODELS`.
         model_options: arguments of the model, except image shape, number of classes and routing. If None, the
-            default model gets small layers, and any other model gets its default arguments.
+            default model gets ``channels=(16, 32, 32, 64)``, and any other model gets its default arguments. A model
+            gets a decoder only if the options contain ``decoder=True``.
         loss: a key of `LOSSES`. The default suits every routing rule. For networks whose scores are logits, such as
             ``baseline-cnn``, use ``cross_entropy``.
         epochs: number of passes over the training images, at least 1.
         batch_size: images per step, at least 2.
         learning_rate: initial learning rate, above 0.
-        class_weight: factors by which the losses of the images of each class are multiplied: None (all are 1),
-            ``"balanced"`` (inversely proportional to the number of images of the class), or a mapping from class to
-            factor.
+        class_weight: weight of each class: None (1 for every class), ``"balanced"`` (inversely proportional to the
+            number of images of the class), or a mapping from class to weight. The loss of an image is multiplied by the
+            weight of its class.
         image_shape: (height, width) or (height, width, channels) of the images. Needed only if X is flat,
             ``[N, features]``. One of the sizes may be -1; it is then computed from the number of features. For example,
             ``(1, -1)`` makes each row of X an image of height 1.
@@ -72,8 +73,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         n_features_in_: number of columns, if X is flat.
 
     Raises:
-        BadInput: in `fit` or a prediction, a setting is invalid, or X or y has a wrong shape or type.
-        Diverged: in `fit`, the loss is not finite.
+        BadInput: `fit` or a prediction finds that a setting is invalid, or that X or y has a wrong shape or type.
+        Diverged: the loss is not finite in `fit`.
 
     Example:
         >>> X = np.zeros((20, 12, 12))
@@ -201,7 +202,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         """Return X as ``[N, height, width, channels]``."""
         if X.ndim == 2:
             if self.image_shape is None:
-                raise BadInput(f"X is flat, {list(X.shape)}: give image_shape=(height, width), or X as images")
+                raise BadInput(f"X is flat, {list(X.shape)}: give image_shape=(height, width), or X [N, height, width]")
             try:
                 X = X.reshape(len(X), *self.image_shape)
             except (TypeError, ValueError) as error:

@@ -152,7 +152,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
     - Values and gradients are finite if all poses are zero, and if only one child is active.
-    - A child with activation 0 has no effect, if the rule weights votes with activations.
+    - A child with activation 0 has no effect, unless the rule has ``weighs_activations = False``.
     - Two calls with the same input give bitwise equal results.
     - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
       ``backend`` attribute and the kernels can run.

@@ -51,8 +51,8 @@ def fit(
 
     The best epoch is the one with the highest validation accuracy (with class weights: the highest mean recall) and,
     among equals, the lowest validation loss. If the recipe has ``choose="last"``, the last epoch is evaluated instead.
-    If the run is already finished, training continues only if the recipe has more epochs than the run. The model is
-    then evaluated on the test split again.
+    With `resume`, a finished run continues only if the recipe has more epochs than the run. At its end, the continued
+    run is evaluated on the test split again.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -60,12 +60,12 @@ def fit(
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
             image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
-            Other files are left alone.
+            If the folder contains a run, its other files are not changed.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
-        workers: worker processes per device that decode and prepare images. If None, images on disk get one process per
-            core, shared evenly among the devices, and images in memory get none. The number of workers does not change
-            the results.
+        workers: number of worker processes per device that decode and prepare images. The default for images on disk is
+            the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The number
+            of workers does not change the results.
         resume: continue from the folder's last.ckpt. The final weights are bit-identical to the weights of an
             uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
@@ -79,8 +79,8 @@ def fit(
 
     Raises:
         BadInput: a setting is invalid; a split has no images; the folder contains a run and `resume` is False; the
-            folder contains files that do not belong to a run; the run was started with other data or settings; a file
-            cannot be read or written.
+            folder contains files but no recipe.json; the run was started with other data or settings; a file cannot be
+            read or written.
         Diverged: the loss is not finite.
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
     """

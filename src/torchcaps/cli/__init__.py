@@ -103,9 +103,9 @@ def _one_line(message: str) -> str:
 
 
 class _OneInterrupt:
-    """Signal handler. The first Ctrl-C stops the command; any further Ctrl-C is ignored so that cleanup can finish.
+    """Signal handler. Ctrl-C stops the command and is then ignored for `QUIET_SECONDS`, so that cleanup can finish.
 
-    After `QUIET_SECONDS`, another Ctrl-C also stops the command, because a library may have swallowed the first one.
+    After this time, Ctrl-C stops the command again, because a library may have swallowed the first one.
     Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader. The handler
     therefore waits until such a method ends.
     """
@@ -132,6 +132,6 @@ def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """Print the exception of a thread. An OSError is not printed here: the thread that waits for it raises it again."""
+    """Print the exception of a thread, except an OSError, which the thread that waits for this thread raises again."""
     if not isinstance(failure.exc_value, OSError):
         threading.__excepthook__(failure)

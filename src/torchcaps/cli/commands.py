@@ -78,8 +78,8 @@ def train(
         typer.Option(
             "--from",
             metavar="FOLDER",
-            help="Initial weights: a run folder, or weights/NAME. With the recipe timm-capsnet-images, also timm or a "
-            ".safetensors file.",
+            help="Initial weights: a run folder, or weights/NAME. The recipe timm-capsnet-images also accepts a "
+            ".safetensors file, or the word timm, which downloads the weights that timm publishes.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
@@ -198,7 +198,7 @@ def evaluate(
     for folder, other in zip(runs[1:], others, strict=True):
         for name, value in _what_scores_depend_on(other).items():
             if value != expected[name]:
-                raise BadInput(f"{folder} has another {name} than {run}: evaluate these runs one at a time")
+                raise BadInput(f"{folder} and {run} differ in {name}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     name = data or recipe.data
     test = splits_for(classifier, recipe, name, data_dir, cache).test

@@ -38,7 +38,8 @@ LONG_WORD, SHORT_WORD = 16, 8
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:
     """Print a complete table. Markup in cells is not interpreted, and characters that cannot be printed are escaped.
 
-    In a terminal, cells are wrapped to its width. In a pipe or a file, words and the first column are never broken.
+    In a terminal, cells are wrapped so that the table fits the width of the terminal. In a pipe or a file, the first
+    column is never wrapped, and no word is broken.
     """
     lines = [[printable(str(cell)) for cell in row] for row in (columns, *rows)]
     cells = [*zip(*lines, strict=True)]
@@ -140,8 +141,8 @@ def splits_for(
     """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
     Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
-    splits are the same as when the classifier was trained with this recipe. If `name` is another table,
-    the recipe's settings name its columns of images and labels.
+    splits are the same as when the classifier was trained with this recipe. If `name` is another table, its
+    `image_column` and `label_column` are those of the recipe.
     """
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.data.image_table import is_table
@@ -164,12 +165,12 @@ def splits_for(
     if found.class_names != tuple(classifier.class_names):
         raise BadInput(
             f"{name} has the classes {', '.join(found.class_names)}, but the network was trained on "
-            f"{', '.join(classifier.class_names)}; give --data with the same classes"
+            f"{', '.join(classifier.class_names)}; use --data to choose images with the same classes"
         )
     if found.image_shape != classifier.image_shape:
         raise BadInput(
             f"{name} has images of shape {found.image_shape}, but the network was trained on {classifier.image_shape}; "
-            "give --data with images of the same shape"
+            "use --data to choose images of the same shape"
         )
     return splits
 

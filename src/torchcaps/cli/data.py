@@ -39,7 +39,7 @@ def data_render(
     seed: Annotated[
         int,
         typer.Option(
-            help="Random seed of shapes and noise. To train on toys with another seed than 0, add --set "
+            help="Random seed of shapes and noise. To train on toys with a seed other than 0, add --set "
             "data.render_seed=SEED to `torchcaps train`."
         ),
     ] = 0,
@@ -73,7 +73,7 @@ def data_show(
     options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
     path = out or Path(f"{Path(name).name}.png")
     if out is None and path.exists():
-        raise BadInput(f"{path} exists already; choose another file with --out, or overwrite it with --out {path}")
+        raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; else choose another --out")
     writable_file(path)
     images = load_splits(name, data_dir, **options).train
     print(f"{save_contact_sheet(images, path, columns)} in {path}")

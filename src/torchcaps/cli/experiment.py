@@ -37,7 +37,7 @@ def experiment(
         typer.Option(help="Existing page in which `experiment report` updates the tables; can be repeated."),
     ] = None,
 ) -> None:
-    """Repeat a table or figure of a paper. After an interruption, the same command continues the experiment."""
+    """Reproduce a table or figure of a paper. After an interruption, the same command continues the experiment."""
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 

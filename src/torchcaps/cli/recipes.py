@@ -17,7 +17,7 @@ def recipes(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(help="List only the recipes for this dataset; own: list the recipes for your own images."),
+        typer.Option(help="List only the recipes for this dataset; `own` lists the recipes for your own images."),
     ] = None,
 ) -> None:
     """List the recipes for `torchcaps train`, or print every setting of one recipe with its value and its meaning."""

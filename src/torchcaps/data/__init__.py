@@ -188,8 +188,8 @@ def load_splits(
         cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
             "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The choice does
             not change the pixels.
-        processes: number of processes that each store a copy of all images. It is used only with ``cache="auto"``,
-            which multiplies the memory of the decoded images by this number.
+        processes: number of processes that each store a copy of all images. Only ``cache="auto"`` uses it: the memory
+            of all copies together is compared with the free memory.
         options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
             table, also `image_column` and `label_column`; for a named dataset, the options listed in
             `DATASETS[name].options`.

@@ -102,7 +102,8 @@ def _rows(content: bytes, name: str) -> np.ndarray:
     """Convert the content of a file to rows ``[N, 3073]``: the label and the 3,072 pixel values of each image."""
     if not content or len(content) % (IMAGE_BYTES + 1) or len(content) > 10_000 * (IMAGE_BYTES + 1):
         raise BadInput(
-            f"{name} does not consist of 1 to 10,000 images of {IMAGE_BYTES + 1} bytes; download the archive again"
+            f"{name} is damaged: it must contain 1 to 10,000 images of {IMAGE_BYTES + 1:,} bytes each, including the "
+            "label; download the archive again"
         )
     rows = np.frombuffer(content, np.uint8).reshape(-1, IMAGE_BYTES + 1)
     if rows[:, 0].max() >= len(CLASS_NAMES):

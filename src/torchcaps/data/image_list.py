@@ -104,8 +104,8 @@ def read_list(
         cache: "memory" decodes all images now. "none" decodes only the header of each image now, and decodes an
             image each time it is used. "auto" is "memory" if the decoded images take at most half of the free memory,
             else "none".
-        processes: number of processes that each store a copy of all images. It is used only with ``cache="auto"``,
-            which multiplies the memory of the decoded images by this number.
+        processes: number of processes that each store a copy of all images. Only ``cache="auto"`` uses it: the memory
+            of all copies together is compared with the free memory.
     Raises:
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.

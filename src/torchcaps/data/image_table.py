@@ -83,13 +83,13 @@ def load_image_table(
         label_column: name of the column of labels. None chooses the only column that contains class labels or has a
             usual name, such as ``label`` or ``class``.
     Raises:
-        BadInput: the source cannot be read; the column of images or of labels is missing, or several columns could be
-            meant; a row has no image or no label; the same file is listed twice; a split has an unknown name; there are
-            fewer than two classes; an image cannot be read; the images have different sizes and `image_size` is None;
-            an argument is out of its range; or the images do not fit into memory.
+        BadInput: the source cannot be read; the column of images or of labels is missing or ambiguous; a row has no
+            image or no label; the same file is listed twice; a split has an unknown name; there are fewer than two
+            classes; an image cannot be read; the images have different sizes and `image_size` is None; an argument is
+            out of its range; or the images do not fit into memory.
     Warns:
-        DataWarning: a split or a column split of a dataset is not read; a file has several frames; resizing changes the
-            aspect ratio by more than 5 %; 16-bit images are nearly black; or two class names look the same.
+        DataWarning: a split of a dataset, or its column ``split``, is not read; a file has several frames; resizing
+            changes the aspect ratio by more than 5 %; 16-bit images are nearly black; or two class names look the same.
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """
@@ -122,7 +122,7 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
     image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
     label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
     if columns.count("split") > 1:
-        raise BadInput(f"{path}: has several columns split; rename all but one")
+        raise BadInput(f"{path}: has several columns named split; rename all but one")
     splits: dict[str, list[int]] = {}
     lines: dict[str, int] = {}
     files = []
@@ -218,12 +218,12 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
     if any("split" in dataset.column_names for dataset in found.values()):
         remarks.append(f"{name}: the column split is not read; save each split in its own file, such as test.parquet")
     if "train" not in splits:
-        raise BadInput(f"{name}: has no split train (its splits: {', '.join(found)}); rename a split to train")
+        raise BadInput(f"{name}: has no split named train (its splits: {', '.join(found)}); rename a split to train")
     for row, one in enumerate(labels):
         if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
             raise BadInput(f"{names[row]}: has no label; remove the row")
         if not isinstance(one, str | int):
-            raise BadInput(f"{names[row]}: the label is {one!r}; give one text or one whole number per image")
+            raise BadInput(f"{names[row]}: the label is {one!r}; give one string or one whole number per image")
     rows = Rows(datasets.concatenate_datasets(parts), "image", names)
     images = _image_list(name, rows, labels, class_names, splits)
     images.remarks.extend(remarks)
@@ -282,13 +282,13 @@ def _column(
                 f" {known}"
             )
         if [*columns].count(given) > 1:
-            raise BadInput(f"{name}: has several columns {printable(given)}; rename all but one")
+            raise BadInput(f"{name}: has several columns named {printable(given)}; rename all but one")
         return given
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: use --set data.{option}=NAME, or name"
-            f" one column {usual[0]}; columns of the table: {known}"
+            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: use --set data.{option}=NAME, or"
+            f" rename one column to {usual[0]}; columns of the table: {known}"
         )
     return fitting[0]
 

@@ -75,9 +75,8 @@ class Preparation:
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
         elastic: training only; standard deviation, in pixels, of a random elastic distortion (Ronneberger, Fischer &
-            Brox 2015, arXiv 1505.04597). The distortion moves the points of a 6×6 grid by normally distributed
-            distances. The distances of the pixels between these points are interpolated. The range of this option is 0
-            to 100.
+            Brox 2015, arXiv 1505.04597). The points of a 6×6 grid are displaced by normally distributed distances. The
+            displacements of the pixels between these points are interpolated. The range of this option is 0 to 100.
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
             centre crop.
     Raises:

@@ -72,8 +72,8 @@ def bim(
     """Attack images with the basic iterative method.
 
     Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` repeatedly, in
-    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to at most ε from its
-    original value.
+    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to the range of ±ε around
+    its original value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.

@@ -146,7 +146,10 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
         for entry in entries
     ]
     if any(column != columns[0] for column in columns):
-        raise BadInput(f"the networks of the table have runs on different renderings, {columns}: correct tables.toml")
+        raise BadInput(
+            f"the rows of [[renderings]] in tables.toml have runs with different data.render_seed, {columns}: "
+            "give every row runs with the same values in the same order"
+        )
     return _lines(
         ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
         [
@@ -194,7 +197,10 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
             if row["case"] == entry["case"] and row.get("value") == entry.get("value")
         }
         if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
-            raise BadInput(f"{entry['file']} has no rows of the case {entry['case']!r}: correct results/tables.toml")
+            raise BadInput(
+                f"{entry['file']} lacks a row 'fused', or a row {EAGER!r} or 'reference', for the case "
+                f"{entry['case']!r}: correct results/tables.toml"
+            )
         slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))
     return _lines(("", "torchcaps", "eager PyTorch", "`torch.compile`"), rows)

@@ -26,9 +26,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
 
     Tsai, Srivastava, Goh & Salakhutdinov 2020, simple backbone: convolution 3×3 stride 2 with ReLU → primary capsules
     1×1, LayerNorm on each 4×4 pose → ConvCaps 3×3 stride 2 and 3×3 stride 1 → class capsules, with separate transforms
-    for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a score. In this
-    implementation the sigmoid of this score is the activation of the class capsule. The loss
-    `activation_logit_cross_entropy` is the paper's softmax cross-entropy of the scores. Each layer runs all of its
+    for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a logit. In this
+    implementation, the sigmoid of this logit is the activation of the class capsule and the score of the class. The
+    loss `activation_logit_cross_entropy` is the paper's softmax cross-entropy of the logits. Each layer runs all of its
     routing iterations before the next layer starts ("sequential" routing in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
@@ -47,7 +47,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
+            other sizes.
 
     Example:
         >>> import torch

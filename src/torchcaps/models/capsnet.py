@@ -38,14 +38,14 @@ class CapsNet(nn.Module, Pretrained):
         stem: replace the convolution with four convolutions (one 5×5, then three 3×3), each followed by BatchNorm and
             ReLU. The numbers of output channels are 1/4, 1/2, 1/2 and 1 times ``convolution_channels``. The second and
             the fourth convolution have stride 2. With the stem, the primary capsules have 3×3 kernels with stride 1,
-            and the receptive field of a primary capsule is 23×23 pixels instead of 17×17. The stem and the primary
-            capsules together have a fifth as many weights as the layers that they replace.
+            and the receptive field of a primary capsule is 23×23 pixels instead of 17×17. The convolutions and the
+            primary capsules together have a fifth as many weights as without the stem.
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module for a layer with other sizes;
-            ``stem`` and ``im2col`` are both set; or ``stem`` is set, but ``convolution_channels`` is not a multiple
-            of 4.
+        ValueError: an option of the rule is out of its range; the rule is a module that was created for a layer with
+            other sizes; ``stem`` and ``im2col`` are both set; or ``stem`` is set, but ``convolution_channels`` is not a
+            multiple of 4.
 
     Example:
         >>> import torch

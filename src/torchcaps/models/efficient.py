@@ -20,8 +20,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
     by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map → 16 primary capsules with 8
-    elements each → one capsule with 16 elements per class. The length of a class capsule is the score of the class. On
-    MNIST the network has 161,824 parameters without the decoder.
+    elements each → one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
+    network has 161,824 parameters without the decoder.
 
     Arguments:
         image_shape: (channels, height, width); at least 11×11 pixels.
@@ -35,9 +35,9 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module for a layer with other sizes;
-            ``channels`` does not have four numbers; or the last number of ``channels`` is not a multiple of
-            ``primary_pose_size``.
+        ValueError: an option of the rule is out of its range; the rule is a module that was created for a layer with
+            other sizes; ``channels`` does not have four numbers; or the last number of ``channels`` is not a multiple
+            of ``primary_pose_size``.
 
     Example:
         >>> import torch

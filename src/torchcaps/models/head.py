@@ -28,7 +28,7 @@ class CapsuleHead(nn.Module):
     parameters does not depend on the size of the feature map. Coordinate Addition adds the position of each child to
     its votes, in coordinates from -1/2 to 1/2. The fused kernels compute each vote when it is needed and do not store
     it, so large feature maps need little memory. The score of a class is the activation of its capsule. With the
-    default rule, train on the loss `torchcaps.losses.activation_logit_cross_entropy`.
+    default rule, train with the loss `torchcaps.losses.activation_logit_cross_entropy`.
 
     Arguments:
         features_shape: (channels, height, width) of the feature maps, or (channels,) for feature vectors.

@@ -43,17 +43,16 @@ class MatrixCapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels, or 21×21 with ``stem_stride=2``.
         num_classes: number of classes.
-        size: output channels of the convolution, then capsule types of the next three layers: ``small`` for (64, 8, 16,
-            16), ``base`` for (32, 32, 32, 32).
+        size: ``small`` sets (A, B, C, D) to (64, 8, 16, 16), ``base`` sets them to (32, 32, 32, 32).
         widths: four numbers (A, B, C, D) that replace the numbers of ``size``.
         pose: ``matrix`` for 4×4 poses with 4×4 transforms, ``vector`` for 16-D poses with 16×16 transforms.
         coordinates: use Coordinate Addition in the class capsules.
         stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, the extra
             convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
             follows every convolution.
-        stem_stride: stride of the middle convolution of the stem, 1 or 2. With 2, this convolution doubles the
-            channels, and the first ConvCaps layer has stride 1. With stride 2, the network has a quarter of the primary
-            capsules that it has with stride 1.
+        stem_stride: stride of the middle convolution of the stem, 1 or 2. With ``stem_stride=2``, this convolution
+            doubles the channels, the first ConvCaps layer has stride 1 instead of 2, and the network has a quarter as
+            many primary capsules as with ``stem_stride=1``.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
@@ -72,8 +71,9 @@ class MatrixCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
-            options is unknown; or ``class_temperature_factor`` is not 1 for a rule other than ``"em"``.
-        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
+            options is unknown; or ``class_temperature_factor`` is not 1, although the rule is not ``"em"``.
+        ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
+            other sizes.
 
     Example:
         >>> import torch
@@ -115,8 +115,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         if class_temperature_factor != 1:
             if not isinstance(routing, Routing) or routing.name != "em":
                 raise BadInput(
-                    f"class_temperature_factor is {class_temperature_factor}: use 1, or a routing with the name 'em', "
-                    "such as routing='em'"
+                    f"class_temperature_factor is {class_temperature_factor}: set it to 1, or choose EM routing by "
+                    "name, as routing='em' or routing=Routing('em')"
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)

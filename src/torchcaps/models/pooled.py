@@ -86,7 +86,7 @@ class PooledCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
+        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
 
     Example:
         >>> import torch

@@ -212,8 +212,9 @@ def read_config(folder: Path) -> SavedConfig:
         raise BadInput(f"{path} is damaged ({error}): save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
-            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; for an older format, "
-            f"create the network with its options, load {WEIGHTS} with safetensors.torch.load_model, and save it"
+            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if its format is "
+            f"older, create the network with its original options, load {WEIGHTS} into it with "
+            "safetensors.torch.load_model, and call save_pretrained"
         )
     kinds = kinds_of(SavedConfig)
     for name in kinds:
@@ -259,7 +260,8 @@ def _saved_rules(model: nn.Module) -> dict[str, Any]:
         if rule is None:
             raise BadInput(
                 f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
-                "create: add it to torchcaps.ROUTINGS and give it saved_options, or save model.state_dict()"
+                "create: add it to torchcaps.ROUTINGS and give it the property saved_options, or save "
+                "model.state_dict()"
             )
     return found
 
@@ -273,21 +275,22 @@ def _weights_of(model: nn.Module) -> bytes:
     constructor = inspect.signature(type(model).__init__).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in constructor):
         raise BadInput(
-            f"{type(model).__name__} cannot be saved: replace the ** of its constructor with named arguments"
+            f"{type(model).__name__} cannot be saved, because its constructor takes ** arguments: replace ** with "
+            "named arguments"
         )
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     for name in weights:
         if "_orig_mod." in name or "parametrizations." in name:
             raise BadInput(
-                f"weight {name} belongs to a layer that is compiled or parametrized: save the network with the plain "
-                "layer, or save its state_dict()"
+                f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
+                "remove the parametrization, and save the network again; or save model.state_dict()"
             )
     try:
         return safetensors.torch.save(weights, {"format": "pt"})
     except RuntimeError as error:
         raise BadInput(
             f"{type(model).__name__} has weights that share memory ({first_line(error)}): give each layer its own "
-            "weights, or save its state_dict()"
+            "weights, or save model.state_dict()"
         ) from error
 
 
@@ -297,7 +300,7 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
         problem = "does not contain layer" if layer in layers else "contains a layer that the network does not have,"
-        raise BadInput(f"{path}: the entry routing {problem} {layer!r}: save the network again")
+        raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])
@@ -353,8 +356,8 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
     if different:
         sizes = [list(shapes[different[0]]) if different[0] in shapes else "absent" for shapes in (found, expected)]
         raise BadInput(
-            f"the weights in {path} do not fit this {type(model).__name__}: {different[0]} must be {sizes[1]}; "
-            f"got {sizes[0]}: use the options that the network was saved with"
+            f"the weights in {path} do not fit this {type(model).__name__}: {different[0]} is {sizes[1]} in the "
+            f"network, but {sizes[0]} in the file: use the options that the network was saved with"
         )
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}

@@ -31,7 +31,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
+        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
 
     Example:
         >>> import torch

@@ -42,7 +42,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         BadInput: timm is not installed or has no such backbone; the backbone has no feature map with this stride
             or does not accept images of this size; ``image_shape`` is not (channels, height, width); or the routing or
             one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or the rule is a module for a layer with other sizes.
+        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
 
     Example:
         >>> network = TimmCapsNet((3, 64, 64), num_classes=5, backbone="resnet18")  # doctest: +SKIP
@@ -159,7 +159,9 @@ def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) 
         config = timm.get_pretrained_cfg(backbone)
     except RuntimeError as error:
         known = ", ".join(timm.list_pretrained(f"{name}.*")) or "none"
-        raise BadInput(f"timm publishes no weights named {backbone}: use {name}, or one of {known}") from error
+        raise BadInput(
+            f"timm publishes no weights named {backbone}: use {name}; the published weights of {name}: {known}"
+        ) from error
     options: dict[str, Any] = {"in_chans": image_shape[0]}
     if config is not None and config.fixed_input_size:
         options["img_size"] = image_shape[1:]

@@ -169,7 +169,7 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the routing options of a changed recipe, without those of the recipe's old model or rule."""
+    """Return the routing options of a changed recipe. A new model or rule discards the recipe's own routing options."""
     model = changed.get("model", recipe.model)
     rule = routing_of(model, changed.get("model_options", recipe.model_options))
     if rule is None:

@@ -68,16 +68,16 @@ def capsnet_fashion_mnist() -> Recipe:
 def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
-    Losses, rotation and squeeze follow the authors. Instead of shifts and erased squares, the augmentation consists of
-    crops of 24×24 pixels at random positions: in training runs of 10 epochs, validation losses were lower with crops
-    than with shifts, and lower without erased squares. The authors train for 150 epochs with batches of 16, and
-    multiply a learning rate of 5e-4 by 0.97 after each epoch. The learning rate of this recipe falls from 5e-3 along a
-    cosine. The value 5e-3 lies between 3e-3 and 8e-3, which both gave lower validation losses than 1e-3 in training
-    runs of 5 epochs. This recipe keeps the last epoch, because the last epoch had the lowest validation loss in a
-    training run that held out a tenth of the images for validation.
+    Losses, rotation and squeeze follow the authors. Crops of 24×24 pixels at random positions replace the authors'
+    shifts and erased squares: in training runs of 10 epochs, validation losses were lower with crops than with shifts,
+    and lower without erased squares than with them. The authors train for 150 epochs with batches of 16, and multiply a
+    learning rate of 5e-4 by 0.97 after each epoch. The learning rate of this recipe falls from 5e-3 along a cosine. In
+    training runs of 5 epochs, 3e-3 and 8e-3 both gave lower validation losses than 1e-3; 5e-3 lies between the two.
+    This recipe keeps the last epoch, because the last epoch had the lowest validation loss in a training run that held
+    out a tenth of the images for validation.
 
     For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential
-    --set decay_rate=0.97 --set decay_steps=3375 --set crop=0 --set erase=4``.
+    --set decay_rate=0.97 --set decay_steps=3675 --set crop=0 --set erase=4``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",
@@ -126,8 +126,8 @@ def pooled_cnn_mnist() -> Recipe:
     """CNN with global pooling and one sigmoid score per class on MNIST, without augmentation: Su 2018.
 
     The author trains for 20 epochs with batches of 128 at a constant learning rate of 1e-3. This recipe trains for 20
-    epochs with batches of 64, and the learning rate falls to a tenth of its initial value, so that the last epochs
-    converge.
+    epochs with batches of 64, and the learning rate falls to a tenth of its initial value, so that the training
+    converges in the last epochs.
     """
     return Recipe(
         name="pooled-cnn-mnist",

@@ -73,7 +73,7 @@ class Gaussians(NamedTuple):
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
         variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``, without the floor.
-        half_precision: 1 / 2σ², ``[B, P, J, R, N]``.
+        half_precision: half of the precision 1 / σ², that is 1 / (2σ²), ``[B, P, J, R, N]``.
         log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``.
 
     Example:

@@ -292,7 +292,8 @@ class EMRouting(nn.Module):
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
             1 over the parent types at each parent site.
         variance_floor: constant added to the variances σ² of the votes, at least 0.
-        normalise_data: set mean_data to number of children / number of parents of the layer. If False, mean_data is 1.
+        normalise_data: if True, mean_data is the layer's number of children divided by its number of parents; if
+            False, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0.
         temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
@@ -300,8 +301,9 @@ class EMRouting(nn.Module):
         tempering: factor on log (a_j N(V_ij; μ_j, σ_j²)) in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
         initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. A parent to which no
-            child is coupled has the activation logistic(λ β_a), which is low for a negative β_a. Training from 0 would
-            reach a strongly negative β_a too slowly, because a step of Adam changes β_a by about the learning rate.
+            child is coupled has the activation logistic(λ β_a). To make this activation low, start with a strongly
+            negative β_a, such as -15: a step of Adam changes β_a by only about the learning rate, so training from 0
+            would reach such a value too slowly.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.
@@ -384,7 +386,7 @@ class EMRouting(nn.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of `em_routing`."""
+        """Keyword arguments with which this rule calls `em_routing`."""
         return {"iterations": self.iterations, **self._fixed, "backend": self.backend}
 
     @property

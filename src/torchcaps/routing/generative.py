@@ -15,7 +15,7 @@ from torchcaps.routing_map import added_at
 
 
 class GenerativeRouting(Rule):
-    """EM routing with a learned benefit of using, and a learned cost of ignoring, each child.
+    """EM routing in which using a child has a learned benefit, and ignoring it a learned cost.
 
     Heinsen 2019, with the variance floor and the mass floor of the author's 2019 code::
 
@@ -28,13 +28,13 @@ class GenerativeRouting(Rule):
             E-step (not in the last iteration):  log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h ]
                      R_ij = softmax over the parents of child i (log f(logit_j) + log p_ij)
 
-    V_ij is the vote of child i for parent j, h runs over its elements, and R_ij is its coupling. a_i is the activation
-    of the child. D_use_ij is the part of a_i that parent j uses, and D_ign_ij the part that parent j ignores. μ_j is
-    the pose of the parent. f is the logistic function. In the paper, layers exchange logits, and each layer applies f
-    to its input logits before routing. Here layers exchange activations in [0, 1]: the activation of parent j is
-    f(logit_j), and a_i is used without applying f. β_use and β_ignore are learned, start at 0, and have one value per
-    transform, child type and parent type. A parent whose children all have activation 0 has pose 0. The author's code
-    also adds a learned bias to every vote; this rule does not.
+    V_ij is the vote of child i for parent j, R_ij the coupling of the two, and a_i the activation of the child. h runs
+    over the elements of a vote. D_use_ij is the part of a_i that parent j uses, and D_ign_ij the part that parent j
+    ignores. μ_j is the pose of the parent. f is the logistic function. In the paper, layers exchange logits, and each
+    layer applies f to its input logits before routing. Here layers exchange activations in [0, 1]: the activation of
+    parent j is f(logit_j), and a_i is used without applying f. β_use and β_ignore are learned, start at 0, and have one
+    value per transform, child type and parent type. A parent whose children all have activation 0 has pose 0. The
+    author's code also adds a learned bias to every vote; this rule does not.
 
     Arguments:
         transforms: number of transforms of the map (K): the number of child sites for a dense layer, 1 for a shared
@@ -91,7 +91,8 @@ class GenerativeRouting(Rule):
         if transform.shape[:3] != self.beta_use.shape:
             raise ValueError(
                 f"transform must have [K, C, J] = {list(self.beta_use.shape)}, the sizes of β in this rule; "
-                f"got {list(transform.shape[:3])}: make the rule for this layer"
+                f"got {list(transform.shape[:3])}: create the rule with transforms={transform.shape[0]}, "
+                f"child_types={transform.shape[1]}, parent_types={transform.shape[2]}"
             )
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
         use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)

@@ -23,8 +23,8 @@ class SelfRouting(Rule):
 
     u_i and a_i are the pose and the activation of child i, û_ij is its vote for parent j, and c_ij its coupling. p_j
     and a_j are the pose and the activation of the parent. W and b are learned. Child sites that share transforms also
-    share W and b. Initially W and b are 0, which gives uniform couplings. The authors use BatchNorm on poses and
-    activations between layers, and train on the log of the activations.
+    share W and b. Initially W and b are 0, which gives uniform couplings. The authors also use BatchNorm on poses and
+    activations between layers, and train on the log of the activations; neither is part of this rule.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).
@@ -61,7 +61,7 @@ class SelfRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, layer.child_pose_shape, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Append an R×R matrix to every vote. The sum of the diagonal of this matrix is the logit of the vote.
+        """Append an R×R matrix to every vote. The trace of this matrix is the logit of the coupling.
 
         Element r of the diagonal is row r of the pose times column r of W. The first element also includes b.
         """

@@ -15,13 +15,14 @@ from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
 class VariationalBayesRouting(Rule):
-    """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with low entropy become active.
+    """Variational Bayes routing: fit a mixture of Gaussians with priors; parents with narrow Gaussians become active.
 
-    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. D is the number of elements of a pose. R_j is the mass
-    and μ_j the mean of the votes V_ij for parent j. A vote has the weight w_ij = a_i c_ij, where a_i is the activation
-    of child i and c_ij its coupling. ψ is the digamma function and σ the logistic function. π_j is the mixing
-    proportion and Λ_j the precision matrix of the Gaussian of parent j. α_j, κ_j, ν_j, m_j and Ψ_j are the parameters
-    of the posterior::
+    Ribeiro, Leontidis & Kollias 2020, with diagonal precisions. V_ij is the vote of child i for parent j. Its weight is
+    w_ij = a_i c_ij, where a_i is the activation of the child and c_ij its coupling. R_j = Σ_i w_ij is the mass of the
+    votes for parent j, and μ_j their weighted mean. D is the number of elements of a pose. ψ is the digamma function
+    and σ the logistic function. π_j is the mixing proportion, Λ_j the precision matrix and H_j the entropy of the
+    Gaussian of parent j. α_j, κ_j, ν_j, m_j and Ψ_j are the parameters of the posterior, and E is the expectation under
+    the posterior::
 
         c_ij = 1 / number of parents of child i
         repeat `iterations` times:
@@ -43,8 +44,8 @@ class VariationalBayesRouting(Rule):
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
-    their code divides a child's densities by the sum of these densities or by 1e-11, whichever is larger, so a vote far
-    from every parent has less weight. Here the couplings of every child always sum to 1 over its parents.
+    the denominator of their softmax is at least 1e-11. If the votes of a child are far from every parent, the couplings
+    of the child therefore sum to less than 1 in their code. Here each softmax always sums to 1.
 
     Arguments:
         parent_types: number of parent types (J). β_a and β_u have one number per type.

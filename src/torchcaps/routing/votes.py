@@ -49,14 +49,14 @@ class Votes:
         competition: ``parents``: the couplings of a child are a softmax over all of its parents; ``types``: they are a
             softmax over the parent types at each parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
-        passes: number of calls of `moments` that the rule will make. In the backward, one loop over the votes computes
-            the gradients of pose, activation and transform for all of these calls. If the rule makes more calls, the
-            gradients are still correct, but need more than one loop.
+        passes: number of calls of `moments` that the rule will make. In the backward pass, one loop over the votes
+            computes the gradients of pose, activation and transform for all of these calls. If the rule makes more
+            calls, the gradients are still correct, but need more than one loop.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
-        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``, ``competition`` or ``backend`` is unknown,
+        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``competition`` or ``backend`` is unknown;
             or the fused backend cannot run.
 
     Example:
@@ -146,7 +146,7 @@ class Votes:
         return found
 
     def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
-        """Fit a Gaussian with variance σ² = variance of the votes + ``floor`` to the votes for each parent.
+        """Fit a Gaussian to the votes for each parent. Its variance σ² is the variance of the votes plus ``floor``.
 
         The fused kernels compute the terms of the Gaussians together with the moments. This takes less time than
         PyTorch operations on the result of `moments`.
@@ -195,7 +195,7 @@ class Votes:
         )
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
-        """Sum the activations of the children of each parent site. A parent's mass is at most the sum of its site."""
+        """For each parent site, sum the activations of its children. The mass of a parent is at most this sum."""
         routing_map, dtype = self.routing_map, self.dtype
         child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
         if self._activation is None:

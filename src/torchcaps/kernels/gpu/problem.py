@@ -23,7 +23,7 @@ STEPS = 8
 
 
 class Layer(NamedTuple):
-    """First argument of every kernel. `lists` is ``edge_lists`` of `RoutingMap`."""
+    """Tensors of a layer: the first argument of every kernel. `lists` is the tensor in ``RoutingMap.edge_lists``."""
 
     pose: Tensor
     activation: Tensor | None
