@@ -49,7 +49,7 @@ class Layer:
     """Record of what one capsule layer computed for an image.
 
     Arguments:
-        name: name of the layer's routing rule in the network, such as ``class_capsules.routing``.
+        name: module name of the layer's routing rule, as in ``named_modules()``, such as ``class_capsules.routing``.
         rule: the routing rule.
         routing_map: graph that connects the layer's child sites with its parent sites.
         passes: the passes of the rule, in order.

@@ -105,7 +105,8 @@ def _one_line(message: str) -> str:
 class _OneInterrupt:
     """Signal handler. Ctrl-C stops the command and is then ignored for `QUIET_SECONDS`, so that cleanup can finish.
 
-    After this time, Ctrl-C stops the command again, because a library may have swallowed the first one.
+    After this time, Ctrl-C takes effect again: the command may still run, because a library can swallow the exception
+    of the first Ctrl-C.
     Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader. The handler
     therefore waits until such a method ends.
     """

@@ -70,7 +70,7 @@ def read_affnist(path: Path) -> Images:
             f" images of shape ({SIZE**2}, N) and N labels: download it again"
         )
     if not np.isin(labels, range(10)).all():
-        raise BadInput(f"{path}: a label is not a digit from 0 to 9: download it again")
+        raise BadInput(f"{path} contains a label that is not a digit from 0 to 9; download the file again")
     rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
     return Images(rows, torch.from_numpy(labels.flatten().astype(np.int64)), tuple("0123456789"))
 

@@ -17,7 +17,7 @@ class SelfRouting(Rule):
 
     Hahn, Pyeon & Kim 2019, equations 3 to 5::
 
-        c_i = softmax over the types at a parent site (W_ij · u_i + b_ij)
+        c_ij = softmax_j (W_ij · u_i + b_ij)        over the parent types j at a parent site
         p_j = Σ_i a_i c_ij û_ij / Σ_i a_i c_ij
         a_j = Σ_i a_i c_ij / Σ_i a_i
 
