@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -68,7 +67,7 @@ template <> const Kernels<float>& kernels<float>() { return chosen->in_float; }
 template <> const Kernels<double>& kernels<double>() { return chosen->in_double; }
 
 using Addresses = std::vector<std::uintptr_t>;
-template <class T> T* at(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
+template <class T> T* at(const Addresses& x, std::size_t i) { return reinterpret_cast<T*>(x.at(i)); }
 
 // B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether the softmax includes a parent
 // "none of the above" with logit 0, whether the lanes hold samples, and the number of threads.
@@ -90,7 +89,7 @@ Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
     throw std::invalid_argument("every dimension except the batch must be at least 1: remove the empty dimension");
   if (long(g.R) * g.N > MOST_NUMBERS || long(g.R) * g.Q > MOST_NUMBERS)
     throw std::invalid_argument("the fused kernels support poses of up to 64 numbers: use backend=\"reference\"");
-  const int* next = at<const int>(edge_lists);
+  const int* next = reinterpret_cast<const int*>(edge_lists);
   const auto take = [&](long count) { return (next += count) - count; };
   g.edge_child = take(g.E), g.edge_parent = take(g.E), g.edge_kernel = take(g.E), g.child_begin = take(g.S + 1);
   g.parent_begin = take(g.P + 1), g.parent_edge = take(g.E);
@@ -112,14 +111,13 @@ Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
   return g;
 }
 
-template <class T> Children<T> children_at(const Addresses& x) { return {at<const T>(x.at(0)), at<const T>(x.at(1)), at<const T>(x.at(2))}; }
+template <class T> Children<T> children_at(const Addresses& x) { return {at<const T>(x, 0), at<const T>(x, 1), at<const T>(x, 2)}; }
 template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t first) {
-  const auto part = [&](std::size_t i) { return at<const T>(x.at(first + i)); };
-  return {part(0), part(1), part(2), part(3)};
+  return {at<const T>(x, first), at<const T>(x, first + 1), at<const T>(x, first + 2), at<const T>(x, first + 3)};
 }
 // The entries of torchcaps.kernels.moments.Record.
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0) {
-  const auto entry = [&](std::size_t i) { return at<const T>(x.at(first + i)); };
+  const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
   const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
   if (record.coupling_grads && !record.log_sums)
     throw std::invalid_argument("coupling_grads needs log_sums: give log_sums too");
@@ -127,28 +125,28 @@ template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0
 }
 
 template <class T> void define(nb::module_& m, const char* dtype) {
-  const auto name = [&](const char* function) { return std::string(function) + "_" + dtype; };
   const auto define = [&](const char* function, auto run) {
-    m.def(name(function).c_str(), [run](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                                        const Addresses& records, const Addresses& out, double floor) {
+    const std::string name = std::string(function) + "_" + dtype;
+    m.def(name.c_str(), [run](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
+                              const Addresses& records, const Addresses& out, double floor) {
       const Problem g = problem_of(sizes, edge_lists);
       nb::gil_scoped_release released;
       run(g, children, records, out, T(floor));
     });
   };
   define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T floor) {
-    const MomentsOut<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), at<T>(x.at(6)), floor};
+    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6), floor};
     if (out.log_volume && !(out.variance && out.half_precision))
       throw std::invalid_argument("log_volume needs variance and half_precision: request them too");
     kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0), out);
   });
   define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T) {
-    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0), at<T>(x.at(0)));
+    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0), at<T>(x, 0));
   });
   define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, T floor) {
-    const PassGrads<T> out{at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2)), at<T>(x.at(3)), at<T>(x.at(4)), at<T>(x.at(5)), at<T>(x.at(6))};
-    const Variance<T> variance{at<const T>(given.at(3)), at<const T>(given.at(4)), at<const T>(given.at(5)), floor};
-    if (variance.value && !at<T>(record.at(10)) && !out.variance)
+    const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6)};
+    const Variance<T> variance{at<const T>(given, 3), at<const T>(given, 4), at<const T>(given, 5), floor};
+    if (variance.value && !at<T>(record, 10) && !out.variance)
       throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
   });
@@ -156,7 +154,7 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     constexpr std::size_t ENTRIES = 12;
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
-    kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x.at(0)), at<T>(x.at(1)), at<T>(x.at(2))});
+    kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
   });
 }
 

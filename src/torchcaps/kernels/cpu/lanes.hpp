@@ -12,20 +12,15 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace TORCHCAPS_TARGET {
 
-template <class T> struct Lane;
-template <> struct Lane<float> {
-  typedef float type __attribute__((vector_size(TORCHCAPS_BYTES)));
-  using integer = std::int32_t;
-  typedef integer bits __attribute__((vector_size(TORCHCAPS_BYTES)));
-};
-template <> struct Lane<double> {
-  typedef double type __attribute__((vector_size(TORCHCAPS_BYTES)));
-  using integer = std::int64_t;
+template <class T> struct Lane {
+  typedef T type __attribute__((vector_size(TORCHCAPS_BYTES)));
+  using integer = std::conditional_t<sizeof(T) == 4, std::int32_t, std::int64_t>;
   typedef integer bits __attribute__((vector_size(TORCHCAPS_BYTES)));
 };
 
@@ -63,14 +58,11 @@ inline Vector<T> crossed_lanes(Vector<T> a, Vector<T> b, std::integer_sequence<i
 }
 
 // Returns a vector whose lane i combines all lanes of x[i]. Overwrites the vectors x[0 … L - 1].
-template <class T, int BIT, class Combine> inline void across_bit(Vector<T>* x, Combine combine) {
+template <class T, int BIT = lanes<T> / 2, class Combine> inline Vector<T> across(Vector<T>* x, Combine combine) {
   const auto each = std::make_integer_sequence<int, lanes<T>>();
   for (int i = 0; i < BIT; ++i)
     x[i] = combine(kept_lanes<T, BIT>(x[i], x[i + BIT], each), crossed_lanes<T, BIT>(x[i], x[i + BIT], each));
-  if constexpr (BIT > 1) across_bit<T, BIT / 2>(x, combine);
-}
-template <class T, class Combine> inline Vector<T> across(Vector<T>* x, Combine combine) {
-  across_bit<T, lanes<T> / 2>(x, combine);
+  if constexpr (BIT > 1) across<T, BIT / 2>(x, combine);
   return x[0];
 }
 template <class T> inline Vector<T> sums_across(Vector<T>* x) {
@@ -163,17 +155,17 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
-// Σ log x of up to 64 positive numbers per lane, which are first clamped to at least the smallest normal number. The
-// class multiplies the fractions, adds the exponents, and takes a single logarithm.
-template <class T> class SumOfLogarithms {
+// Replaces up to 64 variances by 1 / 2σ² and returns Σ log σ, with σ² = variance + floor. In the logarithm, σ² is at
+// least the smallest normal number. The fractions of all σ² are multiplied, their exponents added, and a single logarithm
+// is taken.
+template <class T> inline Vector<T> gaussian_terms(Vector<T>* variances, int count, T floor) {
   using Bits = typename Lane<T>::bits;
-  static constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
+  constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
   Vector<T> product = splat(T(1)), beyond{};
   Bits exponents{};
-
- public:
-  void add(Vector<T> x) {
-    x = larger<T>(x, splat(std::numeric_limits<T>::min()));
+  for (int h = 0; h < count; ++h) {
+    const Vector<T> variance = variances[h] + floor, x = larger<T>(variance, splat(std::numeric_limits<T>::min()));
+    variances[h] = T(0.5) / variance;
     const Bits finite = x <= std::numeric_limits<T>::max();
     beyond += finite ? Vector<T>{} : x;  // the sum is ∞ or NaN if x is
     const Bits whole = (Bits)(finite ? x : splat(T(1)));
@@ -182,21 +174,8 @@ template <class T> class SumOfLogarithms {
     exponents += (whole >> FRACTION) - BIAS - large;
     product *= large ? T(0.5) * fraction : fraction;
   }
-  Vector<T> sum() const {
-    const Vector<T> e = __builtin_convertvector(exponents, Vector<T>);
-    return logarithm(product) + e * T(0.693147180559945309) + beyond;
-  }
-};
-
-// Replaces variances by 1 / 2σ² and returns Σ log σ, with σ² = variance + floor.
-template <class T> inline Vector<T> gaussian_terms(Vector<T>* variances, int count, T floor) {
-  SumOfLogarithms<T> logarithms;
-  for (int h = 0; h < count; ++h) {
-    const Vector<T> variance = variances[h] + floor;
-    logarithms.add(variance);
-    variances[h] = T(0.5) / variance;
-  }
-  return T(0.5) * logarithms.sum();
+  const Vector<T> exponent = __builtin_convertvector(exponents, Vector<T>);
+  return T(0.5) * (logarithm(product) + exponent * T(0.693147180559945309) + beyond);
 }
 
 // a · b, also if the result is below the smallest normal number and the processor flushes such numbers to 0.
@@ -239,11 +218,7 @@ template <class T> inline void load_lanes(const T* from, long stride, int rows, 
     transpose<T>(x);
     for (int l = 0; l < L; ++l) to[i + l] = x[l];
   }
-  for (; i < count; ++i) {
-    T x[L]{};
-    for (int l = 0; l < rows; ++l) x[l] = from[l * stride + i];
-    std::memcpy(to + i, x, sizeof x);
-  }
+  for (; i < count; ++i) to[i] = load_some(from + i, rows, stride);
 }
 template <class T> inline void store_lanes(const Vector<T>* from, int count, T* to, long stride, int rows) {
   constexpr int L = lanes<T>;
@@ -254,11 +229,7 @@ template <class T> inline void store_lanes(const Vector<T>* from, int count, T* 
     transpose<T>(x);
     for (int l = 0; l < rows; ++l) std::memcpy(to + l * stride + i, x + l, sizeof x[0]);
   }
-  for (; i < count; ++i) {
-    T x[L];
-    std::memcpy(x, from + i, sizeof x);
-    for (int l = 0; l < rows; ++l) to[l * stride + i] = x[l];
-  }
+  for (; i < count; ++i) store_some(from[i], to + i, rows, stride);
 }
 
 // Allocator of memory aligned for any vector. All pieces are released at once.

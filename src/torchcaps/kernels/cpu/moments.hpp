@@ -21,7 +21,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   using Child = typename Base::Child;
   using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::BLOCK, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size,
-      Base::weights, Base::valid, Base::uniform_coupling, Base::vote;
+      Base::weights, Base::first_lanes, Base::uniform_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
   // Children of a group are processed together, as long as their votes take less than CACHE_BYTES.
   static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16;
@@ -31,7 +31,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       Base::store_scalar, Base::store_vector, Base::tiles;
 
   // The agreement of a tile, one record per block of parents: centre and quadratic [H], linear [H], constant. Tensors
-  // that FORM lacks are omitted. The constant is -∞ in lanes without a parent.
+  // that FORM lacks are omitted. By type, the constant is -∞ in lanes without a parent. By sample, it is 0 in lanes
+  // without a sample, because nothing is read from them.
   long centre_at() const { return 0; }
   long quadratic_at() const { return numbers(); }
   long linear_at() const { return quadratic ? 2 * numbers() : 0; }
@@ -43,7 +44,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       if (quadratic) load_vector(from.centre, place, records + centre_at());
       if (quadratic) load_vector(from.quadratic, place, records + quadratic_at());
       if (linear) load_vector(from.linear, place, records + linear_at());
-      records[constant_at()] = valid(at % JB) > 0 ? load_scalar(from.constant, place) : splat(lowest<T>);
+      const V holds_parent = first_lanes(Layout::by_type ? place.rows : L);
+      records[constant_at()] = holds_parent > 0 ? load_scalar(from.constant, place) : splat(lowest<T>);
     }
   }
 
@@ -71,7 +73,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       if (uniform_couplings && with_variance) centre = centres + at * numbers();
       const auto place = this->place(tile, at);
       Found found;
-      if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, in_use(place.rows), found))
+      if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, first_lanes(place.rows), found))
         found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
@@ -117,11 +119,6 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   // Σ w, Σ w d [H], and with SECOND also Σ w d² [H].
   template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
   static V* zeros(long count, Arena& arena) { return static_cast<V*>(std::memset(arena.take<V>(count), 0, count * sizeof(V))); }
-  static V in_use(int rows) {
-    V x{};
-    for (int i = 0; i < rows; ++i) x[i] = 1;
-    return x;
-  }
 
   int together(int edges) const {
     const long bytes = std::max(1L, long(edges) * JB * (H + 1) * long(sizeof(V)));

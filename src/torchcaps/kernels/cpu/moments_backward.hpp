@@ -23,9 +23,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   using V = typename Base::V;
   using Layout = typename Base::Layout;
   using Child = typename Base::Child;
-  using Weight = typename Base::Weight;
   using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
-      Base::valid, Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
+      Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
   // Children that each sweep processes together, so that they share the reads of a parent.
@@ -136,7 +135,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
           for (int c = 0; c < children; ++c)
             u[at + c] = scaled(activation[first + c] / gradient_scale(activation[first + c]),
                                u[at + c] - couplings[at + c] * gamma[c]);
-        add_up(group, children, d, u, sums);
+        this->template add_up_of<quadratic>(group, children, d, u, sums);
       }
     }
     if (wanted) store_agreement_grads(tile, parents, sums, out);
@@ -208,17 +207,10 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   }
 
  private:
-  static Child child(T x) {
-    if constexpr (Layout::by_type) return x;
-    else return splat(x);
-  }
   // If a child's activation is small, its gradient is multiplied by SMALL, because it may exceed the largest number.
-  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < SMALL<T>) ? child(SMALL<T>) : child(T(1)); }
+  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < SMALL<T>) ? Child{} + SMALL<T> : Child{} + T(1); }
   // a · x, but 0 if the activation is 0, even for infinite x.
-  static V scaled(Child a, V x) {
-    if constexpr (Layout::by_type) return a == 0 ? V{} : a * x;
-    else return a == T(0) ? V{} : a * x;
-  }
+  static V scaled(Child a, V x) { return a == T(0) ? V{} : a * x; }
 
   // c / mass and c u, both multiplied by gradient_scale(activation).
   struct WeightGrad {
@@ -259,9 +251,6 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   }
 
   long sums_size() const { return this->template sums_size_of<quadratic>(); }
-  void add_up(int group, int children, const V* d, const V* w, V* sums) const {
-    this->template add_up_of<quadratic>(group, children, d, w, sums);
-  }
   void store_agreement_grads(int tile, const V* parents, const V* sums, const PassGrads<T>& out) const {
     for (int at = 0; at < PB; ++at) {
       const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
@@ -293,7 +282,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     Child scaled_activation[N];  // activation / gradient_scale(activation)
     for (int i = 0; i < N; ++i) {
       const Child a = activation[c0 + std::min(i, children - 1)];
-      scaled_activation[i] = i < children ? a / gradient_scale(a) : child(T(0));
+      scaled_activation[i] = i < children ? a / gradient_scale(a) : Child{};
     }
     V logit[N]{};
     for (int t = 0; t < count; ++t) {

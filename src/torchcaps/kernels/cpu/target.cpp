@@ -2,7 +2,6 @@
 // threads.
 #include "moments_backward.hpp"
 
-#include <algorithm>
 #include <exception>
 
 #include <omp.h>
@@ -42,17 +41,13 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   if (failed) std::rethrow_exception(failed);
 }
 
-// Number of threads for work on `bytes`: small work uses fewer threads than requested.
-int threads_for(long bytes, int threads) {
-  constexpr long EACH = 256 * 1024;
-  return int(std::min<long>(threads, 1 + bytes / EACH));
-}
-
 // By type: copies transforms [K, C, J, Q, N] into lanes, [K, C, JB, Q, N, lane].
 template <class T, class Kernel> Vector<T>* transforms_in_lanes(const Problem& g, const Kernel& kernel, const T* from, Arena& arena) {
+  constexpr long BYTES_PER_THREAD = 256 * 1024;  // small work uses fewer threads than requested
   const int one = g.Q * g.N;
+  const long bytes = kernel.transform_size() * long(sizeof(Vector<T>));
   Vector<T>* to = arena.take<Vector<T>>(kernel.transform_size());
-  on_threads(g.K, threads_for(kernel.transform_size() * long(sizeof(Vector<T>)), g.threads), [&](int k, Arena&) {
+  on_threads(g.K, int(std::min<long>(g.threads, 1 + bytes / BYTES_PER_THREAD)), [&](int k, Arena&) {
     for (int c = 0; c < g.C; ++c)
       for (int block = 0; block < kernel.JB; ++block) {
         const long first = (long(k) * g.C + c) * g.J + block * lanes<T>;
@@ -91,135 +86,118 @@ template <class T, class Work> T* sum_in_groups(int tiles, long size, int thread
   return sums;
 }
 
-template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM> struct Batch {
-  using Kernel = MomentsBackward<T, LaneLayout, ROWS, INNER, COLUMNS, FORM>;
-  static constexpr bool by_type = LaneLayout<T>::by_type;
-
-  // Number of elements beyond the batch. The operators pad the batch to fill the widest vectors, 64 bytes.
-  static long padding(const Problem& g, long each) {
-    constexpr long MOST = 64 / long(sizeof(T));
-    return ((g.B + MOST - 1) / MOST * MOST - g.B) * each;
-  }
-
-  template <class Work> static void with_kernel(const Problem& g, const T* transform, Work work) {
-    Arena memory;
-    if constexpr (by_type) work(Kernel(g, transforms_in_lanes(g, Kernel(g, nullptr), transform, memory)));
-    else work(Kernel(g, transform));
-  }
-
-  static void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
-    with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      if (const long beyond = padding(g, kernel.log_sums_size()); out.log_sums)  // padding is not used by type
-        std::fill_n(out.log_sums + g.B * kernel.log_sums_size(), beyond, T(0));
-      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.forward(tile, x, agreement, out, arena); });
-    });
-  }
-
-  static void couplings(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
-    with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.couplings(tile, x, agreement, out, arena); });
-    });
-  }
-
-  static void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
-    with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      if (!out.coupling_grads)
-        return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.variance_grads(tile, pass, variance, out); });
-      const long each = long(g.groups()) * g.C;
-      std::fill_n(out.coupling_grads + g.B * each, padding(g, each), T(0));
-      on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, variance, out, arena); });
-    });
-  }
-
-  static void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
-    using Pass = typename Kernel::Pass;
-    with_kernel(g, x.transform, [&](const Kernel& kernel) {
-      const auto read_passes = [&](int tile, Pass* to, Arena& arena) {
-        for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(tile, passes[t], t ? passes + t - 1 : nullptr, arena);
-      };
-      if (!by_type && g.own_transforms) {
-        // Sites run in parallel, because each writes the gradients of its own transforms.
-        std::fill_n(out.transform, kernel.transform_size(), T(0));
-        constexpr long MOST_BYTES = 16L << 20;
-        const long bytes = long(count) * kernel.PB * kernel.record_size() * long(sizeof(Vector<T>));
-        const int chunk = int(std::max(1L, std::min<long>(kernel.tiles(), MOST_BYTES / std::max(1L, bytes))));
-        for (int first = 0; first < kernel.tiles(); first += chunk) {
-          const int here = std::min(chunk, kernel.tiles() - first);
-          std::vector<Pass> read(std::size_t(here) * count);
-          std::vector<Arena> memory(here);
-          on_threads(here, g.threads, [&](int i, Arena&) { read_passes(first + i, &read[std::size_t(i) * count], memory[i]); });
-          on_threads(g.S, g.threads, [&](int s, Arena& arena) {
-            kernel.votes_grads(s, first, here, x, read.data(), count, out, out.transform, arena);
-          });
-        }
-        return;
-      }
-      Arena memory;
-      const long size = kernel.transform_size() * (by_type ? lanes<T> : 1);
-      const T* sum = sum_in_groups<T>(kernel.tiles(), size, g.threads, memory, [&](int tile, T* sum, Arena& arena) {
-        std::vector<Pass> read(count);
-        read_passes(tile, read.data(), arena);
-        Arena scratch;
-        for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, tile, 1, x, read.data(), count, out, sum, scratch);
-      });
-      if constexpr (by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(sum), out.transform);
-      else std::copy_n(sum, size, out.transform);
-    });
-  }
-};
-
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
 
-// Common shapes have specialised kernels in float32: the shapes of the published networks, and the shapes of rules that
-// add columns of their own to each vote. All other shapes use the general kernel.
-template <class T, class Use> void choose(const Problem& g, int form, Use use) {
+// Calls work(kernel) with a kernel of the given class.
+template <class Kernel, class T, class Work> void run_with(const Problem& g, const T* transform, Work work) {
+  Arena memory;
+  if constexpr (Kernel::by_type) work(Kernel(g, transforms_in_lanes(g, Kernel(g, nullptr), transform, memory)));
+  else work(Kernel(g, transform));
+}
+
+// Calls work(kernel) with the kernel for a problem and a form. Common shapes have specialised kernels in float32: the
+// shapes of the published networks, and the shapes of rules that add columns of their own to each vote. All other shapes
+// use the general kernel.
+template <class T, class Work> void with_kernel(const Problem& g, int form, const T* transform, Work work) {
   constexpr int GAUSSIAN = QUADRATIC | VARIANCE, ALL = LINEAR | QUADRATIC | VARIANCE;
   const bool is_linear = (form | LINEAR) == LINEAR, is_gaussian = (form | GAUSSIAN) == GAUSSIAN;
   if (g.by_sample) {
     if constexpr (sizeof(T) == 4) {
-      if (is_linear && shape_is(g, 1, 8, 16)) return use(Batch<T, BySample, 1, 8, 16, LINEAR>());
-      if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, BySample, 4, 5, 4, GAUSSIAN>());
+      if (is_linear && shape_is(g, 1, 8, 16)) return run_with<MomentsBackward<T, BySample, 1, 8, 16, LINEAR>>(g, transform, work);
+      if (is_gaussian && shape_is(g, 4, 5, 4)) return run_with<MomentsBackward<T, BySample, 4, 5, 4, GAUSSIAN>>(g, transform, work);
     }
-    return use(Batch<T, BySample, 0, 0, 0, ALL>());
+    return run_with<MomentsBackward<T, BySample, 0, 0, 0, ALL>>(g, transform, work);
   }
   if constexpr (sizeof(T) == 4) {
-    if (is_linear && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, LINEAR>());
-    if (is_linear && shape_is(g, 4, 5, 8)) return use(Batch<T, ByType, 4, 5, 8, LINEAR>());
-    if (is_gaussian && shape_is(g, 4, 4, 4)) return use(Batch<T, ByType, 4, 4, 4, GAUSSIAN>());
-    if (is_gaussian && shape_is(g, 4, 6, 5)) return use(Batch<T, ByType, 4, 6, 5, GAUSSIAN>());
-    if (is_gaussian && shape_is(g, 4, 5, 4)) return use(Batch<T, ByType, 4, 5, 4, GAUSSIAN>());
+    if (is_linear && shape_is(g, 4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, LINEAR>>(g, transform, work);
+    if (is_linear && shape_is(g, 4, 5, 8)) return run_with<MomentsBackward<T, ByType, 4, 5, 8, LINEAR>>(g, transform, work);
+    if (is_gaussian && shape_is(g, 4, 4, 4)) return run_with<MomentsBackward<T, ByType, 4, 4, 4, GAUSSIAN>>(g, transform, work);
+    if (is_gaussian && shape_is(g, 4, 6, 5)) return run_with<MomentsBackward<T, ByType, 4, 6, 5, GAUSSIAN>>(g, transform, work);
+    if (is_gaussian && shape_is(g, 4, 5, 4)) return run_with<MomentsBackward<T, ByType, 4, 5, 4, GAUSSIAN>>(g, transform, work);
   }
-  use(Batch<T, ByType, 0, 0, 0, ALL>());
+  run_with<MomentsBackward<T, ByType, 0, 0, 0, ALL>>(g, transform, work);
 }
 
 template <class T> int form_of(const Agreement<T>& x, bool variance) {
   return (x.linear ? LINEAR : 0) | (x.quadratic || x.centre ? QUADRATIC : 0) | (variance ? VARIANCE : 0);
 }
 
-template <class T> constexpr Kernels<T> kernels_in() {
-  return {
-      [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
-        choose<T>(g, form_of(agreement, out.variance), [&](auto batch) { batch.moments(g, x, agreement, out); });
-      },
-      [](const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
-        choose<T>(g, form_of(agreement, false), [&](auto batch) { batch.couplings(g, x, agreement, out); });
-      },
-      [](const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
-        choose<T>(g, form_of(pass.agreement, variance.value), [&](auto batch) { batch.moments_backward(g, x, pass, variance, out); });
-      },
-      [](const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
-        int form = 0;
-        for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
-        choose<T>(g, form, [&](auto batch) { batch.votes_backward(g, x, passes, count, out); });
-      },
-  };
+// Sets the elements beyond the batch to 0. The operators pad the batch to fill the widest vectors, 64 bytes.
+template <class T> void clear_padding(const Problem& g, long each, T* x) {
+  constexpr long MOST = 64 / long(sizeof(T));
+  std::fill_n(x + g.B * each, ((g.B + MOST - 1) / MOST * MOST - g.B) * each, T(0));
 }
+
+template <class T> void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
+  with_kernel(g, form_of(agreement, out.variance), x.transform, [&](const auto& kernel) {
+    if (out.log_sums) clear_padding(g, kernel.log_sums_size(), out.log_sums);  // padding is not used by type
+    on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.forward(tile, x, agreement, out, arena); });
+  });
+}
+
+template <class T> void couplings(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, T* out) {
+  with_kernel(g, form_of(agreement, false), x.transform, [&](const auto& kernel) {
+    on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.couplings(tile, x, agreement, out, arena); });
+  });
+}
+
+template <class T>
+void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
+  with_kernel(g, form_of(pass.agreement, variance.value), x.transform, [&](const auto& kernel) {
+    if (!out.coupling_grads)
+      return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.variance_grads(tile, pass, variance, out); });
+    clear_padding(g, long(g.groups()) * g.C, out.coupling_grads);
+    on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, variance, out, arena); });
+  });
+}
+
+template <class T>
+void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
+  int form = 0;
+  for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
+  with_kernel(g, form, x.transform, [&](auto kernel) {
+    using Kernel = decltype(kernel);
+    using Pass = typename Kernel::Pass;
+    const auto read_passes = [&](int tile, Pass* to, Arena& arena) {
+      for (int t = 0; t < count; ++t) to[t] = kernel.pass_of(tile, passes[t], t ? passes + t - 1 : nullptr, arena);
+    };
+    if (!Kernel::by_type && g.own_transforms) {
+      // Sites run in parallel, because each writes the gradients of its own transforms.
+      std::fill_n(out.transform, kernel.transform_size(), T(0));
+      constexpr long MOST_BYTES = 16L << 20;
+      const long bytes = long(count) * kernel.PB * kernel.record_size() * long(sizeof(Vector<T>));
+      const int chunk = int(std::max(1L, std::min<long>(kernel.tiles(), MOST_BYTES / std::max(1L, bytes))));
+      for (int first = 0; first < kernel.tiles(); first += chunk) {
+        const int here = std::min(chunk, kernel.tiles() - first);
+        std::vector<Pass> read(std::size_t(here) * count);
+        std::vector<Arena> memory(here);
+        on_threads(here, g.threads, [&](int i, Arena&) { read_passes(first + i, &read[std::size_t(i) * count], memory[i]); });
+        on_threads(g.S, g.threads, [&](int s, Arena& arena) {
+          kernel.votes_grads(s, first, here, x, read.data(), count, out, out.transform, arena);
+        });
+      }
+      return;
+    }
+    Arena memory;
+    const long size = kernel.transform_size() * (Kernel::by_type ? lanes<T> : 1);
+    const T* sum = sum_in_groups<T>(kernel.tiles(), size, g.threads, memory, [&](int tile, T* sum, Arena& arena) {
+      std::vector<Pass> read(count);
+      read_passes(tile, read.data(), arena);
+      Arena scratch;
+      for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, tile, 1, x, read.data(), count, out, sum, scratch);
+    });
+    if constexpr (Kernel::by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(sum), out.transform);
+    else std::copy_n(sum, size, out.transform);
+  });
+}
+
+template <class T> constexpr Kernels<T> KERNELS{moments<T>, couplings<T>, moments_backward<T>, votes_backward<T>};
 
 }  // namespace
 
 #define TORCHCAPS_TEXT(name) TORCHCAPS_TEXT_OF(name)
 #define TORCHCAPS_TEXT_OF(name) #name
 extern const Target kernels;
-const Target kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), kernels_in<float>(), kernels_in<double>()};
+const Target kernels{TORCHCAPS_TEXT(TORCHCAPS_TARGET), KERNELS<float>, KERNELS<double>};
 
 }  // namespace TORCHCAPS_TARGET

@@ -58,6 +58,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   const Weight* const transform;  // by type [K, C, JB, Q, N], by sample [K, C, J, Q, N]
 
  public:
+  static constexpr bool by_type = Layout::by_type;
   const int H, JB, PB;  // numbers per vote, blocks of parents per site, blocks of parents in total
 
   Votes(const Problem& problem, const Weight* transform)
@@ -121,10 +122,10 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   const Weight* weights(int kernel, int c, int block) const {
     return transform + ((long(kernel) * g.C + c) * JB + block) * inner() * columns();
   }
-  // 1 in lanes that hold a parent. By sample, lanes without a sample are also 1, because nothing is read from them.
-  V valid(int block) const {
+  // 1 in the first lanes, 0 in the others.
+  static V first_lanes(int count) {
     V x{};
-    for (int i = 0; i < L; ++i) x[i] = !Layout::by_type || block * L + i < g.J;
+    for (int i = 0; i < count; ++i) x[i] = 1;
     return x;
   }
   T uniform_coupling(int group) const {

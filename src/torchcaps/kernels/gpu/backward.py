@@ -31,7 +31,6 @@ from torchcaps.kernels.gpu.votes import (
     pose_column,
     samples_of_block,
     scalars,
-    softmax_of,
     tile_of_edge,
     tile_of_step,
     tiny_of,
@@ -61,15 +60,10 @@ def _coupling_grads(votes, log_c, a, record, tile):
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
     e = votes - vectors(record.mean, tile)
-    mean_grad, variance_term = tl.zeros_like(e), tl.zeros_like(e)
-    if record.mean_grad is not None:
-        mean_grad = vectors(record.mean_grad, tile)
+    mean_grad, variance_term = vectors(record.mean_grad, tile), tl.zeros_like(e)
     if record.variance_grad is not None:
         variance_term = vectors(record.variance_grad, tile) * e
-    sums = tl.sum(e * (mean_grad + variance_term), axis=2)
-    if record.offset is not None:
-        sums -= scalars(record.offset, tile)
-    c_grad = share * sums
+    c_grad = share * (tl.sum(e * (mean_grad + variance_term), axis=2) - scalars(record.offset, tile))
     if record.mass_grad is not None:
         c_grad += scale * tl.exp(log_c) * scalars(record.mass_grad, tile)
     return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * variance_term
@@ -78,7 +72,7 @@ def _coupling_grads(votes, log_c, a, record, tile):
 @triton.jit
 def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
     """Return ḡ_logit, which is 0 for a child with activation 0, even if c u is infinite."""
-    at = (tile.parents.sample * z.softmaxes + softmax_of(tile, z)) * z.types + tile.child_type
+    at = (tile.parents.sample * z.softmaxes + tile.softmax) * z.types + tile.child_type
     gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
     scaled = a / _gradient_scale(a) * (c_grad - tl.exp(log_c) * gamma)
     return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, scaled)
@@ -106,11 +100,10 @@ def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
 def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, z: tl.constexpr):
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
     dtype: tl.constexpr = zeroths.dtype.element_ty
-    parents, parent_site, group = own_parents(samples, group_count, z)
+    parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
     zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
     first = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
     second = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
-    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
     for step in range(from_step, to_step):
         tile = tile_of_step(layer.lists, step, start, parents, z)
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
@@ -123,7 +116,6 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
             first += logit_grad[:, :, None] * d
         if seconds is not None:
             second += logit_grad[:, :, None] * d * d
-    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
     tl.store(zeroths + to + parents.at, zeroth, parents.is_parent)
     if firsts is not None:
         tl.store(firsts + to * z.numbers + parents.numbers, first, parents.is_number)
@@ -192,10 +184,9 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
     start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
     for step in range(from_step, to_step):
         edge = tl.load(layer.lists + z.kernel_edge + start + step // sample_blocks)
+        site = tl.load(layer.lists + edge)
         sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
-        tile = tile_of_edge(
-            layer.lists, edge, tl.load(layer.lists + edge), child_type, sample, is_sample, first_type, z
-        )
+        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
         a = activations(layer, tile.child, is_sample, z, dtype)
         vote_grad, _ = _vote_grads(layer, passes, a, tl.zeros([z.block_samples], dtype), tile, z)
         for q in tl.static_range(tl.constexpr(z.inner)):

@@ -14,7 +14,6 @@ from torchcaps.kernels.gpu.votes import (
     logits_of,
     own_parents,
     own_samples,
-    own_steps,
     tile_of_edge,
     tile_of_step,
     tiny_of,
@@ -57,12 +56,11 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     Each step updates the running mean and variance, which avoids cancellation.
     """
     dtype: tl.constexpr = tops.dtype.element_ty
-    parents, parent_site, group = own_parents(samples, group_count, z)
+    parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     mass = tl.zeros([z.block_samples, z.block_types], dtype)
     mean = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
     variance = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
-    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
     for step in range(from_step, to_step):
         tile = tile_of_step(layer.lists, step, start, parents, z)
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
@@ -80,7 +78,6 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
         mean += portion[:, :, None] * delta
         if variances is not None:
             variance = rest[:, :, None] * variance + (rest * portion)[:, :, None] * delta * delta
-    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
     tl.store(tops + to + parents.at, top, parents.is_parent)
     tl.store(masses + to + parents.at, mass, parents.is_parent)
     tl.store(means + to * z.numbers + parents.numbers, mean, parents.is_number)

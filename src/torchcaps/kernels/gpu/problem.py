@@ -33,8 +33,7 @@ class Layer(NamedTuple):
 
 def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
     """Create a `Record` of contiguous tensors of one dtype, with None for empty tensors."""
-    given = (entry is not None and entry.numel() > 0 for entry in entries)
-    return Record(*(x.to(dtype).contiguous() if used else None for x, used in zip(entries, given, strict=True)))  # type: ignore[union-attr]
+    return Record(*(None if x is None or not x.numel() else x.to(dtype).contiguous() for x in entries))
 
 
 @dataclass(frozen=True)

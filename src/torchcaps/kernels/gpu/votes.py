@@ -34,8 +34,7 @@ class Tile(NamedTuple):
     """The votes of one child type along one edge.
 
     Arguments:
-        edge: index of the edge.
-        site: index of the child site.
+        softmax: index of the softmax to which the votes belong.
         child_type: index of the child type.
         child: offset of each child in ``[B, S, C]``, ``[samples]``.
         poses: for each number of the vote, the offset of the pose row that it depends on, ``[samples, numbers]``.
@@ -45,8 +44,7 @@ class Tile(NamedTuple):
         parents: the parents that receive the votes.
     """
 
-    edge: Any
-    site: Any
+    softmax: Any
     child_type: Any
     child: Any
     poses: Any
@@ -89,12 +87,6 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 
 @triton.jit
-def softmax_of(tile, z: tl.constexpr):
-    """Return the index of the softmax to which the votes of a tile belong."""
-    return tile.edge if z.types_compete else tile.site
-
-
-@triton.jit
 def numbers_of_vote(z: tl.constexpr):
     """Return row and column in the vote of each element of a tile, and whether the element is part of the vote."""
     place = tl.arange(0, z.block_numbers)
@@ -123,13 +115,14 @@ def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
 
 @triton.jit
 def tile_of(edge, site, kernel, child_type, parents, z: tl.constexpr):
+    softmax = edge if z.types_compete else site
     row, column, is_number = numbers_of_vote(z)
     child = (parents.sample * z.sites + site) * z.types + child_type
     poses = child[:, None] * (z.rows * z.inner) + (row * z.inner)[None, :]
     is_pose = parents.is_sample[:, None] & is_number[None, :]
     transforms = transforms_at(kernel, child_type, parents.parent_type, z)[:, None] + column[None, :]
     is_transform = parents.is_type[:, None] & is_number[None, :]
-    return Tile(edge, site, child_type, child, poses, is_pose, transforms, is_transform, parents)
+    return Tile(softmax, child_type, child, poses, is_pose, transforms, is_transform, parents)
 
 
 @triton.jit
@@ -140,13 +133,16 @@ def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first_type, z
 
 
 @triton.jit
-def own_parents(samples, group_count, z: tl.constexpr):
-    """Return the parents of a parent-side program, the site of the parents, and the index of the group of children."""
+def own_parents(lists, samples, group_count, z: tl.constexpr):
+    """Return a parent-side program's parents, its `own_steps`, and the offset of its group in ``[groups, B, P, J]``."""
     count: tl.constexpr = z.parent_sites * z.type_blocks
     index, rest = tl.program_id(0) % count, tl.program_id(0) // count
     parent_site, first_type = index // z.type_blocks, index % z.type_blocks * z.block_types
     sample, is_sample = samples_of_block(rest // group_count, samples, z)
-    return parents_at(parent_site, first_type, sample, is_sample, z), parent_site, rest % group_count
+    group = rest % group_count
+    start, from_step, to_step = own_steps(lists + z.parent_begin + parent_site, z.types, group, group_count)
+    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
+    return parents_at(parent_site, first_type, sample, is_sample, z), start, from_step, to_step, to
 
 
 @triton.jit
@@ -199,30 +195,24 @@ def activations(layer, child, is_sample, z: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def scalars(base, tile):
-    """Load a tile's parents from a tensor ``[B, P, J]``; entries of masked parents are 0."""
-    return tl.load(base + tile.parents.at, tile.parents.is_parent, 0)
+    """Load a tile's parents from a tensor ``[B, P, J]``; entries of masked parents are 0, and None is 0."""
+    return 0.0 if base is None else tl.load(base + tile.parents.at, tile.parents.is_parent, 0)
 
 
 @triton.jit
 def vectors(base, tile):
-    """Load a tile's parents from a tensor ``[B, P, J, R, N]``; masked entries are 0."""
-    return tl.load(base + tile.parents.numbers, tile.parents.is_number, 0)
+    """Load a tile's parents from a tensor ``[B, P, J, R, N]``; masked entries are 0, and None is 0."""
+    return 0.0 if base is None else tl.load(base + tile.parents.numbers, tile.parents.is_number, 0)
 
 
 @triton.jit
 def logits_of(votes, agreement, tile, z: tl.constexpr):
     """Return the logits ``[samples, parent types]``, and d = V - centre. `agreement` is a `Record`."""
-    d, factor = votes, tl.zeros_like(votes)
-    if agreement.centre is not None:
-        d = votes - vectors(agreement.centre, tile)
-    if agreement.linear is not None:
-        factor += vectors(agreement.linear, tile)
+    d = votes - vectors(agreement.centre, tile)
+    factor = tl.zeros_like(votes) + vectors(agreement.linear, tile)
     if agreement.quadratic is not None:
         factor -= vectors(agreement.quadratic, tile) * d
-    logits = tl.sum(factor * d, axis=2)
-    if agreement.constant is not None:
-        logits += scalars(agreement.constant, tile)
-    return logits, d
+    return tl.sum(factor * d, axis=2) + scalars(agreement.constant, tile), d
 
 
 @triton.jit
@@ -232,14 +222,12 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
     `agreement` is a `Record`. If it has no log_sums, the couplings are uniform and d is V.
     """
     if agreement.log_sums is None:
-        competitors = z.parent_types + z.none_of_the_above
-        if not z.types_compete:
-            begin, end = edges_of_site(layer.lists, tile.site, z)
-            competitors = (end - begin) * z.parent_types + z.none_of_the_above
+        _, begin, end = edges_of_softmax(layer.lists, tile.softmax, z)
+        competitors = (end - begin) * z.parent_types + z.none_of_the_above
         log_c, d = -tl.log(tl.zeros([z.block_samples, z.block_types], votes.dtype) + competitors), votes
     else:
         logits, d = logits_of(votes, agreement, tile, z)
-        at = (tile.parents.sample * (2 * z.softmaxes) + softmax_of(tile, z)) * z.types + tile.child_type
+        at = (tile.parents.sample * (2 * z.softmaxes) + tile.softmax) * z.types + tile.child_type
         top = tl.load(agreement.log_sums + at, tile.parents.is_sample, 0)
         log_sum = tl.load(agreement.log_sums + z.softmaxes * z.types + at, tile.parents.is_sample, 0)
         log_c = (logits - top[:, None]) - log_sum[:, None]
