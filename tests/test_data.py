@@ -271,7 +271,7 @@ def test_cifar10_is_read_from_its_archive(tmp_path):
     with refused(str(path), "download it again"):
         read_cifar10(path)
     write_cifar10(path, {**files, "test_batch.bin": rows[10:].flatten()[:-1]})
-    with refused(str(path), "test_batch.bin", "3073 bytes"):
+    with refused(str(path), "test_batch.bin", "3,073 bytes"):
         read_cifar10(path)
     write_cifar10(path, {**files, "data_batch_3.bin": np.full((1, 3073), 10, np.uint8)})
     with refused(str(path), "data_batch_3.bin", "the label 10"):

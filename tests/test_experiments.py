@@ -246,7 +246,7 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
     assert write_report(tmp_path, tmp_path / "docs/report.md", {"pitfalls": ("Title", "Paper")}) == 2
     report = (tmp_path / "docs/report.md").read_text()
     assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
-    assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commit a, b." in report
+    assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commits a, b." in report
     assert "](../2.png)" in report
 
 
