@@ -1,7 +1,8 @@
 """Render toys in smallNORB's structure and file format: 50 toys, 9 elevations, 18 azimuths, 6 lightings, 2 cameras.
 
 The rendered toys are a substitute for smallNORB if its files are not available. The viewpoint of each image is known
-exactly. A toy consists of solids (see `toy_shapes.py`) and is rendered by ray casting.
+exactly. A toy consists of solids (see `toy_shapes.py`) and is rendered by ray casting. Processors of different kinds
+round differently, so a few pixels can differ between computers.
 """
 
 import hashlib
