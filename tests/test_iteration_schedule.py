@@ -1,23 +1,15 @@
 """Training with another number of routing iterations in the first epochs."""
 
 import pytest
-import torch
 
-from test_training import weights_equal
+from test_training import even_digits, train_whole_and_stopped, weights_equal
 from torchcaps import BadInput
-from torchcaps.data import Images, Splits
 from torchcaps.recipes import create_recipe
 from torchcaps.training import fit, new_module
 from torchcaps.training_module import TrainingModule
 
 CAPSNET = {"model.convolution_channels": "8", "model.primary_types": "2", "model.primary_pose_size": "4"}
 SETTINGS = {"epochs": "4", "batch_size": "20", "precision": "float32", "early_epochs": "2", "early_iterations": "1"}
-
-
-def digits():
-    labels = torch.arange(60) % 10
-    pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8).contiguous()
-    return Splits(*3 * [Images(pixels, labels, tuple("0123456789"))])
 
 
 def recipe_of(name="capsnet-mnist", **changes):
@@ -50,7 +42,7 @@ class Watched(TrainingModule):
 def test_the_first_epochs_of_training_have_other_iterations_and_validation_and_test_have_not(rule, tmp_path):
     Watched.seen = []
     recipe = recipe_of(**{"model.routing": rule, "routing.iterations": "3"})
-    fit(recipe, digits(), tmp_path / "run", module_class=Watched)
+    fit(recipe, even_digits(), tmp_path / "run", module_class=Watched)
     assert {x for x in Watched.seen if x[0] == "training"} == {("training", e, 1 if e < 2 else 3) for e in range(4)}
     assert {x[2] for x in Watched.seen if x[0] != "training"} == {3}
 
@@ -58,19 +50,7 @@ def test_the_first_epochs_of_training_have_other_iterations_and_validation_and_t
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("epochs_before", [1, 3])
 def test_a_resumed_run_gives_bit_identical_weights(epochs_before, tmp_path):
-    epochs = []
-
-    def stop(model):
-        epochs.append(model)
-        if len(epochs) == epochs_before:
-            raise KeyboardInterrupt
-        return {}
-
-    recipe = recipe_of(**{"routing.iterations": "3"})
-    fit(recipe, digits(), tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        fit(recipe, digits(), tmp_path / "stopped", on_epoch_end=stop)
-    fit(recipe, digits(), tmp_path / "stopped", resume=True)
+    train_whole_and_stopped(recipe_of(**{"routing.iterations": "3"}), tmp_path, epochs_before)
     assert weights_equal(tmp_path / "whole", tmp_path / "stopped")
 
 
@@ -89,4 +69,4 @@ def test_schedules_out_of_range_are_refused(changes, message):
 
 def test_a_rule_without_iterations_is_refused():
     with pytest.raises(BadInput, match="no routing rule of model capsnet has iterations: set early_epochs=0"):
-        new_module(recipe_of(**{"model.routing": "uniform"}), digits())
+        new_module(recipe_of(**{"model.routing": "uniform"}), even_digits())

@@ -188,25 +188,35 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, 
         subprocess.run(["umount", disk], check=True)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_resumed_run_with_dropout_gives_bit_identical_weights(tmp_path):
+def even_digits():
+    """Ten classes of images of one brightness each; all three splits contain the same images."""
     labels = torch.arange(60) % 10
     pixels = (20 * labels[:, None, None, None]).expand(-1, 1, 28, 28).to(torch.uint8).contiguous()
-    digits = Images(pixels, labels, tuple("0123456789"))
-    settings = {"epochs": "4", "batch_size": "20", "precision": "float32"}
-    recipe = replace(create_recipe("cnn-baseline-mnist", settings), model_options={"channels": (4, 4, 4)})
+    return Splits(*3 * [Images(pixels, labels, tuple("0123456789"))])
+
+
+def train_whole_and_stopped(recipe, folder, stop_after):
+    """Train once without interruption, and once with an interruption after some epochs, resumed."""
     epochs = []
 
     def stop(model):
         epochs.append(model)
-        if len(epochs) == 3:
+        if len(epochs) == stop_after:
             raise KeyboardInterrupt
         return {}
 
-    fit(recipe, Splits(digits, digits, digits), tmp_path / "whole")
+    splits = even_digits()
+    fit(recipe, splits, folder / "whole")
     with pytest.raises(KeyboardInterrupt):
-        fit(recipe, Splits(digits, digits, digits), tmp_path / "stopped", on_epoch_end=stop)
-    fit(recipe, Splits(digits, digits, digits), tmp_path / "stopped", resume=True)
+        fit(recipe, splits, folder / "stopped", on_epoch_end=stop)
+    fit(recipe, splits, folder / "stopped", resume=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_with_dropout_gives_bit_identical_weights(tmp_path):
+    settings = {"epochs": "4", "batch_size": "20", "precision": "float32"}
+    recipe = replace(create_recipe("cnn-baseline-mnist", settings), model_options={"channels": (4, 4, 4)})
+    train_whole_and_stopped(recipe, tmp_path, stop_after=3)
     losses = [
         [row["train_loss"] for row in read_rows(tmp_path / name / "metrics.csv")] for name in ("whole", "stopped")
     ]

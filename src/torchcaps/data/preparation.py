@@ -186,18 +186,15 @@ class Preparation:
 
     def _warped(self, images: Tensor, variation: Variation) -> Tensor:
         """Rotate and squeeze each image about its centre, and distort it elastically."""
-        _, _, height, width = images.shape
-        rows = torch.tensor([1.0, 0, 0, 0, 1, 0], device=images.device).repeat(len(images), 1)
-        turned = variation.warp is not None and (self.rotation or self.squeeze)
-        if variation.warp is not None and turned:
-            turn, squeeze, _, _ = variation.warp.unbind(1)
-            angle, stretch = torch.deg2rad(self.rotation * turn), 1 / (1 - self.squeeze * squeeze.abs())
-            cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
-            cells = [cosine * stretch, sine * height / width, zero, -sine * stretch * width / height, cosine, zero]
-            rows = torch.stack(cells, dim=1)
-        elif variation.distances is None:
+        if not (self.rotation or self.squeeze or self.elastic):
             return images
-        places = functional.affine_grid(rows.view(-1, 2, 3), list(images.shape), False)
+        _, _, height, width = images.shape
+        warp = images.new_zeros(len(images), 4) if variation.warp is None else variation.warp
+        turn, squeeze, _, _ = warp.unbind(1)
+        angle, stretch = torch.deg2rad(self.rotation * turn), 1 / (1 - self.squeeze * squeeze.abs())
+        cosine, sine, zero = angle.cos(), angle.sin(), torch.zeros_like(angle)
+        rows = [cosine * stretch, sine * height / width, zero, -sine * stretch * width / height, cosine, zero]
+        places = functional.affine_grid(torch.stack(rows, dim=1).view(-1, 2, 3), list(images.shape), False)
         if variation.distances is not None:
             moved = functional.interpolate(variation.distances, (height, width), mode="bicubic", align_corners=True)
             places = places + moved.permute(0, 2, 3, 1) * moved.new_tensor([2 / width, 2 / height])
