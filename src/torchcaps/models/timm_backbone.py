@@ -160,7 +160,7 @@ def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) 
     except RuntimeError as error:
         known = ", ".join(timm.list_pretrained(f"{name}.*")) or "none"
         raise BadInput(
-            f"timm publishes no weights named {backbone}: use {name}; the published weights of {name}: {known}"
+            f"timm publishes no weights named {backbone}: use {name}, or published weights of this network ({known})"
         ) from error
     options: dict[str, Any] = {"in_chans": image_shape[0]}
     if config is not None and config.fixed_input_size:

@@ -45,6 +45,7 @@ def matrix_capsnet_toys() -> Recipe:
 
     `matrix_capsnet_toys_paper` has the paper's settings. This recipe differs from the paper's settings as follows:
 
+    - The network has 16 types of primary capsules instead of 8, and β_a starts at 0 instead of -15.
     - Three convolutions are added after the first one; the middle one of the three has stride 2. BatchNorm follows all
       four convolutions and the primary capsules.
     - Crops contain the whole toy, images are standardised after augmentation, and mixup is on.

@@ -55,7 +55,7 @@ class SelfAttentionRouting(Rule):
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
-        """Append to every vote a copy of the vote, multiplied by its bias b."""
+        """Double the columns of the transforms: each vote û_ij becomes [û_ij, b_ij û_ij]."""
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 
