@@ -22,6 +22,7 @@ from torchcaps import (
     spread_loss,
 )
 from torchcaps.kernels import _cpu
+from torchcaps.routing import ROUTINGS, LayerShape
 
 pytestmark = pytest.mark.usefixtures("untyped")
 BACKENDS = ["reference", "auto", *(["fused"] if _cpu is not None else [])]
@@ -85,6 +86,16 @@ def test_tensors_that_no_rule_accepts_are_refused(rule, change, message, backend
 def test_tensors_that_em_routing_does_not_accept_are_refused(change, message, backend):
     with pytest.raises(ValueError, match=message):
         em(backend, {}, **change)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["generative", "self_routing", "variational_bayes"])
+def test_an_activation_that_does_not_fit_the_pose_is_refused_by_every_rule_that_weighs_it(name, backend):
+    rule = ROUTINGS[name].for_layer(LayerShape(4, 3, 5, (2, 2), (2, 2)))
+    rule.backend = backend
+    children = Capsules(right()["pose"], right()["activation"][:, :, :1])
+    with pytest.raises(ValueError, match=r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose"):
+        rule(children, right()["transform"], RoutingMap.dense(4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -206,12 +206,12 @@ def coordinate_addition(
                 f"adding coordinates to vector votes needs a pose size of 4, 9, 16, … (a square); got {columns}: "
                 "change the pose size or leave the coordinates out"
             )
-        place = [side - 1, 2 * side - 1]
+        place = slice(side - 1, 2 * side, side)
         placed = coordinates[:, None, :]
     else:
-        place = [columns - 1]
+        place = slice(columns - 1, columns)
         placed = functional.pad(coordinates, (0, rows - 2))[:, :, None]
-    fixed = one_hot(torch.tensor(place, device=transform.device), columns).to(transform)
+    fixed = torch.eye(columns, dtype=transform.dtype, device=transform.device)[place]
     return (
         torch.cat([pose, placed.to(pose)[None, :, None].expand(batch, -1, types, -1, -1)], dim=-1),
         torch.cat([transform, fixed.expand(transforms, types, parents, -1, -1)], dim=-2),

@@ -1,23 +1,26 @@
 """Memory layout of the tensors that the fused kernels read and write."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
 __all__ = [
+    "Layout",
     "addresses",
     "empty",
     "has_strides",
     "laid_out",
     "lanes_of",
     "padded",
+    "samples_in_lanes",
     "statistics_dtype",
     "vector_strides",
 ]
 
-Place = tuple[str, Tensor | None, Sequence[IntLikeType], Sequence[IntLikeType] | None]
+Layout = tuple[Sequence[IntLikeType], Sequence[IntLikeType] | None]
+"""Shape and strides of a tensor; strides None: contiguous."""
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,6 +36,27 @@ def lanes_of(tensor: Tensor) -> int:
 def padded(count: IntLikeType, lanes: int) -> IntLikeType:
     """Round a count up to a multiple of `lanes`."""
     return -(-count // lanes) * lanes
+
+
+def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
+    """Return whether the SIMD lanes of the CPU hold samples rather than parent types.
+
+    Lanes hold samples if each child site has its own transforms: several samples then share each read of a transform.
+    Lanes also hold samples if parent types would leave many lanes empty, and the parents of a child fit into the cache.
+    While a graph is traced, the choice does not depend on the batch size, so that the graph fits every batch size.
+
+    Arguments:
+        pose: ``[B, S, C, R, Q]``, poses of the children.
+        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
+        own_transforms: whether every transform is used by only one child site.
+        most_edges: largest number of edges that start at one child site.
+    """
+    if own_transforms or pose.device.type != "cpu":
+        return own_transforms
+    lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
+    full, cache = types / padded(types, lanes), 256 * 1024
+    small = 5 * 64 * most_edges * types * numbers <= cache
+    return small and full < 0.75 and (torch.compiler.is_compiling() or pose.shape[0] >= lanes / 2)
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
@@ -76,21 +100,24 @@ def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
     return empty(tensor, tensor.shape, strides).copy_(tensor)
 
 
-def addresses(dtype: torch.dtype, places: Iterable[Place], keep: list[Tensor]) -> list[int]:
+def addresses(
+    dtype: torch.dtype, layouts: Mapping[str, Layout], tensors: Iterable[Tensor | None], keep: list[Tensor]
+) -> list[int]:
     """Return the memory addresses of tensors, and 0 for None.
 
     A tensor is copied first if its strides are not the required ones or its memory is not aligned to 64 bytes.
 
     Arguments:
         dtype: required dtype of all tensors.
-        places: name, tensor, required shape and required strides (None: contiguous) of each tensor.
+        layouts: name and required layout of each tensor. The last names may have no tensor.
+        tensors: the tensors, in the order of the layouts.
         keep: list to which the copies are appended. The copies must stay alive as long as their addresses are used.
 
     Raises:
         ValueError: a tensor does not have the required shape or dtype, or is not on the CPU.
     """
     found = []
-    for name, tensor, shape, strides in places:
+    for tensor, (name, (shape, strides)) in zip(tensors, layouts.items(), strict=False):
         if tensor is None:
             found.append(0)
             continue

@@ -14,16 +14,25 @@ iteration. Four operators make passes differentiable:
 docs/gradients.md derives the formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
 from torchcaps.kernels import cpu_kernel, expect_one_device, once
-from torchcaps.kernels.memory import addresses, empty, laid_out, lanes_of, padded, statistics_dtype, vector_strides
+from torchcaps.kernels.memory import (
+    Layout,
+    addresses,
+    empty,
+    laid_out,
+    lanes_of,
+    padded,
+    statistics_dtype,
+    vector_strides,
+)
 from torchcaps.kernels.operator import PLAIN, differentiate, operator
 
 
@@ -65,10 +74,14 @@ def shapes_of(
 ) -> "Shapes":
     """Return the `Shapes` for these arguments, from a cache if no size is symbolic."""
     expect_one_device(pose, edge_lists)
-    sizes = (pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample)
+    if pose.ndim != 5 or transform.ndim != 5:
+        raise ValueError(
+            "pose must have shape [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
+            f"got {list(pose.shape)} and {list(transform.shape)}"
+        )
     plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
     make = _kept if plain else Shapes
-    return make(*sizes, lanes_of(pose))
+    return make(pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample, lanes_of(pose))
 
 
 class Shapes:
@@ -91,44 +104,29 @@ class Shapes:
     ) -> None:
         batch, sites, child_types, rows, inner = pose
         transforms, _, parent_types, _, columns = transform
-        self.pose, self.activation = pose, pose[:3]
-        self.transform = (transforms, child_types, parent_types, inner, columns)
-        self.edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
-        self.edge_lists = (sites + parent_sites + transforms + 3 + 5 * self.edges,)
-        self.scalars = (batch, parent_sites, parent_types)
-        self.vectors = (*self.scalars, rows, columns)
-        self.strides = None if lanes == 1 else vector_strides(self.vectors, by_sample)
-        self.coupling_grads = (padded(batch, lanes), self.edges if types else sites, child_types)
-        self.log_sums = (self.coupling_grads[0], 2, *self.coupling_grads[1:])
-        self.couplings = (batch, parent_types, self.edges, child_types)
-        self.sizes = (*pose[:3], *self.scalars[1:], transforms, rows, inner, columns, self.edges)
-        scalar, vector = (self.scalars, None), (self.vectors, self.strides)
-        softmax = (self.log_sums, None), (self.coupling_grads, None)
-        self.record = scalar, *(vector,) * 3, *softmax, vector, scalar, scalar, vector, vector, scalar
+        self.edges = edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
+        groups = (padded(batch, lanes), edges if types else sites, child_types)
+        scalars, vectors = (batch, parent_sites, parent_types), (batch, parent_sites, parent_types, rows, columns)
+        self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
+        self.couplings = (batch, parent_types, edges, child_types)
+        self.scalar: Layout = (scalar := (scalars, None))
+        self.vector: Layout = (vector := (vectors, None if lanes == 1 else vector_strides(vectors, by_sample)))
+        self.log_sums: Layout = (groups[0], 2, *groups[1:]), None
+        self.coupling_grads: Layout = groups, None
+        self.lists = {"edge_lists": ((sites + parent_sites + transforms + 3 + 5 * edges,), None)}
+        self.layer: dict[str, Layout] = {
+            "pose": (pose, None),
+            "activation": (pose[:3], None),
+            "transform": ((transforms, child_types, parent_types, inner, columns), None),
+            "variance": vector,
+            "half_precision_grad": vector,
+            "log_volume_grad": scalar,
+        }
+        fields = scalar, vector, vector, vector, self.log_sums, self.coupling_grads, vector, scalar, scalar
+        self.record = dict(zip(Record._fields, (*fields, vector, vector, scalar), strict=True))
 
 
 _kept = lru_cache(maxsize=256)(Shapes)
-
-
-def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
-    """Return whether the SIMD lanes of the CPU hold samples rather than parent types.
-
-    Lanes hold samples if each child site has its own transforms: several samples then share each read of a transform.
-    Lanes also hold samples if parent types would leave many lanes empty, and the parents of a child fit into the cache.
-    While a graph is traced, the choice does not depend on the batch size, so that the graph fits every batch size.
-
-    Arguments:
-        pose: ``[B, S, C, R, Q]``, poses of the children.
-        transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
-        own_transforms: whether every transform is used by only one child site.
-        most_edges: largest number of edges that start at one child site.
-    """
-    if own_transforms or pose.device.type != "cpu":
-        return own_transforms
-    lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
-    full, cache = types / padded(types, lanes), 256 * 1024
-    small = 5 * 64 * most_edges * types * numbers <= cache
-    return small and full < 0.75 and (torch.compiler.is_compiling() or pose.shape[0] >= lanes / 2)
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
@@ -140,47 +138,34 @@ def on_gpu(name: str, *arguments: Any) -> Any:
 
 def _call(
     function: str,
-    children: tuple[Tensor, Tensor | None, Tensor],
+    shapes: "Shapes",
+    layer: Sequence[Tensor | None],
     edge_lists: Tensor,
-    parent_sites: int,
     options: tuple[bool, bool, bool],
     records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
-    variance: Tensor | None = None,
-    half_precision_grad: Tensor | None = None,
-    log_volume_grad: Tensor | None = None,
     floor: float | None = None,
 ) -> None:
-    """Check the shapes of the tensors and run a CPU kernel. The last entries of a record may be left out."""
-    pose, activation, transform = children
-    if pose.ndim != 5 or transform.ndim != 5:
-        raise ValueError(
-            "pose must have shape [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
-            f"got {list(pose.shape)} and {list(transform.shape)}"
-        )
-    types, _, by_sample = options
-    shapes, keep = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), list[Tensor]()
-    named = (
-        ("pose", pose, shapes.pose, None),
-        ("activation", activation, shapes.activation, None),
-        ("transform", transform, shapes.transform, None),
-        ("variance", variance, shapes.vectors, shapes.strides),
-        ("half_precision_grad", half_precision_grad, shapes.vectors, shapes.strides),
-        ("log_volume_grad", log_volume_grad, shapes.scalars, None),
-    )
-    given, parts = addresses(pose.dtype, named, keep), []
-    for record in records:
-        places = [(name, x, *entry) for name, x, entry in zip(Record._fields, record, shapes.record, strict=False)]
-        parts += addresses(pose.dtype, places, keep)
-    lists = addresses(torch.int32, (("edge_lists", edge_lists, shapes.edge_lists, None),), keep)[0]
+    """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out."""
+    dtype, keep = cast(Tensor, layer[0]).dtype, list[Tensor]()
+    given = addresses(dtype, shapes.layer, layer, keep)
+    parts = [address for record in records for address in addresses(dtype, shapes.record, record, keep)]
+    lists = addresses(torch.int32, shapes.lists, (edge_lists,), keep)[0]
     to = [0 if output is None else output.data_ptr() for output in outputs]
     sizes = (*shapes.sizes, *options, torch.get_num_threads())
-    cpu_kernel(function, pose.dtype)(sizes, lists, given, parts, to, floor or 0.0)
+    cpu_kernel(function, dtype)(sizes, lists, given, parts, to, floor or 0.0)
 
 
-def _output(pose: Tensor, used: bool, shape: Any, strides: Any = None) -> Tensor:
-    """Create an uninitialised output of an operator; it is empty if it is not used."""
-    return empty(pose, shape if used else (0,), strides if used else None, statistics_dtype(pose.dtype))
+def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
+    """Create uninitialised outputs of an operator. An output without a layout is an empty tensor."""
+    dtype = statistics_dtype(pose.dtype)
+    return tuple(empty(pose, *(layout or ((0,), None)), dtype) for layout in layouts)
+
+
+def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, terms: bool) -> tuple[Layout | None, ...]:
+    scalar, vector = shapes.scalar, shapes.vector
+    couplings, variance = None if uniform else shapes.log_sums, vector if with_variance else None
+    return scalar, vector, variance, scalar, couplings, *((vector, scalar) if terms else (None, None))
 
 
 def _like_moments(
@@ -188,16 +173,7 @@ def _like_moments(
     uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    make, vectors = partial(_output, pose), (shapes.vectors, shapes.strides)
-    return (
-        make(True, shapes.scalars),
-        make(True, *vectors),
-        make(with_variance, *vectors),
-        make(True, shapes.scalars),
-        make(not uniform, shapes.log_sums),
-        make(floor is not None, *vectors),
-        make(floor is not None, shapes.scalars),
-    )
+    return _outputs(pose, _moments_layouts(shapes, uniform, with_variance, floor is not None))
 
 
 @operator(_like_moments, partial(on_gpu, "moments"))
@@ -214,13 +190,25 @@ def moments(
     the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to each softmax,
     ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
     """
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
+    layouts = _moments_layouts(shapes, uniform, with_variance, floor is not None)
+    outputs = _outputs(pose, layouts)
+    found = [output if layout else None for output, layout in zip(outputs, layouts, strict=True)]
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    options, layer = (types, none_of_the_above, by_sample), (*children, edge_lists, parent_sites)
-    outputs = _like_moments(tokens, *layer, *agreement, uniform, *options, with_variance, constant_couplings, floor)
-    used = True, True, with_variance, True, not uniform, *2 * [floor is not None]
-    found = [output if needed else None for output, needed in zip(outputs, used, strict=True)]
-    _call("moments", children, edge_lists, parent_sites, options, [agreement], found, floor=floor)
+    _call("moments", shapes, children, edge_lists, (types, none_of_the_above, by_sample), [agreement], found, floor)
     return outputs
+
+
+def _gradient_layouts(shapes, log_sums, variance, agreement, floor) -> list[Layout | None]:
+    """Layouts of coupling_grads, offset, the gradients of the agreement, and the gradient of the variance."""
+    scalar, vector, routed = shapes.scalar, shapes.vector, log_sums is not None
+    parts = zip(agreement, (scalar, *3 * (vector,)), strict=True)
+    return [
+        shapes.coupling_grads if routed else None,
+        None if variance is None else scalar,
+        *(layout if routed and part is not None else None for part, layout in parts),
+        None if variance is None or floor is None else vector,
+    ]
 
 
 def _like_moments_backward(
@@ -229,15 +217,8 @@ def _like_moments_backward(
     half_precision_grad, log_volume_grad, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    make, vectors = partial(_output, pose), (shapes.vectors, shapes.strides)
-    routed = agreement_grads and log_sums is not None
-    return (
-        make(log_sums is not None, shapes.coupling_grads),
-        make(variance is not None, shapes.scalars),
-        make(routed and constant is not None, shapes.scalars),
-        *(make(routed and part is not None, *vectors) for part in (linear, quadratic, centre)),
-        make(variance is not None and floor is not None, *vectors),
-    )
+    agreement = (constant, linear, quadratic, centre) if agreement_grads else (None,) * 4
+    return _outputs(pose, _gradient_layouts(shapes, log_sums, variance, agreement, floor))
 
 
 @operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
@@ -255,18 +236,18 @@ def moments_backward(
     Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
     the couplings are constants, and only the offset is computed.
     """
-    children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    options, gradients = (types, none_of_the_above, by_sample), (mass_grad, mean_grad, variance_grad)
-    layer, found = (*children, edge_lists, parent_sites), (log_sums, mean, variance, log_mass)
-    terms = half_precision_grad, log_volume_grad, floor
-    outputs = _like_moments_backward(*layer, *agreement, *found, *gradients, *options, agreement_grads, *terms)
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
+    agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
+    differentiated = agreement if agreement_grads else (None,) * 4
+    outputs = _outputs(pose, _gradient_layouts(shapes, log_sums, variance, differentiated, floor))
     if log_sums is not None and not log_sums.numel():  # no edges
         for output in outputs[2:6]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
-    record = Record(*agreement, log_sums, None, mean, log_mass, *gradients)
     if any(output is not None for output in wanted):
-        _call("moments_backward", children, edge_lists, parent_sites, options, [record], wanted, variance, *terms)
+        layer = pose, activation, transform, variance, half_precision_grad, log_volume_grad
+        record = Record(*agreement, log_sums, None, mean, log_mass, mass_grad, mean_grad, variance_grad)
+        _call("moments_backward", shapes, layer, edge_lists, options, [record], wanted, floor)
     return outputs
 
 
@@ -290,6 +271,7 @@ def votes_backward(
     If activation is None, its gradient is an empty tensor. ``records`` concatenates the tensors of all `Record`s, with
     an empty tensor for None.
     """
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
     outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
     entries = len(Record._fields)
@@ -301,7 +283,7 @@ def votes_backward(
     ]
     reached = [record for record in passes if record.mean is not None]
     grads = (outputs[0], None if activation is None else outputs[1], outputs[2])
-    _call("votes_backward", children, edge_lists, parent_sites, options, reached, grads)
+    _call("votes_backward", shapes, children, edge_lists, options, reached, grads)
     return outputs
 
 
@@ -319,16 +301,17 @@ def couplings(
     by_sample: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the couplings ``[B, J, E, C]``, with edges sorted by child site. The operator is not differentiable."""
+    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
-    output = _like_couplings(pose, transform, edge_lists, parent_sites, *agreement, *options)
-    _call("couplings", (pose, None, transform), edge_lists, parent_sites, options, [agreement], [output])
+    output = pose.new_empty(shapes.couplings, dtype=statistics_dtype(pose.dtype))
+    _call("couplings", shapes, (pose, None, transform), edge_lists, options, [agreement], [output])
     return output
 
 
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
     shapes, dtype = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
-    shapes_of_pass = [shape for shape, _ in shapes.record]
-    return [torch.zeros(1, dtype=dtype, device=pose.device).expand(shape) for shape in shapes_of_pass * passes]
+    zero = partial(torch.zeros, 1, dtype=dtype, device=pose.device)
+    return [zero().expand(shape) for _ in range(passes) for shape, _ in shapes.record.values()]
 
 
 @operator(_tokens, _tokens)

@@ -12,18 +12,23 @@ __all__ = ["PLAIN", "differentiate", "operator"]
 _library = torch.library.Library("torchcaps", "DEF")
 _eager: dict[str, type[torch.autograd.Function]] = {}
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN = frozenset({Tensor, nn.Parameter})
+_ORDINARY = PLAIN | {type(None), bool, int, float, list, tuple}
 
 
 def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a compiler, a mode, torch.func, a profiler or a Tensor subclass must intercept the call."""
+    """Return whether a compiler, a mode, torch.func, a profiler, a Tensor subclass or a GPU must intercept the call.
+
+    The pose, which is the first tensor among the arguments, decides about the device.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
-        or any(isinstance(x, Tensor) and not (type(x) in PLAIN and x.is_cpu) for x in arguments)
+        or not _ORDINARY.issuperset(map(type, arguments))
+        or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
     )
 
 

@@ -171,7 +171,9 @@ def em_routing(
         mean_damping,
         tempering,
     )
-    _check_tensors(children, transform, routing_map, beta_u, beta_a)
+    check_capsules(children)
+    votes = Votes(*children, transform, routing_map, competition, passes=iterations, backend=backend)
+    _check_betas(beta_u, beta_a, children.pose, transform.shape[2])
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
     mean_data = 1.0
     if normalise_data:
@@ -182,12 +184,9 @@ def em_routing(
         for t in range(iterations)
     ]
     with without_autocast(children.pose.device):
-        pose, activation = in_dtype(children.pose, dtype), in_dtype(children.activation, dtype)
-        votes = Votes(
-            pose, activation, in_dtype(transform, dtype), routing_map, competition, passes=iterations, backend=backend
-        )
         agreement, passes = None, []
-        cost, beta_a = pose.shape[3] * transform.shape[4] * in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
+        beta_u, beta_a = in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
+        cost = votes.parent_shape[3] * votes.parent_shape[4] * beta_u
         for t, inverse_temperature in enumerate(inverse_temperatures):
             if mean_damping and agreement is not None:
                 mass, undamped, undamped_variance = votes.moments(agreement)
@@ -221,19 +220,7 @@ def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
     return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
 
 
-def _check_tensors(
-    children: Capsules, transform: Tensor, routing_map: RoutingMap, beta_u: Tensor, beta_a: Tensor
-) -> None:
-    check_capsules(children)
-    pose, activation = children
-    routing_map.check(pose, transform)
-    if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
-        raise ValueError(
-            f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
-        )
-    check_floating("activation", activation)
-    check_device("activation", activation, pose)
-    types = transform.shape[2]
+def _check_betas(beta_u: Tensor, beta_a: Tensor, pose: Tensor, types: int) -> None:
     for name, beta in (("beta_u", beta_u), ("beta_a", beta_a)):
         if not isinstance(beta, Tensor) or beta.ndim != 1 or beta.shape[0] != types:
             raise ValueError(

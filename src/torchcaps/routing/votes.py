@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torchcaps.checks import check_choice, described
+from torchcaps.checks import check_choice, check_device, check_floating, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
 from torchcaps.kernels.gaussian import gaussian_terms
-from torchcaps.kernels.memory import statistics_dtype
+from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
 from torchcaps.routing.agreement import Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at
@@ -26,13 +26,23 @@ observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
-    available = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if available else nullcontext()
+    kind = device.type
+    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if active else nullcontext()
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to a dtype, like ``tensor.to(dtype)`` but faster if the tensor already has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def _check_activation(activation: Tensor, pose: Tensor) -> None:
+    if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
+        raise ValueError(
+            f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
+        )
+    check_floating("activation", activation)
+    check_device("activation", activation, pose)
 
 
 class Votes:
@@ -56,8 +66,8 @@ class Votes:
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
-        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``competition`` or ``backend`` is unknown;
-            or the fused backend cannot run.
+        ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``;
+            ``competition`` or ``backend`` is unknown; or the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -83,6 +93,7 @@ class Votes:
         routing_map.check(pose, transform)
         dtype = torch.promote_types(pose.dtype, transform.dtype)
         if activation is not None:
+            _check_activation(activation, pose)
             dtype = torch.promote_types(dtype, activation.dtype)
         self.routing_map = routing_map
         self._activation = None if activation is None else in_dtype(activation, dtype)
@@ -91,27 +102,23 @@ class Votes:
         self._none_of_the_above = none_of_the_above
         self._passes = passes
         self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        self.dtype = statistics_dtype(dtype) if self.fused else dtype
+        """Dtype of the moments and agreements."""
+        self.parent_shape = (
+            pose.shape[0],
+            routing_map.parent_sites,
+            transform.shape[2],
+            pose.shape[3],
+            transform.shape[4],
+        )
+        """Shape (B, P, J, R, N) of the parents' poses."""
         if self.fused:
             self._pose = self._pose.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
-        self._by_sample = fused.samples_in_lanes(
-            self._pose, transform, routing_map.own_transforms, routing_map.most_edges
-        )
+        self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[Tensor] = []
         self._written: WrittenVotes | None = None
         self._last: Agreement | None = None
-
-    @property
-    def parent_shape(self) -> tuple[int, int, int, int, int]:
-        """Shape (B, P, J, R, N) of the parents' poses."""
-        batch, _, _, rows, _ = self._pose.shape
-        _, _, types, _, columns = self._transform.shape
-        return batch, self.routing_map.parent_sites, types, rows, columns
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the moments and agreements."""
-        return statistics_dtype(self._pose.dtype) if self.fused else self._pose.dtype
 
     def detach(self) -> "Votes":
         """Return the same votes as constants, without gradients."""

@@ -103,7 +103,7 @@ class Problem:
         blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks, *begins)
-        self.samples, self.padded_samples = batch, shapes.coupling_grads[0]
+        self.samples, self.padded_samples = batch, shapes.coupling_grads[0][0]
         self.dtype = statistics_dtype(pose.dtype)
         activation = None if activation is None else activation.contiguous()
         self.layer = Layer(pose.contiguous(), activation, transform.contiguous(), lists)
