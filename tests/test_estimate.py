@@ -151,9 +151,9 @@ def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(cal
             assert (code, error.count("\n")) == (0, 1)
             assert said in error
             assert "epochs left: " in out
-            fits = re.search(
-                r"positions share weights \(`torchcaps (train matrix-capsnet-images .*)`\), or --set model.stem=true",
-                error,
-            )[1]
+            assert "add --set model.stem=true or choose a smaller data.image_size" in error
+            fits = re.search(r"shares weights between positions: `torchcaps (train matrix-capsnet-images .*)`", error)[
+                1
+            ]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
             assert call("train", "cnn-baseline-mnist", *words[2:4], "--dry-run")[2] == ""

@@ -185,11 +185,11 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     words = ["torchcaps", "train", "matrix-capsnet-images", "--data", recipe.data]
     for name, value in recipe.data_options.items():
         words += ["--set", f"data.{name}={json.dumps(value, separators=(',', ':'))}"]
-    stem = "" if recipe.model_options.get("stem") else "--set model.stem=true, or "
+    stem = "" if recipe.model_options.get("stem") else "add --set model.stem=true or "
     warnings.warn(
-        f"CapsNet has {parameters:,} parameters on images of "
-        f"{height}×{width} pixels{time_taken}, because every position has its own weights: use a network whose "
-        f"positions share weights (`{shlex.join(words)}`), or {stem}a smaller data.image_size",
+        f"CapsNet has {parameters:,} parameters on images of {height}×{width} pixels{time_taken}, because it has "
+        f"separate weights for each position of the image. To keep CapsNet, {stem}choose a smaller data.image_size. "
+        f"Or train a network that shares weights between positions: `{shlex.join(words)}`",
         DataWarning,
         stacklevel=2,
     )

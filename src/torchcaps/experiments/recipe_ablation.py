@@ -40,7 +40,7 @@ def run(study: Study) -> Outcome:
         BadInput: `data` is neither None nor ``toys``.
     """
     if study.data not in (None, "toys"):
-        raise BadInput(f"data is {study.data!r}, but this experiment supports only the dataset toys: omit --data")
+        raise BadInput(f"data is {study.data!r}, but this experiment supports only the dataset 'toys': omit --data")
     images, epochs = study.choose((1_000, 2), (12_000, 4), (24_300, 6))
     recipes = {name: ("matrix-capsnet-toys", changes) for name, changes in CHANGES.items()}
     recipes["CNN, same preparation"] = ("cnn-baseline-toys", {})

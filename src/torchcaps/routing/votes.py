@@ -266,7 +266,9 @@ class Votes:
         for name, part in zip(Agreement._fields, agreement, strict=True):
             shape = vectors[:3] if name == "constant" else vectors
             if part is not None and part.shape != shape:
-                raise ValueError(f"{name} of agreement must be {list(shape)} to fit the parents; got {described(part)}")
+                raise ValueError(
+                    f"{name!r} in the agreement must have shape {list(shape)} to fit the parents; got {described(part)}"
+                )
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
