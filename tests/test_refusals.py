@@ -23,6 +23,7 @@ from torchcaps import (
 )
 from torchcaps.kernels import _cpu
 from torchcaps.routing import ROUTINGS, LayerShape
+from torchcaps.routing.votes import Agreement, Votes
 
 pytestmark = pytest.mark.usefixtures("untyped")
 BACKENDS = ["reference", "auto", *(["fused"] if _cpu is not None else [])]
@@ -69,6 +70,7 @@ EM_ALONE = [
     ({"activation": torch.ones(2, 4, 3, device="meta")}, r"activation is on meta and pose on cpu"),
     ({"beta_u": torch.zeros(8)}, r"beta_u must be \[5\].*got a float32 tensor \[8\].*EMRouting\(5\)"),
     ({"beta_a": torch.zeros(1)}, r"beta_a must be \[5\].*got a float32 tensor \[1\]"),
+    ({"activation": None}, r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose; got NoneType"),
     ({"children": torch.ones(2, 4, 3, 2, 2)}, r"children must be Capsules\(pose, activation\); got a float32 tensor"),
 ]
 ITERATIONS = [0, -1, 1001, 10**9, True, 3.0, "3", None]
@@ -91,11 +93,61 @@ def test_tensors_that_em_routing_does_not_accept_are_refused(change, message, ba
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["generative", "self_routing", "variational_bayes"])
 def test_an_activation_that_does_not_fit_the_pose_is_refused_by_every_rule_that_weighs_it(name, backend):
+    rule = rule_of(name, backend)
+    for activation, message in (
+        (right()["activation"][:, :, :1], r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose"),
+        (None, r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose; got NoneType"),
+        (torch.ones(2, 4, 3).int(), "activation must have a floating-point dtype; got an int32"),
+        (torch.ones(2, 4, 3, dtype=torch.complex64), "activation must have a floating-point dtype; got a complex64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rule(Capsules(right()["pose"], activation), right()["transform"], RoutingMap.dense(4))
+
+
+def rule_of(name, backend):
     rule = ROUTINGS[name].for_layer(LayerShape(4, 3, 5, (2, 2), (2, 2)))
     rule.backend = backend
-    children = Capsules(right()["pose"], right()["activation"][:, :, :1])
-    with pytest.raises(ValueError, match=r"activation must be \[B, S, C\] = \[2, 4, 3\] to fit pose"):
-        rule(children, right()["transform"], RoutingMap.dense(4))
+    return rule
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("change", "message"), EITHER)
+def test_tensors_that_no_rule_accepts_are_refused_by_every_rule(name, change, message):
+    tensors = {**right(), **change}
+    with pytest.raises(ValueError, match=message):
+        rule_of(name, "auto")(
+            Capsules(tensors["pose"], tensors["activation"]), tensors["transform"], RoutingMap.dense(4)
+        )
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("routing_map", [None, "dense", 5])
+def test_a_map_that_is_no_routing_map_is_refused_by_every_rule(name, routing_map):
+    children = Capsules(right()["pose"], right()["activation"])
+    with pytest.raises(ValueError, match="routing_map must be a RoutingMap, such as RoutingMap"):
+        rule_of(name, "auto")(children, right()["transform"], routing_map)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_agreements_floors_and_passes_are_refused(backend):
+    children = right()["pose"], right()["activation"], right()["transform"], RoutingMap.dense(4)
+    votes = Votes(*children, backend=backend)
+    for agreement, message in (
+        (votes.moments(), "agreement must be an Agreement or None; got"),
+        (Agreement(linear=0.5), r"'linear' in the agreement must have shape .* got float 0.5"),
+        (Agreement(constant=torch.ones(2, 1, 5).int()), "agreement.constant must have a floating-point dtype"),
+        (Agreement(constant=torch.ones(2, 1, 5, device="meta")), "agreement.constant is on meta and pose on cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            votes.moments(agreement)
+        with pytest.raises(ValueError, match=message):
+            votes.couplings(agreement)
+    for floor in (-1, None, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="floor must be a finite number of at least 0"):
+            votes.gaussians(floor=floor)
+    for passes in (0, -1, 1.5, None):
+        with pytest.raises(ValueError, match="passes must be an integer of at least 1"):
+            Votes(*children, passes=passes, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

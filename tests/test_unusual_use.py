@@ -1,10 +1,14 @@
 """Uses of networks, losses and layers that are legitimate but rare: they work, or are refused in one line."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jvp, vmap
+from torch.testing._internal.two_tensor import TwoTensor
 
+from problems import full_problem
 from test_models import NETWORKS, SMALL
 from torchcaps import (
     BadInput,
@@ -16,12 +20,14 @@ from torchcaps import (
     Routing,
     RoutingMap,
     create_model,
+    em_routing,
     inspect,
 )
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.layers import DenseCaps
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss
-from torchcaps.routing import ROUTINGS, SelfRouting
+from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting
+from torchcaps.routing.votes import Agreement, Votes
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
 BLANK = torch.zeros(1, 1, 20, 20, dtype=torch.uint8)
@@ -168,3 +174,67 @@ def test_losses_accept_every_integer_dtype_and_keep_double_precision(name):
         assert torch.equal(LOSSES[name](scores, target.to(dtype)), right)
     assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, target), scores)
     assert LOSSES[name](torch.zeros(4, 3, dtype=torch.half), target).isfinite()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_pass_without_gradients_does_not_remove_the_gradients_of_later_passes(backend):
+    leaves = [x.requires_grad_() for x in full_problem(RoutingMap.conv((3, 3), 2), 3, (2, 2, 3))[:3]]
+    gradients = []
+    for context in (torch.no_grad, nullcontext):
+        votes = Votes(*leaves, RoutingMap.conv((3, 3), 2), passes=2, backend=backend)
+        with context():
+            first = votes.moments().mean.detach()
+        loss = votes.moments(Agreement(linear=first)).mean.square().sum()
+        gradients.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_tensor_subclass_in_a_parameter_of_a_rule_keeps_all_gradients():
+    pose, activation, transform, *_ = full_problem(RoutingMap.conv((3, 3), 2), 3, (2, 2, 3))
+    leaves, beta = [x.requires_grad_() for x in (pose, activation, transform)], torch.ones(3).double()
+    gradients = []
+    for beta_u in (beta, TwoTensor(beta, beta.clone())):
+        parents = em_routing(
+            Capsules(*leaves[:2]), leaves[2], RoutingMap.conv((3, 3), 2), beta_u, torch.zeros(3).double()
+        )
+        gradients.append(torch.autograd.grad(parents.pose.square().sum(), leaves))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("name", ["em", "dynamic", "attention", "self_routing"])
+def test_an_exported_rule_computes_in_float32_under_autocast(name):
+    routing_map = RoutingMap.conv((3, 3), 2)
+    children = Capsules(torch.randn(2, 9, 2, 2, 2), torch.rand(2, 9, 2))
+    rule = ROUTINGS[name].for_layer(LayerShape(4, 2, 3, (2, 2), (2, 2))).eval()
+    rule.backend = "reference"
+    transform = torch.randn(4, 2, 3, 2, 2)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rule = rule
+
+        def forward(self, pose, activation, transform):
+            return tuple(self.rule(Capsules(pose, activation), transform, routing_map))
+
+    exported = torch.export.export(Layer(), (*children, transform)).module()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(exported(*children, transform), tuple(rule(children, transform, routing_map)))
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_votes_compute_in_float32_under_autocast(backend):
+    pose, activation, transform, *_ = (x.float() for x in full_problem(RoutingMap.conv((3, 3), 2), 3, (2, 2, 3)))
+    votes = Votes(pose, activation, transform, RoutingMap.conv((3, 3), 2), backend=backend)
+    plain = votes.moments()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(votes.moments(), plain)
+        assert votes.materialised().dtype == torch.float32
+
+
+def test_a_pose_with_the_negative_bit_is_read_with_its_sign():
+    pose, activation, transform, *_ = full_problem(RoutingMap.conv((3, 3), 2), 3, (2, 2, 3))
+    votes, right = (
+        Votes(x, activation, transform, RoutingMap.conv((3, 3), 2)).moments() for x in (torch._neg_view(pose), -pose)
+    )
+    torch.testing.assert_close(votes, right)

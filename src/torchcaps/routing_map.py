@@ -380,3 +380,14 @@ def added_at(sums: Tensor, dim: int, index: Int64[Tensor, " E"], values: Tensor)
     shape = [1] * values.ndim
     shape[dim] = -1
     return sums.scatter_add(dim, index.view(shape).expand_as(values), values)
+
+
+def check_children(pose: Tensor, transform: Tensor, routing_map: RoutingMap) -> None:
+    """Check that pose and transform fit a routing map.
+
+    Raises:
+        ValueError: ``routing_map`` is not a `RoutingMap`, or ``pose`` or ``transform`` does not fit the map.
+    """
+    if not isinstance(routing_map, RoutingMap):
+        raise ValueError(f"routing_map must be a RoutingMap, such as RoutingMap.dense(6); got {described(routing_map)}")
+    routing_map.check(pose, transform)

@@ -127,7 +127,7 @@ def addresses(
                 f"{name} must be {list(shape)} {dtype} on the CPU to fit the children and the routing map; got {wrong}"
             )
         address = tensor.data_ptr()
-        if address % 64 or not has_strides(tensor, strides):
+        if address % 64 or not has_strides(tensor, strides) or tensor.is_neg():
             keep.append(_copied(tensor, strides))
             address = keep[-1].data_ptr()
         found.append(address)

@@ -28,6 +28,7 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
         or not _ORDINARY.issuperset(map(type, arguments))
+        or any(type(x) in (list, tuple) and not _ORDINARY.issuperset(map(type, x)) for x in arguments)
         or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
     )
 

@@ -12,7 +12,7 @@ from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Votes, without_autocast
-from torchcaps.routing_map import RoutingMap
+from torchcaps.routing_map import RoutingMap, check_children
 
 Logits = Literal["cumulative", "latest"]
 GradientPasses = Literal["all", "last"]
@@ -109,7 +109,7 @@ def dynamic_routing(
         torch.Size([2, 1, 10, 1, 16])
     """
     _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
-    routing_map.check(pose, transform)
+    check_children(pose, transform, routing_map)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
     with without_autocast(pose.device):

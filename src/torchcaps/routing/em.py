@@ -13,7 +13,7 @@ from torchcaps.checks import check_choice, check_device, check_floating, check_i
 from torchcaps.kernels import Backend
 from torchcaps.kernels.gaussian import gaussian_terms
 from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import Agreement, Competition, Votes, in_dtype, without_autocast
+from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]
@@ -173,6 +173,7 @@ def em_routing(
     )
     check_capsules(children)
     votes = Votes(*children, transform, routing_map, competition, passes=iterations, backend=backend)
+    check_activation(children.activation, children.pose)
     _check_betas(beta_u, beta_a, children.pose, transform.shape[2])
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
     mean_data = 1.0

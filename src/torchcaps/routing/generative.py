@@ -11,7 +11,7 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_iterations, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Votes
-from torchcaps.routing_map import added_at
+from torchcaps.routing_map import added_at, check_children
 
 
 class GenerativeRouting(Rule):
@@ -87,7 +87,7 @@ class GenerativeRouting(Rule):
     def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
         """Append columns with the values of β to the votes, then compute the parents as `Rule.forward` does."""
         check_capsules(children)
-        routing_map.check(pose := children.pose, transform)
+        check_children(pose := children.pose, transform, routing_map)
         if transform.shape[:3] != self.beta_use.shape:
             raise ValueError(
                 f"transform must have [K, C, J] = {list(self.beta_use.shape)}, the sizes of β in this rule; "

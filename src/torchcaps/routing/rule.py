@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.kernels import Backend
 from torchcaps.routing.agreement import Competition
-from torchcaps.routing.votes import Votes, without_autocast
-from torchcaps.routing_map import RoutingMap
+from torchcaps.routing.votes import Votes, check_activation, without_autocast
+from torchcaps.routing_map import RoutingMap, check_children
 
 
 class LayerShape(NamedTuple):
@@ -62,7 +62,7 @@ class Rule(nn.Module):
     @property
     def passes(self) -> int:
         """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""
-        return getattr(self, "iterations", 1)
+        return max(1, getattr(self, "iterations", 1))
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
@@ -99,6 +99,9 @@ class Rule(nn.Module):
             ValueError: the shape of ``children`` or ``transform`` does not fit the map.
         """
         check_capsules(children)
+        check_children(children.pose, transform, routing_map)
+        if self.weighs_activations:
+            check_activation(children.activation, children.pose)
         dtype = torch.promote_types(torch.promote_types(children.pose.dtype, transform.dtype), torch.float32)
         activation = children.activation.to(dtype) if self.weighs_activations else None
         with without_autocast(children.pose.device):

@@ -56,6 +56,11 @@ class SelfAttentionRouting(Rule):
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """Double the columns of the transforms: each vote û_ij becomes [û_ij, b_ij û_ij]."""
+        if transform.shape[:3] != self.bias.shape:
+            raise ValueError(
+                f"transform must have [K, C, J] = {list(self.bias.shape)}, the sizes of b in this rule; "
+                f"got {list(transform.shape[:3])}: create the rule with these sizes"
+            )
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 

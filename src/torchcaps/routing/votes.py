@@ -1,5 +1,6 @@
 """The votes of a layer. A routing rule reads only the moments of the votes for each parent, never single votes."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast, get_args
@@ -8,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from torchcaps.checks import check_choice, check_device, check_floating, described
+from torchcaps.checks import check_choice, check_device, check_floating, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
 from torchcaps.kernels.gaussian import gaussian_terms
 from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
 from torchcaps.routing.agreement import Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
-from torchcaps.routing_map import RoutingMap, added_at
+from torchcaps.routing_map import RoutingMap, added_at, check_children
 
 __all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
 
@@ -27,8 +28,11 @@ observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
     kind = device.type
-    active = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if active else nullcontext()
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    # An exported graph must contain the context, because it may later run under autocast.
+    needed = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if needed else nullcontext()
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,7 +40,8 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _check_activation(activation: Tensor, pose: Tensor) -> None:
+def check_activation(activation: Tensor, pose: Tensor) -> None:
+    """Check that the activation is a floating-point tensor ``[B, S, C]`` on the device of the pose."""
     if not isinstance(activation, Tensor) or activation.shape != pose.shape[:3]:
         raise ValueError(
             f"activation must be [B, S, C] = {list(pose.shape[:3])} to fit pose; got {described(activation)}"
@@ -90,10 +95,11 @@ class Votes:
         backend: Backend = "auto",
     ) -> None:
         check_choice("competition", competition, get_args(Competition))
-        routing_map.check(pose, transform)
+        check_sizes(passes=passes)
+        check_children(pose, transform, routing_map)
         dtype = torch.promote_types(pose.dtype, transform.dtype)
         if activation is not None:
-            _check_activation(activation, pose)
+            check_activation(activation, pose)
             dtype = torch.promote_types(dtype, activation.dtype)
         self.routing_map = routing_map
         self._activation = None if activation is None else in_dtype(activation, dtype)
@@ -117,7 +123,7 @@ class Votes:
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[Tensor] = []
-        self._written: WrittenVotes | None = None
+        self._written: tuple[bool, WrittenVotes] | None = None
         self._last: Agreement | None = None
 
     def detach(self) -> "Votes":
@@ -148,7 +154,8 @@ class Votes:
             mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
             found = Moments(mass, mean, second if variance else None)
         else:
-            found = self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
+            with without_autocast(self._pose.device):
+                found = self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
         self._observe(agreement, found)
         return found
 
@@ -165,6 +172,8 @@ class Votes:
         Raises:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
+        if not isinstance(floor, float | int) or not 0 <= floor < math.inf:
+            raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
         if not self.fused:
             found = self.moments(agreement)
             return Gaussians(*found, *gaussian_terms(cast(Tensor, found.variance), floor))  # type: ignore[arg-type]
@@ -225,7 +234,8 @@ class Votes:
         given = (self._pose, self._transform, *parts)
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         if not self.fused or differentiated:
-            return self._written_out.couplings(parts)
+            with without_autocast(self._pose.device):
+                return self._written_out.couplings(parts)
         sites = self.routing_map.parent_sites
         by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._options)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
@@ -240,7 +250,8 @@ class Votes:
 
     def materialised(self) -> Float[Tensor, "B J E C R N"]:
         """Compute and return all votes. The result has B·J·E·C·R·N elements."""
-        return self.routing_map.votes(self._pose, self._transform)
+        with without_autocast(self._pose.device):
+            return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
         """Compute the couplings that the last call of `moments` used."""
@@ -253,22 +264,30 @@ class Votes:
 
     @property
     def _written_out(self) -> WrittenVotes:
-        if self._written is None:
+        graph = torch.is_grad_enabled()
+        if self._written is None or (graph and not self._written[0]):  # votes made without gradients lack the graph
             children = self._pose, self._activation, self._transform
-            self._written = WrittenVotes(*children, self.routing_map, self._competition, self._none_of_the_above)
-        return self._written
+            options = self.routing_map, self._competition, self._none_of_the_above
+            self._written = graph, WrittenVotes(*children, *options)
+        return self._written[1]
 
     def _checked(self, agreement: Agreement | None) -> Agreement:
         """Check the agreement and convert it to the dtype of the moments. Replace None with an empty `Agreement`."""
         if agreement is None:
             return Agreement()
+        if not isinstance(agreement, Agreement):
+            raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
         vectors, dtype = self.parent_shape, self.dtype
         for name, part in zip(Agreement._fields, agreement, strict=True):
             shape = vectors[:3] if name == "constant" else vectors
-            if part is not None and part.shape != shape:
+            if part is None:
+                continue
+            if not isinstance(part, Tensor) or part.shape != shape:
                 raise ValueError(
                     f"{name!r} in the agreement must have shape {list(shape)} to fit the parents; got {described(part)}"
                 )
+            check_floating(f"agreement.{name}", part)
+            check_device(f"agreement.{name}", part, self._pose)
         return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
 
     def _next_tokens(self) -> list[Tensor]:
