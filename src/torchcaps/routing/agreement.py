@@ -40,7 +40,7 @@ class Moments(NamedTuple):
 
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
-    Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels may not be
+    Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels are not always
     contiguous in memory. Tensors that elementwise operations compute from them are then not contiguous either.
 
     Arguments:
