@@ -124,8 +124,22 @@ def test_tensors_that_no_rule_accepts_are_refused_by_every_rule(name, change, me
 @pytest.mark.parametrize("routing_map", [None, "dense", 5])
 def test_a_map_that_is_no_routing_map_is_refused_by_every_rule(name, routing_map):
     children = Capsules(right()["pose"], right()["activation"])
-    with pytest.raises(ValueError, match="routing_map must be a RoutingMap, such as RoutingMap"):
+    with pytest.raises(ValueError, match=r"routing_map must be a RoutingMap, such as RoutingMap\.dense\(6\); got"):
         rule_of(name, "auto")(children, right()["transform"], routing_map)
+
+
+@pytest.mark.parametrize("name", ["generative", "self_attention"])
+def test_a_transform_of_other_sizes_than_the_rule_is_refused(name):
+    rule = ROUTINGS[name].for_layer(LayerShape(4, 1, 5, (2, 2), (2, 2)))
+    children = Capsules(right()["pose"], right()["activation"])
+    with pytest.raises(ValueError, match=r"must have \[K, C, J\] = \[4, 1, 5\].* got \[4, 3, 5\]: .* child_types=3"):
+        rule(children, right()["transform"], RoutingMap.dense(4))
+
+
+def test_a_rule_with_no_iterations_still_has_one_pass():
+    rule = ROUTINGS["uniform"]()
+    rule.iterations = 0
+    assert rule.passes == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -105,7 +105,8 @@ def addresses(
 ) -> list[int]:
     """Return the memory addresses of tensors, and 0 for None.
 
-    A tensor is copied first if its strides are not the required ones or its memory is not aligned to 64 bytes.
+    A tensor is copied first if its strides are not the required ones, its memory is not aligned to 64 bytes, or its
+    memory holds the negated values (`Tensor.is_neg`).
 
     Arguments:
         dtype: required dtype of all tensors.

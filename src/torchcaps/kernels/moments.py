@@ -109,8 +109,9 @@ class Shapes:
         scalars, vectors = (batch, parent_sites, parent_types), (batch, parent_sites, parent_types, rows, columns)
         self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
         self.couplings = (batch, parent_types, edges, child_types)
-        self.scalar: Layout = (scalar := (scalars, None))
-        self.vector: Layout = (vector := (vectors, None if lanes == 1 else vector_strides(vectors, by_sample)))
+        scalar: Layout = scalars, None
+        vector: Layout = vectors, None if lanes == 1 else vector_strides(vectors, by_sample)
+        self.scalar, self.vector = scalar, vector
         self.log_sums: Layout = (groups[0], 2, *groups[1:]), None
         self.coupling_grads: Layout = groups, None
         self.lists = {"edge_lists": ((sites + parent_sites + transforms + 3 + 5 * edges,), None)}
@@ -164,8 +165,8 @@ def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
 
 def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, terms: bool) -> tuple[Layout | None, ...]:
     scalar, vector = shapes.scalar, shapes.vector
-    couplings, variance = None if uniform else shapes.log_sums, vector if with_variance else None
-    return scalar, vector, variance, scalar, couplings, *((vector, scalar) if terms else (None, None))
+    log_sums, variance = None if uniform else shapes.log_sums, vector if with_variance else None
+    return scalar, vector, variance, scalar, log_sums, *((vector, scalar) if terms else (None, None))
 
 
 def _like_moments(

@@ -12,7 +12,7 @@ from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import Backend
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Votes, without_autocast
-from torchcaps.routing_map import RoutingMap, check_children
+from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
 GradientPasses = Literal["all", "last"]
@@ -109,20 +109,12 @@ def dynamic_routing(
         torch.Size([2, 1, 10, 1, 16])
     """
     _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
-    check_children(pose, transform, routing_map)
+    constant = gradient_passes == "last"
+    passes = 1 if constant else iterations
+    votes = Votes(pose, None, transform, routing_map, none_of_the_above=leaky, passes=passes, backend=backend)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
     with without_autocast(pose.device):
-        constant = gradient_passes == "last"
-        votes = Votes(
-            pose.to(dtype),
-            None,
-            transform.to(dtype),
-            routing_map,
-            none_of_the_above=leaky,
-            passes=1 if constant else iterations,
-            backend=backend,
-        )
         earlier = votes.detach() if constant else votes
         agreement = None
         for _ in range(iterations - 1):

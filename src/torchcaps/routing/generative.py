@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_iterations, check_sizes
-from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Votes
 from torchcaps.routing_map import added_at, check_children
 
@@ -88,12 +88,7 @@ class GenerativeRouting(Rule):
         """Append columns with the values of β to the votes, then compute the parents as `Rule.forward` does."""
         check_capsules(children)
         check_children(pose := children.pose, transform, routing_map)
-        if transform.shape[:3] != self.beta_use.shape:
-            raise ValueError(
-                f"transform must have [K, C, J] = {list(self.beta_use.shape)}, the sizes of β in this rule; "
-                f"got {list(transform.shape[:3])}: create the rule with transforms={transform.shape[0]}, "
-                f"child_types={transform.shape[1]}, parent_types={transform.shape[2]}"
-            )
+        check_transform(transform, self.beta_use, "β")
         dtype = torch.promote_types(torch.promote_types(pose.dtype, transform.dtype), torch.float32)
         use, ignore = self.beta_use.to(dtype), self.beta_ignore.to(dtype)
         betas = torch.diag_embed(torch.stack([use + ignore, ignore], dim=3))

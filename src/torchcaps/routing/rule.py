@@ -96,7 +96,8 @@ class Rule(nn.Module):
             return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
 
         Raises:
-            ValueError: the shape of ``children`` or ``transform`` does not fit the map.
+            ValueError: ``children`` or ``transform`` does not fit the map, or the rule weighs activations and the
+                activation does not fit the pose.
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)
@@ -117,3 +118,17 @@ class Rule(nn.Module):
             )
             parents = self.route(votes)
             return (parents, votes.last_couplings()) if return_couplings else parents
+
+
+def check_transform(transform: Tensor, parameter: Tensor, name: str) -> None:
+    """Check that a transform ``[K, C, J, Q, N]`` fits a parameter ``[K, C, J]`` of a rule.
+
+    Raises:
+        ValueError: K, C or J differ.
+    """
+    if transform.shape[:3] != parameter.shape:
+        raise ValueError(
+            f"transform must have [K, C, J] = {list(parameter.shape)}, the sizes of {name} in this rule; "
+            f"got {list(transform.shape[:3])}: create the rule with transforms={transform.shape[0]}, "
+            f"child_types={transform.shape[1]}, parent_types={transform.shape[2]}"
+        )

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, lengths, squash
 from torchcaps.checks import check_sizes
-from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -56,11 +56,7 @@ class SelfAttentionRouting(Rule):
 
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """Double the columns of the transforms: each vote û_ij becomes [û_ij, b_ij û_ij]."""
-        if transform.shape[:3] != self.bias.shape:
-            raise ValueError(
-                f"transform must have [K, C, J] = {list(self.bias.shape)}, the sizes of b in this rule; "
-                f"got {list(transform.shape[:3])}: create the rule with these sizes"
-            )
+        check_transform(transform, self.bias, "b")
         bias = self.bias.to(transform.dtype)[..., None, None]
         return pose, torch.cat([transform, bias * transform], dim=4)
 

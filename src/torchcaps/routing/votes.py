@@ -64,15 +64,15 @@ class Votes:
         competition: ``parents``: the couplings of a child are a softmax over all of its parents; ``types``: they are a
             softmax over the parent types at each parent site.
         none_of_the_above: include an extra parent with logit 0 in every softmax.
-        passes: number of calls of `moments` that the rule will make. In the backward pass, one loop over the votes
-            computes the gradients of pose, activation and transform for all of these calls. If the rule makes more
-            calls, the gradients are still correct, but need more than one loop.
+        passes: number of calls of `moments` that the rule makes, at least 1. In the backward pass, one loop over the
+            votes computes the gradients of pose, activation and transform for all of these calls. If the rule makes
+            more calls, the gradients are still correct, but need more than one loop.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
     Raises:
         ValueError: ``pose`` or ``transform`` does not fit ``routing_map``; ``activation`` does not fit ``pose``;
-            ``competition`` or ``backend`` is unknown; or the fused backend cannot run.
+            ``competition`` or ``backend`` is unknown; ``passes`` is below 1; or the fused backend cannot run.
 
     Example:
         >>> pose, transform = torch.randn(2, 6, 4, 1, 8), torch.randn(6, 4, 10, 8, 16)
@@ -110,13 +110,9 @@ class Votes:
         self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
         self.dtype = statistics_dtype(dtype) if self.fused else dtype
         """Dtype of the moments and agreements."""
-        self.parent_shape = (
-            pose.shape[0],
-            routing_map.parent_sites,
-            transform.shape[2],
-            pose.shape[3],
-            transform.shape[4],
-        )
+        batch, _, _, rows, _ = pose.shape
+        _, _, types, _, columns = transform.shape
+        self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' poses."""
         if self.fused:
             self._pose = self._pose.contiguous()
@@ -170,7 +166,8 @@ class Votes:
             floor: constant added to the variances, at least 0.
 
         Raises:
-            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
+            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents, or ``floor`` is
+                not a finite number of at least 0.
         """
         if not isinstance(floor, float | int) or not 0 <= floor < math.inf:
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
