@@ -195,7 +195,7 @@ def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("used", ["variance", "half_precision", "log_volume", "mean", "all"])
+@pytest.mark.parametrize("used", ["variance", "log_volume", "mean", "all"])
 @pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
 def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, used, uniform, instruction_set):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
@@ -213,6 +213,46 @@ def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, 
     close(*results)
 
 
+@pytest.mark.parametrize("constant_couplings", [False, True])
+@pytest.mark.parametrize("inverse_temperature", [1.0, 0.3])
+@pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
+def test_an_agreement_with_variances_equals_one_with_the_factors(
+    batch, parent_types, inverse_temperature, constant_couplings, instruction_set
+):
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
+    parents = (batch, MAPS["conv"].parent_sites, parent_types)
+    given = torch.randn(parents).double(), *(torch.rand(*parents, ROWS, COLUMNS).double() for _ in range(2))
+    results = []
+    for backend, written in ((BACKENDS[0], False), (BACKENDS[1], False), (BACKENDS[1], True)):
+        leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, transform, *given)]
+        votes = Votes(*leaves[:3], MAPS["conv"], backend=backend)
+        constant, variance, centre = leaves[3:]
+        if written:
+            factor = inverse_temperature / (2 * (variance + 0.1))
+            agreement = Agreement(constant, quadratic=factor, centre=centre)
+        else:
+            agreement = Agreement(constant, None, None, centre, variance, 0.1, inverse_temperature)
+        found = votes.moments(agreement, constant_couplings=constant_couplings)
+        gradients = torch.autograd.grad(sum(x.square().sum() for x in found), leaves, materialize_grads=True)
+        with torch.no_grad():
+            results.append([*found, *gradients, votes.couplings(agreement)])
+    close(*results[:2])
+    close(*results[1:])
+
+
+def test_an_agreement_with_a_variance_and_wrong_options_is_refused():
+    pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
+    votes = Votes(pose, activation, transform, MAPS["conv"])
+    variance = votes.moments().variance
+    with pytest.raises(ValueError, match="both quadratic and variance: give one of them"):
+        votes.moments(Agreement(quadratic=variance, variance=variance))
+    for options in ({"variance_floor": -0.1}, {"inverse_temperature": 0.0}, {"inverse_temperature": float("nan")}):
+        with pytest.raises(ValueError, match="variance_floor must be a finite number of at least 0, and inverse_temp"):
+            votes.moments(Agreement(variance=variance, **options))
+        with pytest.raises(ValueError, match="need a variance; got variance=None, variance_floor="):
+            votes.moments(Agreement(**options))
+
+
 @pytest.mark.parametrize("batch", [3, 17])
 def test_gradients_are_right_if_the_saved_tensors_come_back_with_other_strides(batch):
     """As with ``torch.autograd.graph.save_on_cpu(pin_memory=True)``, which returns contiguous tensors."""
@@ -222,7 +262,7 @@ def test_gradients_are_right_if_the_saved_tensors_come_back_with_other_strides(b
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             votes = Votes(*leaves, MAPS["conv"], passes=2, backend="fused")
             first = votes.gaussians(floor=0.1)
-            agreement = Agreement(-first.log_volume, quadratic=first.half_precision, centre=first.mean)
+            agreement = Agreement(-first.log_volume, None, None, first.mean, first.variance, 0.1)
             loss = sum(x.square().sum() for x in votes.gaussians(agreement, floor=0.1))
         gradients.append(torch.autograd.grad(loss, leaves))
     close(*gradients)
@@ -245,18 +285,17 @@ def test_operators_accept_tokens_in_a_tuple():
     tokens = operators.open_votes(*layer, 1, *options)
     detached = (pose.detach(), *layer[1:])
     for given in (list(tokens), tuple(tokens)):
-        found = operators.moments(given, *detached, *4 * [None], True, *options, True, False, None)
+        found = operators.moments(given, *detached, *4 * [None], 0.0, 0.0, True, *options, True, False, None)
         assert found[1].requires_grad
 
 
-def test_gaussians_have_the_terms_of_the_variance_plus_the_floor():
+def test_gaussians_have_the_log_volume_of_the_variance_plus_the_floor():
     pose, activation, transform, *_ = full_problem(MAPS["conv"], 5, POSE)
     for backend in BACKENDS:
         votes = Votes(pose, activation, transform, MAPS["conv"], backend=backend)
-        (*found, half_precision, log_volume), moments = votes.gaussians(floor=0.2), votes.moments()
-        variance = moments.variance + 0.2
+        (*found, log_volume), moments = votes.gaussians(floor=0.2), votes.moments()
         close(found, moments)
-        close((half_precision, log_volume), (0.5 / variance, variance.sqrt().log().sum(dim=(3, 4))))
+        close([log_volume], [(moments.variance + 0.2).sqrt().log().sum(dim=(3, 4))])
 
 
 def test_a_second_backward_through_the_same_graph_gives_the_same_gradients():

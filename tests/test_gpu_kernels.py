@@ -19,7 +19,7 @@ from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.memory import lanes_of, padded
-from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes
+from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes, kernel_arguments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 MAPS = {
@@ -31,7 +31,7 @@ MAPS = {
 SMALL = RoutingMap(torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 1]]), 2, 2, 2, (1, 2))
 POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5), "odd": (3, 2, 2)}
 Reference = partial(Votes, backend="reference")
-PARTS = Agreement._fields
+PARTS = ("constant", "linear", "quadratic", "centre")
 SUBSETS = [parts for count in range(5) for parts in combinations(PARTS, count)]
 CHILDREN = ("pose", "activation", "transform")
 
@@ -86,7 +86,7 @@ class Fused:
         size = len(operators.Record._fields)
         tokens, self.tokens = self.tokens[:size], self.tokens[size:]
         even = agreement is None
-        layer = *self.detached, self.sites, *(agreement or Agreement()), even, *self.options
+        layer = *self.detached, self.sites, *kernel_arguments(agreement or Agreement()), even, *self.options
         return operators.moments(tokens, *layer, *options)
 
     def moments(self, agreement=None, *, variance=True, constant_couplings=False):
@@ -94,12 +94,12 @@ class Fused:
         return Moments(mass, mean, second if variance else None)
 
     def gaussians(self, agreement=None, *, floor):
-        mass, mean, variance, _, _, *terms = self.run(agreement, True, False, floor)
-        return Gaussians(mass, mean, variance, *terms)
+        mass, mean, variance, _, _, log_volume = self.run(agreement, True, False, floor)
+        return Gaussians(mass, mean, variance, log_volume)
 
     def couplings(self, agreement):
         pose, _, *others = self.detached
-        return operators.couplings(pose, *others, self.sites, *agreement, *self.options)
+        return operators.couplings(pose, *others, self.sites, *kernel_arguments(agreement), *self.options)
 
 
 def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
@@ -158,9 +158,9 @@ def as_in_em(votes, agreement):
     """Three passes that share one sweep; the loss does not depend on the mass of the second pass."""
     first = votes.gaussians(floor=0.1)
     constant = torch.log1p(first.mass) - first.log_volume
-    second = votes.gaussians(Agreement(constant, quadratic=first.half_precision, centre=first.mean), floor=0.1)
-    agreement = agreement._replace(quadratic=second.half_precision, centre=second.mean)
-    mass, mean, variance, _, log_volume = votes.gaussians(agreement, floor=0.1)
+    second = votes.gaussians(Agreement(constant, None, None, first.mean, first.variance, 0.1, 0.7), floor=0.1)
+    agreement = agreement._replace(quadratic=None, centre=second.mean, variance=second.variance, variance_floor=0.1)
+    mass, mean, variance, log_volume = votes.gaussians(agreement, floor=0.1)
     return mass, mean, variance, log_volume, second.mean
 
 
@@ -239,7 +239,7 @@ def test_couplings_equal_the_reference(device):
         children, agreement = [case[part] for part in CHILDREN], Agreement(*(case[part] for part in PARTS))
         right = Reference(*children, MAPS[name], none_of_the_above=none_of_the_above).couplings(agreement)
         fused = Fused(*(x.to(device) for x in children), MAPS[name], none_of_the_above=none_of_the_above)
-        found = fused.couplings([x.to(device) for x in agreement])
+        found = fused.couplings(Agreement(*(case[part].to(device) for part in PARTS)))
         torch.testing.assert_close(found.cpu(), right[:, :, order], rtol=1e-9, atol=1e-10)
 
 
@@ -316,7 +316,7 @@ def test_the_padding_of_the_batch_contains_only_zeros(device):
     fused = Fused(*(problem(SMALL)[part].to(device) for part in CHILDREN), SMALL)
     agreement = Agreement(constant=torch.ones(2, 2, 3, device=device).double())
     log_sums = operators.moments(
-        [], *fused.detached, fused.sites, *agreement, False, *fused.options, False, False, None
+        [], *fused.detached, fused.sites, *kernel_arguments(agreement), False, *fused.options, False, False, None
     )[4]
     assert log_sums.shape[0] == padded(2, lanes_of(fused.detached[0]))
     assert not log_sums[2:].any()
@@ -368,17 +368,17 @@ def run(dtype, parent_types, rows, inner, columns, types):
         activation, agreement, given = None, (None, vector, None, None), (scalar, vector, None)
     transform = torch.ones(4, 2, parent_types, inner, columns, dtype=dtype)
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
-    even = moments.moments([], *layer, *(None,) * 4, True, *options, not types, False, None)
-    forward = (*layer, *agreement, False, *options, not types, False, None)
+    even = moments.moments([], *layer, *(None,) * 4, 0.0, 0.0, True, *options, not types, False, None)
+    forward = (*layer, *agreement, 0.1, 0.5 * (not types), False, *options, not types, False, None)
     mass, mean, variance, log_mass, log_sums, *_ = moments.moments([], *forward)
     found = (mean, None if types else variance, log_mass)
-    backward = (*layer, *agreement, log_sums, *found, *given, *options, not types, None, None, None)
+    backward = (*layer, *agreement, 0.1, 0.5 * (not types), log_sums, *found, *given, *options, not types, None, None)
     coupling_grads, offset, *_ = moments.moments_backward(*backward)
     records = [*(None,) * 6, even[1], even[3], None, even[1], None, None]
     records += [*agreement, log_sums, coupling_grads, mean, log_mass, *given, offset]
     moments.votes_backward(*layer, [torch.empty(0) if x is None else x for x in records], *options)
     if not types:
-        moments.couplings(pose, *layer[2:], *agreement, *options)
+        moments.couplings(pose, *layer[2:], *agreement, 0.1, 0.5, *options)
 
 
 driver.set_active(Absent())

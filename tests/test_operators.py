@@ -23,23 +23,30 @@ def calls():
     layer = (pose, activation, transform, MAPS["conv"].edge_lists.values, MAPS["conv"].parent_sites)
     scalar, vector = (*pose.shape[:1], MAPS["conv"].parent_sites, 5), (4, 4)
     agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
-    options = (False, True, False)
+    options, plain = (False, True, False), (0.0, 0.0)
     tokens = operators.open_votes(*layer, 1, *options)
     mass, mean, variance, log_mass, log_sums, *_ = operators.moments(
-        [], *layer, *agreement, False, *options, True, False, None
+        [], *layer, *agreement, *plain, False, *options, True, False, None
     )
     found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
-    backward = (*layer, *agreement, log_sums, *found, *gradients, *options, True, None, None, None)
+    backward = (*layer, *agreement, *plain, log_sums, *found, *gradients, *options, True, None, None)
+    agreement_with_variances = (*agreement[:2], agreement[2].square(), agreement[3], 0.1, 0.5)
     coupling_grads, offset, *_ = operators.moments_backward(*backward)
     record = [*agreement, log_sums, coupling_grads, mean, log_mass, *gradients, offset]
     return {
         "open_votes": (*layer, 2, *options),
-        "moments": (tokens, *layer, *agreement, False, *options, True, False, None),
+        "moments": (tokens, *layer, *agreement, *plain, False, *options, True, False, None),
         "moments_backward": backward,
         "votes_backward": (*layer, record, *options),
-        "couplings": (pose, *layer[2:], *agreement, *options),
-        "moments with a floor": (tokens, *layer, *agreement, False, *options, True, False, 0.1),
-        "moments_backward with a floor": (*backward[:-3], torch.randn_like(mean), torch.randn_like(mass), 0.1),
+        "couplings": (pose, *layer[2:], *agreement, *plain, *options),
+        "moments with a floor": (tokens, *layer, *agreement_with_variances, False, *options, True, False, 0.1),
+        "moments_backward with a floor": (
+            *layer,
+            *agreement_with_variances,
+            *backward[len(layer) + 6 : -2],
+            torch.randn_like(mass),
+            0.1,
+        ),
     }
 
 

@@ -29,8 +29,8 @@ def _given(*tensors: Tensor | None) -> int:
 
 
 def _moments(
-    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    uniform, types, none_of_the_above, by_sample, with_variance, *_, **__,
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, *_, **__,
 ):  # fmt: skip
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     return uniform * making + (1 + with_variance + _given(linear, quadratic)) * product
@@ -42,13 +42,13 @@ def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quad
 
 
 def _moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample,
-    agreement_grads, half_precision_grad, log_volume_grad, *_, **__,
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
+    none_of_the_above, by_sample, agreement_grads, log_volume_grad, *_, **__,
 ):  # fmt: skip
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
-    of_moments = _given(mean_grad) + (_given(variance_grad, half_precision_grad, log_volume_grad) > 0)
+    of_moments = _given(mean_grad) + (_given(variance_grad, log_volume_grad) > 0)
     return _given(log_sums) * (of_moments + _given(linear, quadratic)) * product
 
 

@@ -120,7 +120,6 @@ class Shapes:
             "activation": (pose[:3], None),
             "transform": ((transforms, child_types, parent_types, inner, columns), None),
             "variance": vector,
-            "half_precision_grad": vector,
             "log_volume_grad": scalar,
         }
         fields = scalar, vector, vector, vector, self.log_sums, self.coupling_grads, vector, scalar, scalar
@@ -145,16 +144,19 @@ def _call(
     options: tuple[bool, bool, bool],
     records: Sequence[Sequence[Tensor | None]],
     outputs: Sequence[Tensor | None],
-    floor: float | None = None,
+    numbers: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> None:
-    """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out."""
+    """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out.
+
+    ``numbers`` are the floor of log_volume, and the floor and the inverse temperature of an agreement with variances.
+    """
     dtype, keep = cast(Tensor, layer[0]).dtype, list[Tensor]()
     given = addresses(dtype, shapes.layer, layer, keep)
     parts = [address for record in records for address in addresses(dtype, shapes.record, record, keep)]
     lists = addresses(torch.int32, shapes.lists, (edge_lists,), keep)[0]
     to = [0 if output is None else output.data_ptr() for output in outputs]
     sizes = (*shapes.sizes, *options, torch.get_num_threads())
-    cpu_kernel(function, dtype)(sizes, lists, given, parts, to, floor or 0.0)
+    cpu_kernel(function, dtype)(sizes, lists, given, parts, to, numbers)
 
 
 def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
@@ -163,15 +165,15 @@ def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
     return tuple(empty(pose, *(layout or ((0,), None)), dtype) for layout in layouts)
 
 
-def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, terms: bool) -> tuple[Layout | None, ...]:
+def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, volume: bool) -> tuple[Layout | None, ...]:
     scalar, vector = shapes.scalar, shapes.vector
     log_sums, variance = None if uniform else shapes.log_sums, vector if with_variance else None
-    return scalar, vector, variance, scalar, log_sums, *((vector, scalar) if terms else (None, None))
+    return scalar, vector, variance, scalar, log_sums, scalar if volume else None
 
 
 def _like_moments(
-    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     return _outputs(pose, _moments_layouts(shapes, uniform, with_variance, floor is not None))
@@ -181,27 +183,30 @@ def _like_moments(
 def moments(
     tokens: Sequence[Tensor], pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor,
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
-    uniform: bool, types: bool, none_of_the_above: bool, by_sample: bool, with_variance: bool, constant_couplings: bool,
-    floor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    variance_floor: float, inverse_temperature: float, uniform: bool, types: bool, none_of_the_above: bool,
+    by_sample: bool, with_variance: bool, constant_couplings: bool, floor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums; see `Record`.
 
-    With a ``floor``, the last outputs are 1 / 2σ² and Σ log σ, with σ² = variance + floor. Gradients reach pose,
-    activation and transform only through the tokens. ``uniform`` makes all couplings of a child equal, ``types`` limits
-    the competition to the types at one parent site, ``none_of_the_above`` adds a logit of 0 to each softmax,
-    ``by_sample`` selects the memory layout, and ``constant_couplings`` stops gradients at the couplings.
+    If ``inverse_temperature`` is not 0, ``quadratic`` contains variances, and the factor of d² in the logits is
+    inverse_temperature / 2 (quadratic + variance_floor). With a ``floor``, the last output is Σ log σ, with
+    σ² = variance + floor. Gradients reach pose, activation and transform only through the tokens. ``uniform`` makes all
+    couplings of a child equal, ``types`` limits the competition to the types at one parent site, ``none_of_the_above``
+    adds a logit of 0 to each softmax, ``by_sample`` selects the memory layout, and ``constant_couplings`` stops
+    gradients at the couplings.
     """
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     layouts = _moments_layouts(shapes, uniform, with_variance, floor is not None)
     outputs = _outputs(pose, layouts)
     found = [output if layout else None for output, layout in zip(outputs, layouts, strict=True)]
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
-    _call("moments", shapes, children, edge_lists, (types, none_of_the_above, by_sample), [agreement], found, floor)
+    options, numbers = (types, none_of_the_above, by_sample), (floor or 0.0, variance_floor, inverse_temperature)
+    _call("moments", shapes, children, edge_lists, options, [agreement], found, numbers)
     return outputs
 
 
-def _gradient_layouts(shapes, log_sums, variance, agreement, floor) -> list[Layout | None]:
-    """Layouts of coupling_grads, offset, the gradients of the agreement, and the gradient of the variance."""
+def _gradient_layouts(shapes, log_sums, variance, agreement, inverse_temperature, floor) -> list[Layout | None]:
+    """Layouts of coupling_grads, offset, the gradients of the agreement and of the variance, and the factors of d²."""
     scalar, vector, routed = shapes.scalar, shapes.vector, log_sums is not None
     parts = zip(agreement, (scalar, *3 * (vector,)), strict=True)
     return [
@@ -209,46 +214,50 @@ def _gradient_layouts(shapes, log_sums, variance, agreement, floor) -> list[Layo
         None if variance is None else scalar,
         *(layout if routed and part is not None else None for part, layout in parts),
         None if variance is None or floor is None else vector,
+        vector if inverse_temperature else None,
     ]
 
 
 def _like_moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
-    mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
-    half_precision_grad, log_volume_grad, floor,
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
+    none_of_the_above, by_sample, agreement_grads, log_volume_grad, floor,
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     agreement = (constant, linear, quadratic, centre) if agreement_grads else (None,) * 4
-    return _outputs(pose, _gradient_layouts(shapes, log_sums, variance, agreement, floor))
+    return _outputs(pose, _gradient_layouts(shapes, log_sums, variance, agreement, inverse_temperature, floor))
 
 
 @operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
 def moments_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
     constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
-    log_sums: Tensor | None, mean: Tensor, variance: Tensor | None, log_mass: Tensor, mass_grad: Tensor | None,
-    mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool, none_of_the_above: bool, by_sample: bool,
-    agreement_grads: bool, half_precision_grad: Tensor | None, log_volume_grad: Tensor | None, floor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    variance_floor: float, inverse_temperature: float, log_sums: Tensor | None, mean: Tensor, variance: Tensor | None,
+    log_mass: Tensor, mass_grad: Tensor | None, mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool,
+    none_of_the_above: bool, by_sample: bool, agreement_grads: bool, log_volume_grad: Tensor | None,
+    floor: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute coupling_grads and offset (see `Record`), and the gradients of constant, linear, quadratic and centre.
 
-    With a ``floor``, the last output is the gradient of the variance, including those of 1 / 2σ² and Σ log σ.
-
-    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. If log_sums is None,
-    the couplings are constants, and only the offset is computed.
+    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. With a ``floor``, the
+    next output is the gradient of the variance, including the gradient through Σ log σ. If ``inverse_temperature`` is
+    not 0, ``quadratic`` contains variances, and the last output is the factor of d² in the logits. If log_sums is None,
+    the couplings are constants, and only the offset and the last two outputs are computed.
     """
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
     differentiated = agreement if agreement_grads else (None,) * 4
-    outputs = _outputs(pose, _gradient_layouts(shapes, log_sums, variance, differentiated, floor))
+    layouts = _gradient_layouts(shapes, log_sums, variance, differentiated, inverse_temperature, floor)
+    outputs = _outputs(pose, layouts)
     if log_sums is not None and not log_sums.numel():  # no edges
         for output in outputs[2:6]:
             output.zero_()
     wanted = [output if output.numel() else None for output in outputs]
     if any(output is not None for output in wanted):
-        layer = pose, activation, transform, variance, half_precision_grad, log_volume_grad
+        layer = pose, activation, transform, variance, log_volume_grad
         record = Record(*agreement, log_sums, None, mean, log_mass, mass_grad, mean_grad, variance_grad)
-        _call("moments_backward", shapes, layer, edge_lists, options, [record], wanted, floor)
+        numbers = floor or 0.0, variance_floor, inverse_temperature
+        _call("moments_backward", shapes, layer, edge_lists, options, [record], wanted, numbers)
     return outputs
 
 
@@ -289,7 +298,8 @@ def votes_backward(
 
 
 def _like_couplings(
-    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above, by_sample
+    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, types, none_of_the_above, by_sample,
 ):  # fmt: skip
     shape = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample).couplings
     return pose.new_empty(shape, dtype=statistics_dtype(pose.dtype))
@@ -298,14 +308,15 @@ def _like_couplings(
 @operator(_like_couplings, partial(on_gpu, "couplings"))
 def couplings(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, constant: Tensor | None,
-    linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, types: bool, none_of_the_above: bool,
-    by_sample: bool,
+    linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None, variance_floor: float,
+    inverse_temperature: float, types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> Tensor:  # fmt: skip
     """Compute the couplings ``[B, J, E, C]``, with edges sorted by child site. The operator is not differentiable."""
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
     output = pose.new_empty(shapes.couplings, dtype=statistics_dtype(pose.dtype))
-    _call("couplings", shapes, (pose, None, transform), edge_lists, options, [agreement], [output])
+    numbers = 0.0, variance_floor, inverse_temperature
+    _call("couplings", shapes, (pose, None, transform), edge_lists, options, [agreement], [output], numbers)
     return output
 
 
@@ -345,37 +356,36 @@ def _sweep_over_votes(ctx, records):
 
 
 def _keep_pass(ctx, inputs, output) -> None:
-    tokens, *tensors, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, ctx.floor = (
-        inputs
-    )
-    pose, activation, transform, edge_lists, parent_sites, *agreement = tensors
-    _, *found, _, _ = output
+    tokens, pose, activation, transform, edge_lists, ctx.parent_sites, *rest = inputs
+    *agreement, variance_floor, inverse_temperature, uniform, types, none_of_the_above, by_sample = rest[:10]
+    ctx.with_variance, constant_couplings, ctx.floor = rest[10:]
+    _, *found, _ = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
-    ctx.tokens, ctx.parent_sites, ctx.with_variance = len(tokens), parent_sites, with_variance
+    ctx.tokens, ctx.gaussian = len(tokens), (variance_floor, inverse_temperature)
     ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
     ctx.wanted = [x is not None and x.requires_grad for x in agreement]
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, half_precision_grad, log_volume_grad):
+def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, log_volume_grad):
     *children, constant, linear, quadratic, centre, mean, variance, log_mass, log_sums = ctx.saved_tensors
     agreement = (constant, linear, quadratic, centre)
     routed, differentiated, *options = ctx.couplings
-    wanted = ctx.wanted
     second = variance_grad if ctx.with_variance else None
-    terms_grads = (None, None) if ctx.floor is None else (half_precision_grad, log_volume_grad)
-    variance = None if all(x is None for x in (second, *terms_grads)) else variance
+    log_volume_grad = None if ctx.floor is None else log_volume_grad
+    variance = None if second is None and log_volume_grad is None else variance
     gradients = (mass_grad, *(None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, second)))
-    coupling_grads, offset, *found, of_variance = moments_backward(
-        *children, ctx.parent_sites, *agreement, log_sums if differentiated else None, mean, variance, log_mass,
-        *gradients, *options, any(wanted), *terms_grads, ctx.floor,
+    coupling_grads, offset, *found, of_variance, factor = moments_backward(
+        *children, ctx.parent_sites, *agreement, *ctx.gaussian, log_sums if differentiated else None, mean, variance,
+        log_mass, *gradients, *options, any(ctx.wanted), log_volume_grad, ctx.floor,
     )  # fmt: skip
     if of_variance.numel():
         gradients = *gradients[:2], of_variance
-    agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, wanted, strict=True)]
+    agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, ctx.wanted, strict=True)]
+    agreement = (constant, linear, factor if ctx.gaussian[1] else quadratic, centre)
     record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, log_mass, *gradients, offset)
     record = [None if entry is None or not entry.numel() else entry for entry in record]
-    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 7
+    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 9
 
 
 differentiate("open_votes", _sweep_over_votes, _keep_children)

@@ -16,12 +16,21 @@ class Agreement(NamedTuple):
         logit = constant + Σ linear · d - Σ quadratic · d²        d = V - centre
 
     V is the vote of a child for a parent. The sums run over the elements of the vote. A softmax over the parents of a
-    child turns the child's logits into couplings. An argument that is None counts as 0; if all are None, all couplings
-    of a child are equal.
+    child turns the child's logits into couplings. A tensor that is None counts as 0; if all are None, all couplings of
+    a child are equal.
+
+    For the log density of a Gaussian, give ``variance`` instead of ``quadratic``::
+
+        quadratic = inverse_temperature / 2σ²        σ² = variance + variance_floor
+
+    The fused kernels compute this factor when they need it, and do not store it.
 
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types.
-        linear, quadratic, centre: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two dimensions.
+        linear, quadratic, centre, variance: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two
+            dimensions.
+        variance_floor: constant added to ``variance``, at least 0.
+        inverse_temperature: factor on the squared distances, above 0.
 
     Example:
         >>> import torch
@@ -33,6 +42,9 @@ class Agreement(NamedTuple):
     linear: Float[Tensor, "B P J R N"] | None = None
     quadratic: Float[Tensor, "B P J R N"] | None = None
     centre: Float[Tensor, "B P J R N"] | None = None
+    variance: Float[Tensor, "B P J R N"] | None = None
+    variance_floor: float = 0.0
+    inverse_temperature: float = 1.0
 
 
 class Moments(NamedTuple):
@@ -73,18 +85,16 @@ class Gaussians(NamedTuple):
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
         variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``, without the floor.
-        half_precision: half of the precision 1 / σ², that is 1 / (2σ²), ``[B, P, J, R, N]``.
         log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``.
 
     Example:
         >>> import torch
         >>> mass, mean = torch.ones(2, 1, 10), torch.zeros(2, 1, 10, 1, 16)
-        >>> Gaussians(mass, mean, variance=mean, half_precision=mean + 0.5, log_volume=0 * mass).half_precision.shape
+        >>> Gaussians(mass, mean, variance=mean + 1, log_volume=0 * mass).variance.shape
         torch.Size([2, 1, 10, 1, 16])
     """
 
     mass: Float[Tensor, "B P J"]
     mean: Float[Tensor, "B P J R N"]
     variance: Float[Tensor, "B P J R N"]
-    half_precision: Float[Tensor, "B P J R N"]
     log_volume: Float[Tensor, "B P J"]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend
-from torchcaps.kernels.gaussian import gaussian_terms
+from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
@@ -194,22 +194,26 @@ def em_routing(
                 mean = (1 - mean_damping) * undamped + mean_damping * cast(Tensor, agreement.centre)
                 moved = torch.where(mass[..., None, None] > 0, (undamped - mean).square(), 0)
                 variance = cast(Tensor, undamped_variance) + moved
-                half_precision, log_volume = gaussian_terms(variance, variance_floor)
+                volume = log_volume(variance, variance_floor)
             else:
-                mass, mean, variance, half_precision, log_volume = votes.gaussians(agreement, floor=variance_floor)
+                mass, mean, variance, volume = votes.gaussians(agreement, floor=variance_floor)
             if parent_activation == "logistic":
                 scale = -inverse_temperature / mean_data
-                logit = torch.addcmul(inverse_temperature * beta_a, cost + log_volume, mass, value=scale)
+                logit = torch.addcmul(inverse_temperature * beta_a, cost + volume, mass, value=scale)
                 log_activation = functional.logsigmoid(logit)
             else:
                 log_activation = _log_proportions(mass)
             if return_passes:
                 passes.append(EMPass(votes.couplings(agreement), mean, variance + variance_floor, log_activation.exp()))
             if t + 1 < iterations:
-                constant = log_activation - log_volume
-                if tempering < 1:
-                    constant, half_precision = tempering * constant, tempering * half_precision
-                agreement = Agreement(constant, quadratic=half_precision, centre=mean)
+                constant = log_activation - volume
+                agreement = Agreement(
+                    constant if tempering == 1 else tempering * constant,
+                    centre=mean,
+                    variance=variance,
+                    variance_floor=variance_floor,
+                    inverse_temperature=tempering,
+                )
         parents = Capsules(in_dtype(mean, dtype), in_dtype(log_activation.exp(), dtype))
     return (parents, passes) if return_passes else parents
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchcaps.checks import check_choice, check_device, check_floating, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
-from torchcaps.kernels.gaussian import gaussian_terms
+from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
 from torchcaps.routing.agreement import Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
@@ -38,6 +38,40 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a tensor to a dtype, like ``tensor.to(dtype)`` but faster if the tensor already has the dtype."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
+    """Arguments of the operators: variance takes the place of quadratic, and inverse_temperature 0 means quadratic."""
+    constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
+    if variance is None:
+        return constant, linear, quadratic, centre, 0.0, 0.0
+    return constant, linear, variance, centre, floor, inverse_temperature
+
+
+def _plain(agreement: Agreement) -> Agreement:
+    """Replace the variance by the quadratic factor."""
+    constant, linear, _, centre, variance, floor, inverse_temperature = agreement
+    if variance is None:
+        return agreement
+    return Agreement(constant, linear, half_precision(variance, floor, inverse_temperature), centre)
+
+
+def _check_variance(agreement: Agreement) -> None:
+    """Check the numbers of an agreement with a variance."""
+    floor, inverse_temperature = agreement.variance_floor, agreement.inverse_temperature
+    if agreement.variance is None:
+        if (floor, inverse_temperature) != (0, 1):
+            raise ValueError(
+                "variance_floor and inverse_temperature in the agreement need a variance; "
+                f"got variance=None, variance_floor={floor} and inverse_temperature={inverse_temperature}"
+            )
+    elif agreement.quadratic is not None:
+        raise ValueError("the agreement has both quadratic and variance: give one of them")
+    elif not 0 <= floor < math.inf or not 0 < inverse_temperature < math.inf:
+        raise ValueError(
+            "in the agreement, variance_floor must be a finite number of at least 0, and inverse_temperature a finite "
+            f"number above 0; got {floor} and {inverse_temperature}"
+        )
 
 
 def check_activation(activation: Tensor, pose: Tensor) -> None:
@@ -151,15 +185,16 @@ class Votes:
             found = Moments(mass, mean, second if variance else None)
         else:
             with without_autocast(self._pose.device):
-                found = self._written_out.moments(parts, variance=variance, constant_couplings=constant_couplings)
+                options = {"variance": variance, "constant_couplings": constant_couplings}
+                found = self._written_out.moments(_plain(parts), **options)
         self._observe(agreement, found)
         return found
 
     def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
         """Fit a Gaussian to the votes for each parent. Its variance σ² is the variance of the votes plus ``floor``.
 
-        The fused kernels compute the terms of the Gaussians together with the moments. This takes less time than
-        PyTorch operations on the result of `moments`.
+        The fused kernels compute the log volume together with the moments. This takes less time than PyTorch operations
+        on the result of `moments`.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
@@ -172,12 +207,12 @@ class Votes:
         if not isinstance(floor, float | int) or not 0 <= floor < math.inf:
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
         if not self.fused:
-            found = self.moments(agreement)
-            return Gaussians(*found, *gaussian_terms(cast(Tensor, found.variance), floor))  # type: ignore[arg-type]
+            mass, mean, variance = self.moments(agreement)
+            return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
         self._last = agreement
-        mass, mean, variance, _, _, *terms = self._fused(self._checked(agreement), floor=floor)
+        mass, mean, variance, _, _, volume = self._fused(self._checked(agreement), floor=floor)
         self._observe(agreement, Moments(mass, mean, variance))
-        return Gaussians(mass, mean, variance, *terms)
+        return Gaussians(mass, mean, variance, volume)
 
     def _observe(self, agreement: Agreement | None, found: Moments) -> None:
         if (watching := observer) is not None:
@@ -187,7 +222,8 @@ class Votes:
         self, parts: Agreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
     ) -> tuple[Tensor, ...]:
         if constant_couplings:
-            parts = Agreement(*(None if part is None else part.detach() for part in parts))
+            tensors = {name: x.detach() for name, x in parts._asdict().items() if isinstance(x, Tensor)}
+            parts = parts._replace(**tensors)  # type: ignore[arg-type]
         pose, activation, transform = self._pose, self._activation, self._transform
         if torch.is_grad_enabled():
             pose, transform = pose.detach(), transform.detach()
@@ -199,8 +235,8 @@ class Votes:
             transform,
             self._edge_lists,
             self.routing_map.parent_sites,
-            *parts,
-            all(part is None for part in parts),
+            *kernel_arguments(parts),
+            all(part is None for part in parts[:5]),
             *self._options,
             variance,
             constant_couplings,
@@ -228,13 +264,13 @@ class Votes:
             agreement: logits of the couplings; None for uniform couplings.
         """
         parts = self._checked(agreement)
-        given = (self._pose, self._transform, *parts)
+        given = (self._pose, self._transform, *parts[:5])
         differentiated = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         if not self.fused or differentiated:
             with without_autocast(self._pose.device):
-                return self._written_out.couplings(parts)
-        sites = self.routing_map.parent_sites
-        by_child = fused.couplings(self._pose, self._transform, self._edge_lists, sites, *parts, *self._options)
+                return self._written_out.couplings(_plain(parts))
+        layer = self._pose, self._transform, self._edge_lists, self.routing_map.parent_sites
+        by_child = fused.couplings(*layer, *kernel_arguments(parts), *self._options)
         return by_child.index_select(2, self.routing_map.place_by_child.on(self._pose.device))
 
     def weights(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
@@ -274,8 +310,10 @@ class Votes:
             return Agreement()
         if not isinstance(agreement, Agreement):
             raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
+        *tensors, floor, inverse_temperature = agreement
+        _check_variance(agreement)
         vectors, dtype = self.parent_shape, self.dtype
-        for name, part in zip(Agreement._fields, agreement, strict=True):
+        for name, part in zip(Agreement._fields, tensors, strict=False):
             shape = vectors[:3] if name == "constant" else vectors
             if part is None:
                 continue
@@ -285,7 +323,8 @@ class Votes:
                 )
             check_floating(f"agreement.{name}", part)
             check_device(f"agreement.{name}", part, self._pose)
-        return Agreement(*(None if part is None else in_dtype(part, dtype) for part in agreement))
+        constant, linear, quadratic, centre, variance = (None if x is None else in_dtype(x, dtype) for x in tensors)
+        return Agreement(constant, linear, quadratic, centre, variance, floor, inverse_temperature)
 
     def _next_tokens(self) -> list[Tensor]:
         """Return the tokens of the next pass, or [] if no gradient is needed; see `torchcaps.kernels.moments`."""

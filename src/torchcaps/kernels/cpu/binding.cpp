@@ -1,12 +1,14 @@
 // Python bindings. torchcaps.kernels.moments checks the shapes of all tensors and passes their addresses. This file
 // checks the indices of the edges, so that the kernels cannot read or write out of bounds.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -112,13 +114,16 @@ Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
 }
 
 template <class T> Children<T> children_at(const Addresses& x) { return {at<const T>(x, 0), at<const T>(x, 1), at<const T>(x, 2)}; }
-template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t first) {
-  return {at<const T>(x, first), at<const T>(x, first + 1), at<const T>(x, first + 2), at<const T>(x, first + 3)};
+// The floor of log_volume, and the floor and the inverse temperature of an agreement with variances, or zeros.
+using Numbers = std::array<double, 3>;
+template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t first, const Numbers& numbers) {
+  const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
+  return {entry(0), entry(1), entry(2), entry(3), T(numbers[1]), T(numbers[2])};
 }
 // The entries of torchcaps.kernels.moments.Record.
-template <class T> Record<T> record_at(const Addresses& x, std::size_t first = 0) {
+template <class T> Record<T> record_at(const Addresses& x, std::size_t first, const Numbers& numbers) {
   const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
-  const Record<T> record{agreement_at<T>(x, first), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
+  const Record<T> record{agreement_at<T>(x, first, numbers), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
   if (record.coupling_grads && !record.log_sums)
     throw std::invalid_argument("coupling_grads needs log_sums: give log_sums too");
   return record;
@@ -128,32 +133,31 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   const auto define = [&](const char* function, auto run) {
     const std::string name = std::string(function) + "_" + dtype;
     m.def(name.c_str(), [run](const Sizes& sizes, std::uintptr_t edge_lists, const Addresses& children,
-                              const Addresses& records, const Addresses& out, double floor) {
+                              const Addresses& records, const Addresses& out, const Numbers& numbers) {
       const Problem g = problem_of(sizes, edge_lists);
       nb::gil_scoped_release released;
-      run(g, children, records, out, T(floor));
+      run(g, children, records, out, numbers);
     });
   };
-  define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T floor) {
-    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6), floor};
-    if (out.log_volume && !(out.variance && out.half_precision))
-      throw std::invalid_argument("log_volume needs variance and half_precision: request them too");
-    kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0), out);
+  define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
+    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), T(numbers[0])};
+    if (out.log_volume && !out.variance) throw std::invalid_argument("log_volume needs variance: request the variance too");
+    kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
   });
-  define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, T) {
-    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0), at<T>(x, 0));
+  define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
+    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), at<T>(x, 0));
   });
-  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, T floor) {
-    const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6)};
-    const Variance<T> variance{at<const T>(given, 3), at<const T>(given, 4), at<const T>(given, 5), floor};
+  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, const Numbers& numbers) {
+    const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6), at<T>(x, 7)};
+    const Variance<T> variance{at<const T>(given, 3), at<const T>(given, 4), T(numbers[0])};
     if (variance.value && !at<T>(record, 10) && !out.variance)
       throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
-    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record), variance, out);
+    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0, numbers), variance, out);
   });
-  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, T) {
+  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers& numbers) {
     constexpr std::size_t ENTRIES = 12;
     std::vector<Record<T>> passes;
-    for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
+    for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first, numbers));
     kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
   });
 }

@@ -155,17 +155,15 @@ inline Vector<double> logarithm(Vector<double> x) {
   return x;
 }
 
-// Replaces up to 64 variances by 1 / 2σ² and returns Σ log σ, with σ² = variance + floor. In the logarithm, σ² is at
-// least the smallest normal number. The fractions of all σ² are multiplied, their exponents added, and a single logarithm
-// is taken.
-template <class T> inline Vector<T> gaussian_terms(Vector<T>* variances, int count, T floor) {
+// Σ log σ of up to 64 variances, with σ² = variance + floor, at least the smallest normal number. The fractions of all σ²
+// are multiplied, their exponents added, and a single logarithm is taken.
+template <class T> inline Vector<T> log_volume(const Vector<T>* variances, int count, T floor) {
   using Bits = typename Lane<T>::bits;
   constexpr int FRACTION = std::numeric_limits<T>::digits - 1, BIAS = std::numeric_limits<T>::max_exponent - 1;
   Vector<T> product = splat(T(1)), beyond{};
   Bits exponents{};
   for (int h = 0; h < count; ++h) {
-    const Vector<T> variance = variances[h] + floor, x = larger<T>(variance, splat(std::numeric_limits<T>::min()));
-    variances[h] = T(0.5) / variance;
+    const Vector<T> x = larger<T>(variances[h] + floor, splat(std::numeric_limits<T>::min()));
     const Bits finite = x <= std::numeric_limits<T>::max();
     beyond += finite ? Vector<T>{} : x;  // the sum is ∞ or NaN if x is
     const Bits whole = (Bits)(finite ? x : splat(T(1)));

@@ -27,8 +27,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16;
 
  public:
-  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
-      Base::store_scalar, Base::store_vector, Base::tiles;
+  using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_quadratic, Base::load_scalar, Base::load_vector,
+      Base::place, Base::store_scalar, Base::store_vector, Base::tiles;
 
   // The agreement of a tile, one record per block of parents: centre and quadratic [H], linear [H], constant. Tensors
   // that FORM lacks are omitted. By type, the constant is -∞ in lanes without a parent. By sample, it is 0 in lanes
@@ -42,7 +42,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     for (int at = 0; at < PB; ++at, records += size) {
       const auto place = this->place(tile, at);
       if (quadratic) load_vector(from.centre, place, records + centre_at());
-      if (quadratic) load_vector(from.quadratic, place, records + quadratic_at());
+      if (quadratic) load_quadratic(from, place, records + quadratic_at());
       if (linear) load_vector(from.linear, place, records + linear_at());
       const V holds_parent = first_lanes(Layout::by_type ? place.rows : L);
       records[constant_at()] = holds_parent > 0 ? load_scalar(from.constant, place) : splat(lowest<T>);
@@ -79,9 +79,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       store_vector(found.mean, out.mean, place);
       store_scalar(found.log_mass, out.log_mass, place);
       if (with_variance) store_vector(found.variance, out.variance, place);
-      if (!with_variance || !out.log_volume) continue;
-      store_scalar(gaussian_terms<T>(found.variance, numbers(), out.floor), out.log_volume, place);
-      store_vector(found.variance, out.half_precision, place);
+      if (with_variance && out.log_volume) store_scalar(log_volume<T>(found.variance, numbers(), out.floor), out.log_volume, place);
     }
   }
 

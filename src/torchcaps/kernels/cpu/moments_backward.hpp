@@ -60,21 +60,22 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       records[offset_at()] = load_scalar(pass.offset, place);
     }
   }
-  // Σ variance · variance_grad of each parent. If the pass returned 1 / 2σ² and Σ log σ, their gradients are first added
-  // to variance_grad.
+  // For each parent: the factors of d², if the agreement contains variances; and Σ variance · variance_grad. If the pass
+  // returned Σ log σ, its gradient is first added to variance_grad.
   void variance_grads(int tile, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) const {
-    for (int at = 0; out.offset && at < PB; ++at) {
+    for (int at = 0; at < PB; ++at) {
       const auto place = this->place(tile, at);
-      const V log_volume_grad = load_scalar(variance.log_volume_grad, place);
-      V value[MOST], grad[MOST], half_precision_grad[MOST], sum{};
+      V value[MOST], grad[MOST], sum{};
+      if (out.half_precision) {
+        this->load_quadratic(pass.agreement, place, value);
+        store_vector(value, out.half_precision, place);
+      }
+      if (!out.offset) continue;
+      const V half_log_volume_grad = T(0.5) * load_scalar(variance.log_volume_grad, place);
       load_vector(variance.value, place, value);
       load_vector(pass.variance_grad, place, grad);
-      if (out.variance) load_vector(variance.half_precision_grad, place, half_precision_grad);
       for (int h = 0; h < numbers(); ++h) {
-        if (out.variance) {
-          const V half_precision = T(0.5) / (value[h] + variance.floor);
-          grad[h] += half_precision * (log_volume_grad - T(2) * half_precision * half_precision_grad[h]);
-        }
+        if (out.variance) grad[h] += half_log_volume_grad / (value[h] + variance.floor);
         sum += value[h] * grad[h];
       }
       store_scalar(sum, out.offset, place);
@@ -92,6 +93,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     variance_grads(tile, pass, variance, out);
     pass.offset = out.offset;
     if (out.variance) pass.variance_grad = out.variance;
+    const T inverse_temperature = std::exchange(pass.agreement.inverse_temperature, T(0));
+    if (out.half_precision) pass.agreement.quadratic = out.half_precision;
     load_pass(tile, pass, parents);
     V* sums = zeros(PB * sums_size(), arena);
     const long most = this->most_visited();
@@ -138,7 +141,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         this->template add_up_of<quadratic>(group, children, d, u, sums);
       }
     }
-    if (wanted) store_agreement_grads(tile, parents, sums, out);
+    if (wanted) store_agreement_grads(tile, parents, sums, inverse_temperature, out);
   }
 
   // A pass of one tile, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the
@@ -251,15 +254,16 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   }
 
   long sums_size() const { return this->template sums_size_of<quadratic>(); }
-  void store_agreement_grads(int tile, const V* parents, const V* sums, const PassGrads<T>& out) const {
+  void store_agreement_grads(int tile, const V* parents, const V* sums, T inverse_temperature, const PassGrads<T>& out) const {
     for (int at = 0; at < PB; ++at) {
       const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
       const auto place = this->place(tile, at);
       V negative[MOST], centre_grad[MOST];
       for (int h = 0; h < numbers(); ++h) {
+        const V factor = quadratic ? record[quadratic_at() + h] : V{};
         negative[h] = quadratic ? -sum[1 + numbers() + h] : V{};
-        centre_grad[h] = V{};
-        if (quadratic) centre_grad[h] = T(2) * record[quadratic_at() + h] * sum[1 + h];
+        if (inverse_temperature != 0) negative[h] *= T(-2) / inverse_temperature * factor * factor;
+        centre_grad[h] = quadratic ? T(2) * factor * sum[1 + h] : V{};
         if (linear) centre_grad[h] -= record[linear_at() + h] * sum[0];
       }
       store_scalar(*sum, out.constant, place);

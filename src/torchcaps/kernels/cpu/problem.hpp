@@ -22,19 +22,22 @@ struct Problem {
   int group_of(int edge) const { return types ? edge : edge_child[edge]; }
 };
 
-// The logit of a coupling is constant + Σ linear · d - Σ quadratic · d², d = vote - centre. A null tensor is 0.
+// The logit of a coupling is constant + Σ linear · d - Σ quadratic · d², d = vote - centre. A null tensor is 0. If
+// inverse_temperature is not 0, `quadratic` contains variances, and the factor of d² is
+// inverse_temperature / 2 (quadratic + floor).
 template <class T> struct Agreement {
   const T *constant, *linear, *quadratic, *centre;
+  T floor, inverse_temperature;
 };
 
 template <class T> struct Children {
   const T *pose, *activation, *transform;  // null activation: all activations are 1
 };
 
-// log_sums is null if the couplings of a child are equal, variance if it is not requested. With σ² = variance + floor,
-// half_precision is 1 / 2σ² and log_volume is Σ log σ; both are null if they are not requested.
+// log_sums is null if the couplings of a child are equal. variance and log_volume are null if they are not requested.
+// log_volume is Σ log σ, with σ² = variance + floor.
 template <class T> struct MomentsOut {
-  T *mass, *mean, *variance, *log_mass, *log_sums, *half_precision, *log_volume, floor;
+  T *mass, *mean, *variance, *log_mass, *log_sums, *log_volume, floor;
 };
 
 // The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
@@ -44,16 +47,17 @@ template <class T> struct Record {
   const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
 };
 
-// The variance that a pass returned, and the gradients of the terms computed from it. A null gradient is 0.
+// The variance that a pass returned, and the gradient of log_volume. A null gradient is 0.
 template <class T> struct Variance {
-  const T *value, *half_precision_grad, *log_volume_grad;
+  const T *value, *log_volume_grad;
   T floor;
 };
 
-// If coupling_grads is null, only offset and variance are computed. variance is the gradient of the variance, including
-// the gradients of half_precision and log_volume; it is null if the pass did not return these.
+// If coupling_grads is null, only offset, variance and half_precision are computed. variance is the gradient of the
+// variance, including the gradient of log_volume; it is null if the pass did not return log_volume. half_precision is
+// the factor of d² in an agreement with variances, and null otherwise.
 template <class T> struct PassGrads {
-  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre, *variance;
+  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre, *variance, *half_precision;
 };
 
 template <class T> struct ChildrenGrads {

@@ -96,6 +96,13 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   void store_vector(const V* x, T* to, const Place& at) const {
     for (int h = 0; to && h < numbers(); ++h) store_some(x[h], to + at.vector + h * at.vector_stride, at.rows);
   }
+  // The factors of d² in the logits; 0 in lanes without a parent.
+  void load_quadratic(const Agreement<T>& from, const Place& at, V* to) const {
+    load_vector(from.quadratic, at, to);
+    if (from.inverse_temperature == 0) return;
+    const V holds_parent = first_lanes(at.rows), half = splat(T(0.5) * from.inverse_temperature);
+    for (int h = 0; h < numbers(); ++h) to[h] = holds_parent > 0 ? half / (to[h] + from.floor) : V{};
+  }
   // The numbers of the children of sites first … last - 1, `each` per site. By type they stay in place, by sample they
   // are copied into lanes in `room`.
   const Child* load_children(const T* from, int tile, int first, int last, long each, V* room) const {

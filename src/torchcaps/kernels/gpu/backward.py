@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gaussian import gaussian_terms_backward
+from torchcaps.kernels.gaussian import half_precision
 from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
     activations,
@@ -199,21 +199,23 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
 
 
 def moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, log_sums,
-    mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types, none_of_the_above, by_sample, agreement_grads,
-    half_precision_grad, log_volume_grad, floor,
+    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
+    none_of_the_above, by_sample, agreement_grads, log_volume_grad, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z, offset, of_variance = problem.z, problem.empty(0), problem.empty(0)
+    z, offset, of_variance, factor = problem.z, *(problem.empty(0) for _ in range(3))
+    if inverse_temperature:
+        quadratic = factor = half_precision(quadratic, variance_floor, inverse_temperature)
     if variance is not None and floor is not None:
-        terms_grads = half_precision_grad, log_volume_grad
-        of_variance = variance_grad = gaussian_terms_backward(variance, floor, variance_grad, *terms_grads)
+        added = 0 if log_volume_grad is None else log_volume_grad[..., None, None] / (2 * (variance + floor))
+        of_variance = variance_grad = (torch.zeros_like(mean) if variance_grad is None else variance_grad) + added
     if variance is not None:
         offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
     constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
     if log_sums is None:
-        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance
+        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance, factor
     agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
     record = record_of(*agreement, log_sums, None, mean, log_mass, *gradients, offset, dtype=problem.dtype)
     coupling_grads = problem.per_softmax()
@@ -231,8 +233,9 @@ def moments_backward(
             centre_grad = torch.zeros_like(mean) + by_quadratic - by_linear
         constant_grad = constant_grad if constant is None else zeroth
         linear_grad = linear_grad if linear is None else first
-        quadratic_grad = quadratic_grad if quadratic is None else -second
-    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance
+        if quadratic is not None:
+            quadratic_grad = -second * (-2 / inverse_temperature * factor.square() if inverse_temperature else 1)
+    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance, factor
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):

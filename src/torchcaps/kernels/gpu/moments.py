@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gaussian import gaussian_terms
+from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.gpu.backward import moments_backward, votes_backward
 from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
@@ -98,10 +98,12 @@ def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
 
 
 def moments(
-    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre,
-    uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
+    tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
+    inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
+    if inverse_temperature:
+        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
     agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre)
@@ -111,15 +113,17 @@ def moments(
     problem.per_parent(_m_step, agreement, tops, masses, means, variances)
     mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
     log_sums = problem.empty(0) if uniform else agreement.log_sums
-    terms = (problem.empty(0), problem.empty(0)) if floor is None else gaussian_terms(variance, floor)
-    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, *terms
+    volume = problem.empty(0) if floor is None else log_volume(variance, floor)
+    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, volume
 
 
 def couplings(
-    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, types, none_of_the_above,
-    by_sample,
+    pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor, inverse_temperature,
+    types, none_of_the_above, by_sample,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
+    if inverse_temperature:
+        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
     agreement = _with_log_sums(problem, constant, linear, quadratic, centre)
