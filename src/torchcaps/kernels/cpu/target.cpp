@@ -3,6 +3,7 @@
 #include "moments_backward.hpp"
 
 #include <exception>
+#include <mutex>
 
 #include <omp.h>
 
@@ -65,25 +66,29 @@ template <class T, class Kernel> void transforms_from_lanes(const Problem& g, co
                   std::min(lanes<T>, g.J - block * lanes<T>));
 }
 
-// Sums the `size` numbers that work(tile, sum, arena) adds to over all tiles. The tiles are split into groups, whose
-// number does not depend on the number of threads, so that results are bitwise independent of it.
-template <class T, class Work> T* sum_in_groups(int tiles, long size, int threads, Arena& memory, Work work) {
-  constexpr int MOST_GROUPS = 16;
-  constexpr long MOST_BYTES = 64L << 20;
-  const long affordable = MOST_BYTES / std::max(1L, size * long(sizeof(T)));
-  const int groups = int(std::max<long>(1, std::min<long>(std::min(tiles, MOST_GROUPS), affordable)));
-  T* sums = memory.take<T>(size * groups);
+// Sums the `size` numbers that work(tile, sum, arena) adds to, over all tiles. The groups of tiles do not depend on the
+// number of threads, and their sums are added in order, so that the number of threads does not change the result.
+template <class T, class Work> void sum_in_groups(int tiles, long size, int threads, T* to, Work work) {
+  constexpr long MOST_GROUPS = 16, MOST_BYTES = 64L << 20;
+  const long affordable = std::max(1L, MOST_BYTES / std::max(1L, size * long(sizeof(T))));
+  const int groups = int(std::min({long(tiles), MOST_GROUPS, affordable}));
+  std::vector<Arena> memory(groups);
+  std::vector<const T*> sums(groups);
+  std::mutex adding;
+  int added = 0;
+  std::fill_n(to, size, T(0));
   on_threads(groups, threads, [&](int group, Arena& arena) {
-    T* sum = sums + size * group;
+    T* sum = memory[group].template take<T>(size);
     std::fill_n(sum, size, T(0));
     for (int tile = int(long(tiles) * group / groups); tile < int(long(tiles) * (group + 1) / groups); ++tile) {
       arena.clear();
       work(tile, sum, arena);
     }
+    const std::lock_guard one_thread(adding);
+    sums[group] = sum;
+    for (; added < groups && sums[added]; memory[added++] = Arena())
+      for (long i = 0; i < size; ++i) to[i] += sums[added][i];
   });
-  for (int group = 1; group < groups; ++group)
-    for (long i = 0; i < size; ++i) sums[i] += sums[size * group + i];
-  return sums;
 }
 
 bool shape_is(const Problem& g, int R, int Q, int N) { return g.R == R && g.Q == Q && g.N == N; }
@@ -180,14 +185,14 @@ void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* pas
     }
     Arena memory;
     const long size = kernel.transform_size() * (Kernel::by_type ? lanes<T> : 1);
-    const T* sum = sum_in_groups<T>(kernel.tiles(), size, g.threads, memory, [&](int tile, T* sum, Arena& arena) {
+    T* total = Kernel::by_type ? memory.take<T>(size) : out.transform;
+    sum_in_groups<T>(kernel.tiles(), size, g.threads, total, [&](int tile, T* sum, Arena& arena) {
       std::vector<Pass> read(count);
       read_passes(tile, read.data(), arena);
       Arena scratch;
       for (int s = 0; s < g.S; ++s) kernel.votes_grads(s, tile, 1, x, read.data(), count, out, sum, scratch);
     });
-    if constexpr (Kernel::by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(sum), out.transform);
-    else std::copy_n(sum, size, out.transform);
+    if constexpr (Kernel::by_type) transforms_from_lanes(g, kernel, reinterpret_cast<const Vector<T>*>(total), out.transform);
   });
 }
 
