@@ -311,13 +311,13 @@ def test_check_rule_finds_wrong_rules():
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
-        (TwoFaced, "violated property on the dense map: The fused kernels and the reference give"),
-        (Leaking, "violated property on the dense map: A sample gives the same result"),
+        (TwoFaced, "the rule fails this test on the dense map: The fused kernels and the reference give"),
+        (Leaking, "the rule fails this test on the dense map: A sample gives the same result"),
         (
             Undefined,
-            "violated property on the dense map: (A sample|Values and gradients are finite if all poses)",
+            "the rule fails this test on the dense map: (A sample|Values and gradients are finite if all poses)",
         ),
-        (Detached, "violated property on the dense map: Gradients match"),
+        (Detached, "the rule fails this test on the dense map: Gradients match"),
     ):
         with pytest.raises(AssertionError, match=law):
             check_rule(lambda layer, rule=rule: rule())

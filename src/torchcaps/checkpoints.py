@@ -106,8 +106,8 @@ def _check_shapes(path: Path, checkpoint: Any, module: nn.Module) -> None:
     if different:
         raise BadInput(
             f"{path} is the checkpoint of another model: {different[0]} {_shape(found, different[0])} in the "
-            f"checkpoint, but {_shape(expected, different[0])} in this model; use --out to name the run folder of this "
-            "recipe"
+            f"checkpoint, but {_shape(expected, different[0])} in this model; give the run folder of this "
+            "recipe with --out, or train in a new folder"
         )
 
 

@@ -185,7 +185,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
             try:
                 law(rule, case, activation)
             except Exception as error:
-                raise AssertionError(f"violated property on the {name} map: {law.__doc__} ({error})") from error
+                raise AssertionError(f"the rule fails this test on the {name} map: {law.__doc__} ({error})") from error
 
 
 def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:

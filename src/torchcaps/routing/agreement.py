@@ -78,8 +78,10 @@ class Gaussians(NamedTuple):
 
         σ² = variance + floor
 
-    The weight w of a vote V is the activation of the child times the coupling of the child and the parent. The tensors
-    from the fused kernels may not be contiguous in memory, as in `Moments`.
+    The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
+
+    Use ``reshape`` or ``flatten`` instead of ``view``: as in `Moments`, the mean and the variance from the fused
+    kernels are not always contiguous in memory.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
