@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import one_hot, wide
+from torchcaps.errors import BadInput
 
 
 def margin_loss(
@@ -37,14 +38,17 @@ def margin_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` or ``weights`` does not have the documented shape, or a one-dimensional ``target`` is not
-            an integer tensor with values in [0, classes).
+        ValueError: ``target`` or ``weights`` does not have the documented shape, a one-dimensional ``target`` is not an
+            integer tensor with values in [0, classes), or a margin or ``negative_weight`` is out of range.
 
     Example:
         >>> import torch
         >>> margin_loss(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
         tensor(0.)
     """
+    _check_range("positive_margin", positive_margin, 0 < positive_margin <= 1, "above 0 and at most 1")
+    _check_range("negative_margin", negative_margin, 0 <= negative_margin < 1, "at least 0 and below 1")
+    _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
     present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
     _check_shape("target", present, scores.shape, "scores")
     missing = (positive_margin - scores).clamp_min(0).square()
@@ -100,14 +104,15 @@ def spread_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), or ``weights`` does not
-            have the shape ``[B]``.
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), ``weights`` does not have
+            the shape ``[B]``, or ``margin`` is out of range.
 
     Example:
         >>> import torch
         >>> spread_loss(torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([0]), margin=0.5)
         tensor(0.0100)
     """
+    _check_range("margin", margin, 0 < margin <= 1, "above 0 and at most 1")
     others = 1 - one_hot(target, scores.shape[1]).to(scores)
     _check_shape("target", others, scores.shape, "scores")
     of_target = scores.gather(1, target.long()[:, None])
@@ -233,12 +238,40 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
     return len(labels) / (num_classes * counts.float())
 
 
+def check_loss(loss: str, model: str, logits: bool) -> None:
+    """Check that a loss accepts the scores of a model. Losses that were added to `LOSSES` are not checked.
+
+    Arguments:
+        loss: a key of `LOSSES`.
+        model: name of the model in the error message.
+        logits: whether the scores of the model are logits; otherwise they are activations in [0, 1].
+
+    Raises:
+        BadInput: the loss is for logits and the scores are activations, or the other way round.
+
+    Example:
+        >>> check_loss("margin", "capsnet", logits=False)
+    """
+    scores = {True: "logits", False: "activations in [0, 1]"}
+    losses: dict[bool, tuple[str, ...]] = {True: LOSSES_OF_LOGITS, False: LOSSES_OF_ACTIVATIONS}
+    if loss in losses[not logits]:
+        raise BadInput(
+            f"loss {loss} needs {scores[not logits]}, but the scores of model {model} are {scores[logits]}: "
+            f"set loss={' or loss='.join(losses[logits])}"
+        )
+
+
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     """Multiply each loss by its weight, and divide the sum by the number of samples, not by the sum of the weights."""
     if weights is None:
         return losses.mean()
     _check_shape("weights", weights, losses.shape, "the samples")
     return (losses * weights.to(losses)).mean()
+
+
+def _check_range(name: str, value: float, valid: bool, range_: str) -> None:
+    if not valid:
+        raise ValueError(f"{name} must be {range_}; got {value}")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:
@@ -255,15 +288,21 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "activation_logit_cross_entropy": activation_logit_cross_entropy,
 }
 
+LOSSES_OF_ACTIVATIONS = ("margin", "spread", "activation_cross_entropy", "activation_logit_cross_entropy")
+LOSSES_OF_LOGITS = ("cross_entropy",)
+
 NOT_SETTINGS = ("scores", "target", "weights")
 """Arguments that the training loop passes to a loss. All other arguments of a loss are settings of a recipe."""
 
 __all__ = [
     "LOSSES",
+    "LOSSES_OF_ACTIVATIONS",
+    "LOSSES_OF_LOGITS",
     "NOT_SETTINGS",
     "activation_cross_entropy",
     "activation_logit_cross_entropy",
     "balanced_weights",
+    "check_loss",
     "cross_entropy",
     "margin_loss",
     "reconstruction_loss",

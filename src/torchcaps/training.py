@@ -26,6 +26,7 @@ from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
+from torchcaps.losses import check_loss
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
@@ -134,7 +135,8 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     The recipe's precision ``auto`` is replaced with ``bf16`` or ``float32``.
 
     Raises:
-        BadInput: an option of the model, of its routing rule or of the loss is invalid.
+        BadInput: an option of the model, of its routing rule or of the loss is invalid, or the loss does not accept
+            the scores of the model.
     """
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
@@ -144,6 +146,7 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     module = module_class(_new_model(recipe, splits.train), recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         return module  # it computes its loss in its own way
+    check_loss(recipe.loss, recipe.model, cast(Pretrained, module.model).logits)
     try:
         module.loss_of_scores(torch.full((1, classes), 0.5), splits.train.labels[:1], dict(recipe.loss_options))
     except (ValueError, RuntimeError) as error:

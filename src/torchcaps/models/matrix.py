@@ -227,6 +227,8 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         torch.Size([2, 10])
     """
 
+    logits = True
+
     def __init__(
         self,
         image_shape: Sequence[int] = (1, 28, 28),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import safetensors.torch
 import torch
@@ -62,6 +62,8 @@ class Pretrained:
     """
 
     options: dict[str, Any]
+    logits: ClassVar[bool] = False
+    """Whether the scores of the network are logits. Otherwise they are activations in [0, 1]."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
