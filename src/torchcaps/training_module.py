@@ -164,7 +164,8 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
-        self.log("validation_rank", validation_rank(reached, loss))
+        # float32 cannot resolve small differences of the loss; some devices have no float64.
+        self.log("validation_rank", validation_rank(reached.cpu().double(), loss.cpu().double()))
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
@@ -263,7 +264,6 @@ def validation_rank(reached_percent: Number, loss: Number) -> Number:
 
     The accuracy (with class weights: the mean recall) decides; among equals, the loss decides.
     """
-    # Subtracting 100 brings the number close to 0, where float32 still resolves small differences of the loss.
     return -(100 - reached_percent) - 0.001 * loss / (1 + loss)
 
 
