@@ -49,9 +49,9 @@ def command():
     return run
 
 
-def make_images(root: Path, per_class: int = 40, size: tuple[int, int] = (20, 24)) -> Path:
+def make_images(root: Path, per_class: int = 40, size: tuple[int, int] = (20, 24), seed: int = 0) -> Path:
     """Colour images of two classes: bright on the left, bright on the right."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     for name, columns in (("left", slice(0, 12)), ("right", slice(12, 24))):
         (root / name).mkdir(parents=True)
         for index in range(per_class):

@@ -127,7 +127,7 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
     ("lines", "parts"),
     [
         ((), ("cannot tell which column is the image column", "none")),
-        (("path,label",), ("no training images",)),
+        (("path,label",), ("has no images; add rows",)),
         (("path,label", "cat/0.png,cat,7"), ("line 2", "number of columns")),
         (("path,label", "cat/0.png"), ("line 2", "number of columns")),
         (("path,label", "cat/0.png,"), ("line 2", "label is empty")),
@@ -144,7 +144,10 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
         (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),
-        (("path,label,split", "cat/0.png,cat,test"), ("no training images",)),
+        (
+            ("path,label,split", "cat/0.png,cat,test", "dog/0.png,dog,test"),
+            ("no training images (its splits: test)",),
+        ),
         (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
         (
             ("path,label", *(f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in "129")),
@@ -224,7 +227,9 @@ def test_files_that_are_not_datasets_are_refused(tmp_path):
     refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
     refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
     datasets.DatasetDict({"trial": dataset(4)}).save_to_disk(tmp_path / "saved")
-    refused(lambda: load_image_table(tmp_path / "saved"), "has no split named train (its splits: trial)")
+    refused(
+        lambda: load_image_table(tmp_path / "saved"), "has no split named train, validation or test (its splits: trial)"
+    )
 
 
 def test_a_damaged_table_raises_one_line_or_gives_images(tmp_path):

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from safetensors.numpy import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images, train
 from torchcaps import BadInput, DataWarning, Diverged
@@ -212,22 +211,6 @@ def test_the_fingerprint_depends_on_labels_order_and_split():
     assert len(set(image_digests(one).tolist())) == 40
     wide = Images(one.pixels.reshape(40, 1, 14, 56), one.labels, one.class_names)
     assert not set(image_digests(one).tolist()) & set(image_digests(wide).tolist())
-
-
-def test_evaluating_on_training_images_causes_a_warning(call, images, finished, tmp_path):
-    code, _, error = call("evaluate", finished[0])
-    assert (code, error) == (0, "")
-    shutil.copytree(images, tmp_path / "photos" / "test")
-    shutil.copytree(images, tmp_path / "photos" / "train")
-    code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
-    assert code == 0, error
-    assert re.search(r"warning: 58 train and 6 validation images of .* are among the 80 test images: ", error)
-    everything = load_file(finished[0] / "image-digests.safetensors")
-    counts = {"train": 58, "validation": 6, "test": 16}
-    assert {name: len(digests) for name, digests in everything.items()} == {
-        **counts,
-        **{f"{name} files": count for name, count in counts.items()},
-    }
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -18,6 +18,7 @@ import lightning
 import numpy as np
 import safetensors.numpy
 from filelock import FileLock, Timeout
+from jaxtyping import Bool
 from lightning.pytorch.callbacks import Callback
 from safetensors import SafetensorError
 from torch import nn
@@ -247,14 +248,15 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     return metrics
 
 
-def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
-    """Count how many of the given images are in the training split of a run, and how many in its validation split.
+def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
+    """Find which of the given images are in the training split of a run, and which are in its validation split.
 
     For images on disk, checksums of the files are compared if possible, because checksums of the pixels require
     decoding every image.
 
     Returns:
-        The two numbers, with the keys ``train`` and ``validation``; empty if the images cannot be compared.
+        For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
+        cannot be compared.
 
     Raises:
         BadInput: the run's image digests are missing or damaged.
@@ -278,7 +280,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, int]:
                 stacklevel=2,
             )
             return {}
-        return {name: int(np.isin(digests, known[name + kind]).sum()) for name in ("train", "validation")}
+        return {name: np.isin(digests, known[name + kind]) for name in ("train", "validation")}
     except (OSError, LookupError, SafetensorError) as error:
         raise BadInput(f"{path} is missing or damaged ({error}): restore it from a copy") from error
 

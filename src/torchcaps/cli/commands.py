@@ -17,7 +17,7 @@ from torchcaps.cli.common import (
     print_version,
     run_folder,
     setting,
-    splits_for,
+    test_images_for,
     writable,
     writable_file,
 )
@@ -172,12 +172,18 @@ def evaluate(
         str | None, typer.Option(help="Dataset to use instead of the run's: a name, or a folder or table of images.")
     ] = None,
     data_dir: DataDir = Path("data"),
-    precision: Annotated[str, typer.Option(help="Precision: bf16, float32 or auto.")] = "auto",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Precision: bf16, float32 or auto; default: float32 if the run has float32, otherwise auto."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
     cache: Cache = "auto",
     csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
+
+    If another folder or table has no test split, all of its images are evaluated, except images that the run used in
+    training or validation.
 
     Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
     evaluated on the dataset of the first run.
@@ -193,22 +199,24 @@ def evaluate(
     if csv is not None:
         writable_file(csv, "--csv", new_folder=True)
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
-    run, (recipe, *_) = runs[0], [read_run(folder).recipe for folder in runs]
+    run, known = runs[0], {folder: read_run(folder) for folder in runs}
+    recipe = known[run].recipe
     expected = _what_scores_depend_on(classifier)
     for folder, other in zip(runs[1:], others, strict=True):
         for name, value in _what_scores_depend_on(other).items():
             if value != expected[name]:
                 raise BadInput(f"{folder} and {run} differ in {name}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
-    name = data or recipe.data
-    test = splits_for(classifier, recipe, name, data_dir, cache).test
+    test = test_images_for(classifier, known, data, data_dir, cache)
     seen_by = {folder: seen_in_training(folder, test) for folder in runs}
+    if precision is None:
+        precision = "float32" if recipe.precision == "float32" else "auto"
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(
         ("run", "data", "test images", "accuracy %", "error %", "calibration error %"),
-        [(label, name, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
+        [(label, data or recipe.data, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
     )
     _print_classes(per_class(found.confusion, test.class_names))
     warn_of_one_prediction(found.confusion, test.class_names)
@@ -217,8 +225,8 @@ def evaluate(
         write_scores(csv, test, found.scores)
         print(f"scores of each image: {csv}")
     for folder, seen in seen_by.items():
-        if any(seen.values()):
-            counts = " and ".join(f"{count:,} {split}" for split, count in seen.items() if count)
+        if any(mask.any() for mask in seen.values()):
+            counts = " and ".join(f"{mask.sum():,} {split}" for split, mask in seen.items() if mask.any())
             warnings.warn(
                 f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
                 "be lower",

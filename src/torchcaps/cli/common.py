@@ -3,7 +3,8 @@
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,13 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, DataWarning, printable
 
 if TYPE_CHECKING:
     from torchcaps.classifier import Classifier
-    from torchcaps.data import Splits
+    from torchcaps.data import Images, Splits
     from torchcaps.recipe import Recipe
+    from torchcaps.run_folder import Run
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that contains the datasets.")]
 Cache = Annotated[
@@ -173,6 +175,67 @@ def splits_for(
             "use --data to choose images of the same shape"
         )
     return splits
+
+
+def test_images_for(
+    classifier: "Classifier", runs: Mapping[Path, "Run"], data: str | None, data_dir: Path, cache: str
+) -> "Images":
+    """Load the images on which `torchcaps evaluate` evaluates one or several runs with the same classes.
+
+    Arguments:
+        classifier: network of the first run.
+        runs: folder and content of recipe.json of each run.
+        data: name, folder or table; None for the data of the first run.
+        data_dir: folder of the named datasets.
+        cache: as for `torchcaps.data.load_splits`.
+
+    Raises:
+        BadInput: the images cannot be read, or do not fit the network.
+
+    Warns:
+        DataWarning: the data of the first run have changed since the training.
+    """
+    import numpy as np
+    import torch
+
+    from torchcaps.data import DATASETS, difference, fingerprint, load_test_images
+    from torchcaps.data.image_table import HUB
+    from torchcaps.run_folder import seen_in_training
+
+    folder, run = next(iter(runs.items()))
+    recipe, name = run.recipe, run.recipe.data if data is None else data
+    known = name in DATASETS or name.startswith(HUB)
+    if data is None and not known and not Path(name).expanduser().exists():
+        raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
+    if name in DATASETS or _same_data(name, recipe.data):
+        splits = splits_for(classifier, recipe, name, data_dir, cache)
+        if _same_data(name, recipe.data) and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
+            warnings.warn(
+                f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "
+                "the accuracy of that training",
+                DataWarning,
+                stacklevel=2,
+            )
+        return splits.test
+    channels, height, width = classifier.image_shape
+    columns = {key: recipe.data_options[key] for key in ("image_column", "label_column") if key in recipe.data_options}
+    images, has_test_split = load_test_images(
+        name,
+        classifier.class_names,
+        cache=cache,  # type: ignore[arg-type]
+        image_size=(height, width),
+        channels=channels,
+        **columns,
+    )
+    if has_test_split:
+        return images
+    masks = [mask for one in runs for mask in seen_in_training(one, images).values()]
+    used = np.any(masks, axis=0) if masks else np.zeros(len(images), bool)
+    if used.all():
+        raise BadInput(f"{name}: {folder} was trained on all of these images; give new images with --data")
+    left_out = f", except {used.sum():,} that were used in training or validation" if used.any() else ""
+    print(f"{name} has no test split: all {len(images):,} images are evaluated{left_out}", flush=True)
+    return images.subset(torch.from_numpy(np.flatnonzero(~used)))
 
 
 def _same_data(one: str, other: str) -> bool:

@@ -1,11 +1,13 @@
 """Load a named dataset or your own images as training, validation and test splits."""
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from torchcaps.data.cifar import fetch_cifar10, load_cifar10, read_cifar10, verify_cifar10
 from torchcaps.data.contact_sheet import save_contact_sheet
@@ -53,6 +55,7 @@ __all__ = [
     "load_mnist_5k",
     "load_smallnorb",
     "load_splits",
+    "load_test_images",
     "load_toys",
     "parse_idx",
     "parse_norb",
@@ -246,6 +249,55 @@ def load_splits(
     for remark in [*remarks, *_remarks_on_counts(name_or_folder, splits.train)]:
         warnings.warn(remark, DataWarning, stacklevel=2)
     return splits
+
+
+def load_test_images(
+    folder_or_table: str,
+    class_names: Sequence[str],
+    *,
+    cache: Cache = "memory",
+    image_column: str | None = None,
+    label_column: str | None = None,
+    **options: Any,
+) -> tuple[Images, bool]:
+    """Load your own labelled images to evaluate a network on them.
+
+    Arguments:
+        folder_or_table: folder or table of images, as for `load_splits`. It needs no training images.
+        class_names: classes of the network. The images may lack some of these classes.
+        cache: as for `load_splits`.
+        image_column, label_column: columns of a table, as for `load_image_table`.
+        options: `image_size` and `channels`, as for `load_image_folder`.
+    Returns:
+        The images of the test split, and True; or all images, and False, if there is no test split.
+    Raises:
+        BadInput: there is no folder or table with this name; the network does not have a class of the images; or an
+            image cannot be read.
+    Warns:
+        DataWarning: as for `load_splits`.
+    """
+    folder = Path(folder_or_table).expanduser()
+    if is_table(folder_or_table):
+        images = list_table(folder_or_table, image_column, label_column)
+        chosen = images.rows.get("test")
+    elif folder.is_dir():
+        has_test = (folder / "test").is_dir() and any(path.is_dir() for path in (folder / "test").iterdir())
+        images = list_folder(folder / "test" if has_test else folder)
+        chosen = torch.arange(len(images.labels)) if has_test else None
+    else:
+        raise BadInput(f"{folder_or_table}: no folder or table exists at this path; give an existing path")
+    if unknown := [name for name in images.class_names if name not in class_names]:
+        raise BadInput(
+            f"{folder_or_table} has the class {unknown[0]}, but the network was trained on {', '.join(class_names)}: "
+            "use images of these classes"
+        )
+    numbers = torch.tensor([class_names.index(name) for name in images.class_names])
+    images = replace(images, labels=numbers[images.labels], class_names=tuple(class_names))
+    rows, none = torch.arange(len(images.labels)) if chosen is None else chosen, torch.arange(0)
+    splits, remarks = read_list(images, [none, none, rows], **options, cache=cache)
+    for remark in remarks:
+        warnings.warn(remark, DataWarning, stacklevel=2)
+    return splits.test, chosen is not None
 
 
 def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:

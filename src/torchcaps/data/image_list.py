@@ -41,8 +41,7 @@ class ImageList:
         source: the N encoded images.
         labels: `[N]`, int64, from 0 to `len(class_names) - 1`.
         class_names: names of the classes, in the order of the labels.
-        rows: indices of the images of each split. "train" is required; "validation" and "test" are held out from
-            "train" if absent.
+        rows: indices of the images of each split: "train", "validation" and "test". Splits may be absent.
         remarks: texts of the warnings about the folder or file.
     """
 
@@ -56,17 +55,22 @@ class ImageList:
     def split(self, test_fraction: float, seed: int, validation: tuple[float, int] | None) -> list[Tensor]:
         """Return the indices of the training, validation and test images.
 
+        Validation and test images are held out from the training images if the list has no such splits.
+
         Arguments:
             test_fraction: fraction of each class to hold out for testing if there is no test split.
             seed: seed for choosing the test images.
             validation: `(fraction, seed)` for holding out validation images if there is no validation split. With None,
                 no validation images are held out.
         Raises:
-            BadInput: there is no test split, and a class has only one image; or `test_fraction` is out of its range.
+            BadInput: there are no training images; there is no test split, and a class has only one image; or
+                `test_fraction` is out of its range.
         """
         if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
             raise BadInput(f"test_fraction is {test_fraction!r}; give a number above 0 and below 1")
-        train, test, held_out = self.rows["train"], self.rows.get("test"), self.rows.get("validation")
+        train, test, held_out = self.rows.get("train"), self.rows.get("test"), self.rows.get("validation")
+        if train is None or not len(train):
+            raise BadInput(f"{self.name}: has no training images (its splits: {', '.join(self.rows)}); add some")
         if test is None:
             for label, count in enumerate(self.labels[train].bincount(minlength=len(self.class_names)).tolist()):
                 if count == 1:

@@ -217,8 +217,10 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
     if any("split" in dataset.column_names for dataset in found.values()):
         remarks.append(f"{name}: the column split is not read; save each split in its own file, such as test.parquet")
-    if "train" not in splits:
-        raise BadInput(f"{name}: has no split named train (its splits: {', '.join(found)}); rename a split to train")
+    if not splits:
+        raise BadInput(
+            f"{name}: has no split named train, validation or test (its splits: {', '.join(found)}); rename a split"
+        )
     for row, one in enumerate(labels):
         if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
             raise BadInput(f"{names[row]}: has no label; remove the row")
@@ -296,8 +298,8 @@ def _column(
 def _image_list(
     name: str, source: Any, labels: Sequence[Any], class_names: Sequence[str] | None, splits: dict[str, list[int]]
 ) -> ImageList:
-    if not splits.get("train"):
-        raise BadInput(f"{name}: has no training images; add rows")
+    if not labels:
+        raise BadInput(f"{name}: has no images; add rows")
     if class_names is None:
         known = sorted(set(labels))
         class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()

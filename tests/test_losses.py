@@ -1,4 +1,4 @@
-"""Class weights: in every loss, with mixup, and in a training run with twenty times as many images of one class."""
+"""Losses: the scores that each accepts, and class weights in every loss, with mixup and in unbalanced training."""
 
 import inspect
 import json
@@ -10,14 +10,24 @@ import torch
 from sklearn.utils import compute_class_weight
 from torch import nn
 
-from torchcaps import BadInput, Prediction
+from torchcaps import MODELS, BadInput, Prediction
 from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
-from torchcaps.losses import LOSSES, balanced_weights
+from torchcaps.losses import LOSSES, balanced_weights, check_loss
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, mean_recall_percent
+
+
+def test_a_loss_that_does_not_fit_the_scores_of_a_model_is_refused():
+    for model, kind in MODELS.items():
+        for loss in LOSSES:
+            if kind.logits is (loss == "cross_entropy"):
+                check_loss(loss, model, kind.logits)
+            else:
+                with pytest.raises(BadInput, match=f"loss {loss} needs .* model {model} are .*: set loss="):
+                    check_loss(loss, model, kind.logits)
 
 
 @pytest.mark.parametrize("name", LOSSES)

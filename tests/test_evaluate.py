@@ -1,0 +1,68 @@
+"""`torchcaps evaluate` on the data of a run, on moved data, and on new images."""
+
+import re
+import shutil
+
+from safetensors.numpy import load_file
+
+from conftest import make_images, train
+
+
+def evaluated(call, *words):
+    """Return the number of test images, the accuracy, the output and the warnings of `torchcaps evaluate`."""
+    code, out, error = call("evaluate", *words)
+    assert code == 0, error
+    count, accuracy = re.search(r"│ +([\d,]+) +│ +(\d+\.\d\d) +│", out).groups()
+    return int(count), float(accuracy), out, error
+
+
+def test_moved_data_have_the_same_test_images_as_before(call, refused, images, tmp_path, monkeypatch):
+    root = shutil.copytree(images, tmp_path / "photos")
+    out, options = tmp_path / "run", ("--epochs", 1, "--batch-size", 2, "--set", "data.test_fraction=0.5")
+    code, _, error = train(call, root, out, *options)
+    assert code == 0, error
+    count, accuracy, _, error = evaluated(call, out)
+    assert (count, error) == (40, "")
+    moved = root.rename(tmp_path / "elsewhere")
+    assert f"{out} was trained on {root}, which does not exist here: give its path with --data" in refused(
+        "evaluate", out
+    )
+    found = evaluated(call, out, "--data", moved)
+    assert found[:2] == (40, accuracy)
+    assert "no test split: all 80 images are evaluated, except 40 that were used in training or validation" in found[2]
+    moved.rename(root)
+    shutil.copy(root / "left" / "000.png", root / "left" / "copy.png")
+    assert "has changed since" in evaluated(call, out, "--data", root)[3]
+
+
+def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path):
+    new = make_images(tmp_path / "new", per_class=7, seed=9)
+    count, accuracy, out, error = evaluated(call, finished[0], "--data", new)
+    assert (count, error) == (14, "")
+    assert "has no test split: all 14 images are evaluated\n" in out
+    shutil.copytree(new, tmp_path / "split" / "test")
+    assert evaluated(call, finished[0], "--data", tmp_path / "split")[:2] == (14, accuracy)
+    files = [*new.rglob("*.png")]
+    for split, name in (("test", "test.csv"), ("train", "train.csv")):
+        lines = ["file,label,split", *(f"{file},{file.parent.name},{split}" for file in files)]
+        (tmp_path / name).write_text("\n".join(lines))
+        assert evaluated(call, finished[0], "--data", tmp_path / name)[:2] == (14, accuracy)
+    (new / "right").rename(new / "middle")
+    line = refused("evaluate", finished[0], "--data", new)
+    assert "has the class middle, but the network was trained on left, right" in line
+
+
+def test_evaluating_on_training_images_causes_a_warning(call, images, finished, tmp_path):
+    code, _, error = call("evaluate", finished[0])
+    assert (code, error) == (0, "")
+    shutil.copytree(images, tmp_path / "photos" / "test")
+    shutil.copytree(images, tmp_path / "photos" / "train")
+    code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
+    assert code == 0, error
+    assert re.search(r"warning: 58 train and 6 validation images of .* are among the 80 test images: ", error)
+    everything = load_file(finished[0] / "image-digests.safetensors")
+    counts = {"train": 58, "validation": 6, "test": 16}
+    assert {name: len(digests) for name, digests in everything.items()} == {
+        **counts,
+        **{f"{name} files": count for name, count in counts.items()},
+    }
