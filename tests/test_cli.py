@@ -78,6 +78,18 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, re
     picture = images / "left" / "000.png"
     answers = [Classifier.from_pretrained(folder).predict(picture).scores for folder in (run, weights)]
     assert torch.equal(*answers)
+    assert str(tmp_path) not in card  # no paths of this computer
+    assert "The network was trained only on images, with" in card
+    code, _, error = call("publish", run, tmp_path / "my weights")
+    assert code == 0, error
+    assert "torchcaps predict 'my weights' IMAGE" in (tmp_path / "my weights" / "README.md").read_text()
+    again = shutil.copytree(run, tmp_path / "again")
+    content = json.loads((again / "recipe.json").read_text())
+    content["recipe"]["pretrained"] = "weights/cats"
+    (again / "recipe.json").write_text(json.dumps(content))
+    assert call("publish", again, tmp_path / "cats")[0] == 0
+    card = (tmp_path / "cats" / "README.md").read_text()
+    assert "The training started with weights from weights/cats. The network was trained on images, with" in card
     (tmp_path / "unfinished").mkdir()
     assert "no metrics.json: finish the training" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
 

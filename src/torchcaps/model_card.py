@@ -1,6 +1,8 @@
 """Publish a trained network: write its weights without the decoder, and a model card with data, recipe and accuracy."""
 
 import json
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ CARD = """# {name}
 Network: `{model}`, {parameters:,} parameters, {count} classes: {classes}.
 
 ```sh
-torchcaps predict {folder} IMAGE
+torchcaps predict {quoted} IMAGE
 ```
 
 ```python
 from torchcaps import Classifier
 
-classifier = Classifier.from_pretrained("{folder}")
+classifier = Classifier.from_pretrained({literal})
 print(classifier.predict("IMAGE").class_names)
 ```
 
@@ -35,8 +37,8 @@ print(classifier.predict("IMAGE").class_names)
 
 ## Limits
 
-The network was trained only on {data}, with images of {shape} (channels × height × width). Images of other sizes are
-resized. Accuracy on other data has not been measured. Scores are not calibrated probabilities.{decoder}
+{started}The network was trained{only} on {data}, with images of {shape} (channels × height × width). Images of
+other sizes are resized. Accuracy on other data has not been measured. Scores are not calibrated probabilities.{decoder}
 
 ## Recipe
 
@@ -57,8 +59,9 @@ def publish(run: Path, folder: Path) -> Path:
 
     Arguments:
         run: run folder of a finished training run.
-        folder: folder for the weights, created if it does not exist. It must not be a run folder. Existing files
-            model.safetensors, config.json and README.md are replaced.
+        folder: folder for the weights, created if it does not exist. It must not be a run folder. If the path is
+            absolute, the model card shows only the name of the folder. Existing files model.safetensors, config.json
+            and README.md are replaced.
 
     Returns:
         The path of README.md.
@@ -81,16 +84,22 @@ def publish(run: Path, folder: Path) -> Path:
     if has_decoder:
         model.decoder, model.options["decoder"] = None, False
     classifier.save_pretrained(folder)
-    environment = saved.environment
+    environment, recipe = saved.environment, saved.recipe
+    # An absolute path would show a folder of this computer to everybody.
+    recipe = replace(recipe, data=_shown(recipe.data), pretrained=_shown(recipe.pretrained))
+    where = _shown(str(folder))
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     text = CARD.format(
         name=folder.name,
-        folder=folder,
-        model=saved.recipe.model,
+        quoted=shlex.quote(where),
+        literal=json.dumps(where, ensure_ascii=False),
+        model=recipe.model,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         count=len(classifier.class_names),
         classes=", ".join(classifier.class_names),
-        data=saved.recipe.data,
+        data=recipe.data,
+        only="" if recipe.pretrained else " only",
+        started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
         minutes=metrics["wall_seconds"] / 60,
         reads=reads,
         commit=environment["commit"],
@@ -100,9 +109,13 @@ def publish(run: Path, folder: Path) -> Path:
         gpu=f", {environment['gpu']}" if environment["gpu"] else "",
         decoder=" The decoder is not included." if has_decoder else "",
         shape="×".join(map(str, classifier.image_shape)),
-        recipe=json.dumps(saved.recipe.plain(), indent=2),
+        recipe=json.dumps(recipe.plain(), indent=2),
         **{name: metrics[name] for name in PUBLISHED},
     )
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())
     return folder / "README.md"
+
+
+def _shown(path: str) -> str:
+    return Path(path).name if Path(path).is_absolute() else path
