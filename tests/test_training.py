@@ -106,6 +106,30 @@ def test_an_interrupted_run_prints_how_to_resume_and_leaves_no_partial_file(load
     assert torch.load(out / "last.ckpt", weights_only=True)["epoch"] >= 0
 
 
+INTERRUPTED_TEST = """
+import os, signal, sys
+from torchcaps import cli
+from torchcaps.training_module import TrainingModule
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+TrainingModule.test_step = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+cli.main()
+"""
+
+
+def test_an_interruption_in_a_test_prints_one_line(images, finished, tmp_path):
+    """Both in the test at the end of a training and in `evaluate`."""
+    out = tmp_path / "run"
+    training = ["train", "capsnet-mnist", "--data", images, "--out", out, *SMALL_CAPSNET, "--epochs", "1"]
+    resume = f"interrupted: run the same command with --resume to continue in {out}"
+    for words, line in ((training, resume), (["evaluate", finished[0]], "interrupted")):
+        command = [sys.executable, "-c", INTERRUPTED_TEST, *map(str, words)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+        assert (done.returncode, done.stderr.splitlines()) == (130, [line])
+    assert (out / "last.ckpt").exists()
+    assert not (out / "metrics.json").exists()
+
+
 def test_an_interruption_while_a_checkpoint_is_written_leaves_the_old_checkpoint(tmp_path):
     target, writer = tmp_path / "last.ckpt", AtomicCheckpoints()
     writer.save_checkpoint({"epoch": 1}, target)

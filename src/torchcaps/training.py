@@ -1,7 +1,8 @@
 """Training and evaluation with Lightning, independent of any particular dataset or model."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int64
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
 from torchcaps.capsules import Prediction
@@ -184,9 +186,8 @@ def _train(
     trainer = _trainer(recipe, folder, devices, log, logger)
     earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:
-        trainer.fit(module, data, ckpt_path=last)
-    except SystemExit as interrupted:
-        raise KeyboardInterrupt from interrupted
+        with _raising_interrupts():
+            trainer.fit(module, data, ckpt_path=last)
     except RuntimeError as error:
         if "DataLoader worker" in str(error):
             raise BadInput(
@@ -199,9 +200,9 @@ def _train(
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
-    validation = trainer.test(module, data.val_dataloader(), verbose=False)[0]["test_accuracy_percent"]
+    validation = _test(trainer, module, data.val_dataloader())
     trainer.loggers = loggers
-    test = trainer.test(module, data.test_dataloader(), verbose=False)[0]["test_accuracy_percent"]
+    test = _test(trainer, module, data.test_dataloader())
     rows = read_rows(folder / "metrics.csv")
     names = splits.test.class_names
     metrics = {
@@ -236,6 +237,21 @@ def _train(
         write_json(folder / "metrics.json", metrics)
         (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors contains these weights
     return metrics
+
+
+@contextmanager
+def _raising_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C: Lightning's `Trainer` raises SystemExit instead."""
+    try:
+        yield
+    except SystemExit as interrupted:
+        raise KeyboardInterrupt from interrupted
+
+
+def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader) -> float:
+    """Test the module on batches, and return the accuracy in percent."""
+    with _raising_interrupts():
+        return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]
 
 
 class EarlyStopping(lightning_callbacks.EarlyStopping):
@@ -348,6 +364,7 @@ def evaluate(
 
     Raises:
         BadInput: `precision` is not auto, bf16 or float32.
+        KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     recipe = Recipe("evaluate", "", "", batch_size=batch_size)
     module = TrainingModule(model, recipe, len(images.class_names))
@@ -361,6 +378,6 @@ def evaluate(
     )
     batches = ImageBatches(images, preparation or Preparation())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
-    accuracy = trainer.test(module, loader, verbose=False)[0]["test_accuracy_percent"]
+    accuracy = _test(trainer, module, loader)
     scores = None if module.scored is None else module.scored[:, :-1]
     return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)
