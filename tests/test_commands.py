@@ -1,12 +1,15 @@
 """The commands `recipes` and `predict`, the option `--version`, and the folder for results of experiments."""
 
 import csv
+import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from conftest import COMMAND, ENVIRONMENT
 from torchcaps import Classifier, __version__
 from torchcaps.cli.common import print_table
 from torchcaps.options import meanings
@@ -84,6 +87,20 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
     answer = Classifier.from_pretrained(finished[0]).predict(paths)
     for row, path, name, scores in zip(rows, paths, answer.class_names, answer.scores.tolist(), strict=True):
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
+
+
+def test_a_subfolder_that_cannot_be_read_is_refused(finished, images, tmp_path):
+    """As root, the command runs without the capabilities that override permissions."""
+    shutil.copytree(images, tmp_path / "new")
+    locked = tmp_path / "new" / "right"
+    unprivileged = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    locked.chmod(0)
+    words = [*unprivileged, *COMMAND, "predict", str(finished[0]), str(tmp_path / "new")]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    locked.chmod(0o700)
+    assert (done.returncode, done.stdout) == (2, "")
+    cure = "change its permissions, or give only folders that can be read"
+    assert done.stderr == f"error: {locked} cannot be read (Permission denied): {cure}\n"
 
 
 LONG = "/home/somebody/projects/bears/" + 10 * "images-of-2024/" + "0001.png"

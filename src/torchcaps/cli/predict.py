@@ -1,5 +1,6 @@
 """The command `torchcaps predict`."""
 
+import os
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -20,8 +21,8 @@ def predict(
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.
 
-    Folders are searched for images, including their subfolders. A warning names each image that cannot be read. A
-    network for stereo pairs gets the same image in both channels.
+    Folders are searched for images, including their subfolders. A folder that cannot be read is an error. A warning
+    names each image that cannot be read. A network for stereo pairs gets the same image in both channels.
     """
     import torch
     from rich.console import Console
@@ -66,18 +67,23 @@ def images_in(path: Path) -> list[Path]:
     Files and folders whose names start with a dot are skipped.
 
     Raises:
-        BadInput: the folder contains no images.
+        BadInput: the folder contains no images, or the folder or a subfolder cannot be read.
     """
     from torchcaps.data.image_file import FORMATS
     from torchcaps.data.image_folder import is_image
 
+    def refuse(error: OSError) -> None:
+        raise BadInput(
+            f"{error.filename} cannot be read ({error.strerror}): change its permissions, or give only folders that"
+            " can be read"
+        ) from error
+
     if not path.is_dir():
         return [path]
-    found = sorted(
-        file
-        for file in path.rglob("*")
-        if is_image(file) and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [file for name in names if is_image(file := Path(folder, name))]
     if not found:
         raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")
-    return found
+    return sorted(found)
