@@ -128,6 +128,14 @@ def test_a_folder_with_other_files_is_refused_and_not_changed(refused, images, t
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
 
 
+def test_resuming_in_a_folder_without_a_run_is_refused(refused, images, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("typo", "empty"):
+        line = train(refused, images, tmp_path / name, "--resume")
+        assert line == f"error: {tmp_path / name} contains no run to continue: correct --out, or leave out --resume"
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
 def test_a_folder_with_only_hidden_files_can_become_a_run_folder(call, images, tmp_path):
     (tmp_path / ".gitkeep").write_text("")
     (tmp_path / ".DS_Store").write_text("")
@@ -377,7 +385,8 @@ def test_an_interruption_before_training_prints_one_line(images, tmp_path):
             _, error = process.communicate()
         assert process.returncode == 130
         assert len(error.splitlines()) == 1
-        assert error.startswith("interrupted")
+        begun = (tmp_path / "run" / "recipe.json").exists()
+        assert error.startswith("interrupted" if begun else ("interrupted\n", "interrupted: nothing was written\n"))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -69,8 +69,8 @@ def fit(
         workers: number of worker processes per device that decode and prepare images. The default for images on disk is
             the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The number
             of workers does not change the results.
-        resume: continue from the folder's last.ckpt. The final weights are bit-identical to the weights of an
-            uninterrupted run.
+        resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
+            are bit-identical to the weights of an uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
             function returns are written to metrics.csv.

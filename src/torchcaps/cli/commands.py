@@ -72,7 +72,7 @@ def train(
     ] = None,
     cache: Cache = "auto",
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
     pretrained: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +110,8 @@ def train(
     check_logger(logger)
     if first_process() and not dry_run:
         before = existing_run(folder, resume)
+        if resume and before is None:
+            raise BadInput(f"{folder} contains no run to continue: correct --out, or leave out --resume")
         writable(folder)
         if before is not None and before.recipe.epochs != chosen.epochs:
             print(
@@ -146,8 +148,9 @@ def train(
         options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume}
         metrics = fit(chosen, splits, folder, **options, logger=logger, on_start=on_start)
     except KeyboardInterrupt:
+        begun = not dry_run and (folder / "recipe.json").exists()
         raise Interrupted(
-            "nothing was written" if dry_run else f"run the same command with --resume to continue in {folder}"
+            f"run the same command with --resume to continue in {folder}" if begun else "nothing was written"
         ) from None
     if first_process():
         classes = metrics.pop("classes")
