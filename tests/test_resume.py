@@ -1,5 +1,9 @@
-"""A resumed run accepts replaced images that it has not used, and refuses to continue without its best weights."""
+"""A resumed run accepts replaced images that it has not used, and refuses to continue without its best weights.
 
+It counts its evaluations on the test split. A folder without a run cannot be resumed.
+"""
+
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -9,7 +13,8 @@ import pytest
 from conftest import make_images, train
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput
-from torchcaps.run_folder import read_rows
+from torchcaps.data.files import write_json
+from torchcaps.run_folder import read_rows, read_run
 from torchcaps.training import fit
 
 
@@ -82,3 +87,26 @@ def test_a_run_whose_best_weights_are_lost_is_not_resumed_from_an_earlier_epoch(
     ):
         fit(tiny(4), SPLITS, run, resume=True)
     assert fit(replace(tiny(1), name="other", choose="last"), SPLITS, tmp_path / "last")["best_epoch"] == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("earlier", [False, True])
+def test_evaluations_on_the_test_split_are_counted_even_if_metrics_are_deleted(earlier, tmp_path):
+    """Also if the run was started by an earlier version, which counted them only in metrics.json."""
+    assert fit(tiny(1), SPLITS, tmp_path)["test_evaluations"] == 1
+    if earlier:
+        content = json.loads((tmp_path / "recipe.json").read_text())
+        del content["test_evaluations"]
+        write_json(tmp_path / "recipe.json", content)
+    assert fit(tiny(2), SPLITS, tmp_path, resume=True)["test_evaluations"] == 2
+    (tmp_path / "metrics.json").unlink()
+    assert fit(tiny(2), SPLITS, tmp_path, resume=True)["test_evaluations"] == 3
+    assert read_run(tmp_path).test_evaluations == 3
+
+
+def test_resuming_in_a_folder_without_a_run_is_refused(refused, images, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("typo", "empty"):
+        line = train(refused, images, tmp_path / name, "--resume")
+        assert line == f"error: {tmp_path / name} contains no run to continue: correct --out, or leave out --resume"
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]

@@ -128,14 +128,6 @@ def test_a_folder_with_other_files_is_refused_and_not_changed(refused, images, t
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}
 
 
-def test_resuming_in_a_folder_without_a_run_is_refused(refused, images, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for name in ("typo", "empty"):
-        line = train(refused, images, tmp_path / name, "--resume")
-        assert line == f"error: {tmp_path / name} contains no run to continue: correct --out, or leave out --resume"
-    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
-
-
 def test_a_folder_with_only_hidden_files_can_become_a_run_folder(call, images, tmp_path):
     (tmp_path / ".gitkeep").write_text("")
     (tmp_path / ".DS_Store").write_text("")

@@ -51,6 +51,7 @@ class Run:
         data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
         earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.
+        test_evaluations: number of times that the run was evaluated on its test split.
     """
 
     recipe: Recipe
@@ -59,6 +60,7 @@ class Run:
     data: dict[str, Any]
     environment: dict[str, Any]
     earlier_environments: list[dict[str, Any]]
+    test_evaluations: int = 0
 
 
 def read_run(folder: Path) -> Run:
@@ -71,7 +73,7 @@ def read_run(folder: Path) -> Run:
     if not path.is_file():
         raise BadInput(f"{folder} has no recipe.json: give a folder made by `torchcaps train`")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = {"test_evaluations": 0, **json.loads(path.read_text(encoding="utf-8"))}
         for name, kind in Run.__annotations__.items():
             if name != "recipe":
                 check_kind(name, content[name], kind)
@@ -87,6 +89,11 @@ def read_run(folder: Path) -> Run:
         return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(f"{path} is damaged ({error!s}): restore it from a copy, or train again elsewhere") from error
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Write a run's recipe.json."""
+    write_json(folder / "recipe.json", {**vars(run), "recipe": run.recipe.plain()})
 
 
 @contextmanager
@@ -177,7 +184,10 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
                 f"{folder} was started with other data: {changed}; resume with the same data, or use another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
-    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier)
+    evaluated = 0 if before is None else before.test_evaluations
+    if (folder / "metrics.json").exists():
+        evaluated = max(evaluated, read_metrics(folder)["test_evaluations"])
+    run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
     if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
@@ -196,7 +206,7 @@ def begin_run(folder: Path, begun: Begun) -> None:
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
     # recipe.json is written first, because it marks the folder as a run.
-    write_json(folder / "recipe.json", {**vars(begun.run), "recipe": begun.run.recipe.plain()})
+    write_run(folder, begun.run)
     with atomically(folder / DIGESTS) as stream:
         stream.write(safetensors.numpy.save(begun.digests))
 

@@ -32,7 +32,7 @@ from torchcaps.losses import check_loss
 from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_metrics, read_rows
+from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_rows, read_run, write_run
 from torchcaps.scores import calibration_error_percent
 from torchcaps.training_module import TrainingModule, class_weights_of, ranking_metric
 
@@ -184,7 +184,6 @@ def _train(
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
     trainer = _trainer(recipe, folder, devices, log, logger)
-    earlier = read_metrics(folder)["test_evaluations"] if (folder / "metrics.json").exists() else 0
     try:
         with _raising_interrupts():
             trainer.fit(module, data, ckpt_path=last)
@@ -195,6 +194,8 @@ def _train(
                 " --workers, and continue with --resume"
             ) from error
         raise
+    run = read_run(folder)
+    run = replace(run, test_evaluations=run.test_evaluations + 1)
     best = recipe.choose == "best"
     chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
@@ -219,11 +220,12 @@ def _train(
         "train_images": len(splits.train),
         "validation_images": len(splits.validation),
         "test_images": len(splits.test),
-        "test_evaluations": earlier + 1,
+        "test_evaluations": run.test_evaluations,
         "calibration_error_percent": _calibration_error_percent(module),
         "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
     }
     if trainer.is_global_zero:
+        write_run(folder, run)
         classifier = Classifier(module.model, names, splits.train.image_shape, recipe.preparation())
         classifier.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")
