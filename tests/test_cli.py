@@ -78,7 +78,7 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, re
     picture = images / "left" / "000.png"
     answers = [Classifier.from_pretrained(folder).predict(picture).scores for folder in (run, weights)]
     assert torch.equal(*answers)
-    assert str(tmp_path) not in card  # no paths of this computer
+    assert str(tmp_path) not in card
     assert "The network was trained only on images, with" in card
     code, _, error = call("publish", run, tmp_path / "my weights")
     assert code == 0, error
@@ -91,7 +91,7 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, re
     card = (tmp_path / "cats" / "README.md").read_text()
     assert "The training started with weights from weights/cats. The network was trained on images, with" in card
     (tmp_path / "unfinished").mkdir()
-    assert "no metrics.json: finish the training" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
+    assert "no recipe.json" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
 
 
 def test_settings_are_applied_to_the_recipe():
@@ -264,6 +264,8 @@ def test_missing_and_damaged_run_folders_are_refused(refused, call, tmp_path, fi
     (run / "model.safetensors").write_bytes(weights)
     (run / "recipe.json").write_text("{")
     assert "damaged" in refused("evaluate", run)
+    (run / "config.json").unlink()
+    assert "no config.json: finish the training of this run with" in refused("predict", run, images)
 
 
 def test_evaluate_averages_the_scores_of_several_runs(call, refused, finished, tmp_path):
@@ -349,9 +351,14 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
 def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, images):
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.image_size=48,24")
     assert "write data.image_size=[48,24]" in line
+    line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.channels=RGB")
+    assert line == "error: data.channels takes an integer or null; got RGB"
+    assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
+    assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
+    assert "unknown setting 'data.size'; none are known" in refused("train", "capsnet-mnist", "--set", "data.size=3")
 
 
-STRANGE = ("$a_$", r"$\frac$", "[copy]", "[b]x", "\x1b[31mred", "été→×")
+STRANGE = ("long" * 50, "$a_$", r"$\frac$", "[copy]", "[b]x", "\x1b[31mred", "été→×")
 
 
 def test_class_names_with_markup_and_control_characters_can_be_trained_and_printed(command, call, tmp_path):

@@ -9,13 +9,16 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conftest import make_images, train
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput
 from torchcaps.data.files import write_json
+from torchcaps.model_card import publish
 from torchcaps.run_folder import read_rows, read_run
 from torchcaps.training import fit
+from torchcaps.training_module import TrainingModule
 
 
 @pytest.fixture
@@ -58,16 +61,54 @@ def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refu
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("choose", ["last", "best"])
-def test_a_run_that_stopped_early_is_not_trained_further_when_it_is_resumed(choose, tmp_path):
+def test_a_run_that_stopped_early_is_not_trained_further_when_it_is_resumed(choose, tmp_path, capsys):
     recipe = replace(tiny(12), patience=1, choose=choose)
     right, run = fit(recipe, SPLITS, tmp_path / "right"), tmp_path / "run"
     assert right["epochs"] < 12
+    now = right["epochs"]
+    line = f"stopped early after epoch {now}: the validation accuracy has not improved since epoch {now - 1}\n"
+    assert line in capsys.readouterr().out
     fit(recipe, SPLITS, run)
     (run / "metrics.json").unlink()  # as after a kill between the last epoch and the test
     assert fit(recipe, SPLITS, run, resume=True)["epochs"] == right["epochs"]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("right", "run")]
     assert weights[0] == weights[1]
     assert fit(replace(recipe, epochs=14), SPLITS, run, resume=True)["epochs"] > right["epochs"]
+
+
+class EqualAccuracies(TrainingModule):
+    """The accuracy never changes."""
+
+    def loss_and_scores(self, images, labels, train):
+        scores = self.model(images).scores
+        return 0 * scores.sum(), torch.eye(scores.shape[1])[torch.zeros_like(labels)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_more_epochs_a_run_that_stopped_early_waits_for_as_many_epochs_again(tmp_path):
+    recipe = replace(tiny(12), patience=3)
+    epochs = [
+        fit(replace(recipe, epochs=count), SPLITS, tmp_path, resume=True, module_class=EqualAccuracies)["epochs"]
+        for count in (12, 14, 8)
+    ]
+    assert epochs == [4, 7, 8]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_longer_cosine_is_announced_and_an_unfinished_continuation_is_not_published(tmp_path, capsys):
+    run, recipe = tmp_path / "run", replace(tiny(1), schedule="cosine")
+    fit(recipe, SPLITS, run)
+    publish(run, tmp_path / "before")
+
+    def interrupted(model):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(replace(recipe, epochs=3), SPLITS, run, resume=True, on_epoch_end=interrupted)
+    line = f"{run} was started with 1 epochs; training continues to epoch 3, and the cosine of the learning rate now"
+    assert line in capsys.readouterr().out
+    with pytest.raises(BadInput, match="is not finished: finish it with `torchcaps train` and --resume"):
+        publish(run, tmp_path / "after")
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -265,7 +265,9 @@ def test_missing_or_damaged_best_weights_are_refused_before_training(refused, im
     (run / "model.safetensors").write_bytes(weights[:-1])
     assert "model.safetensors is damaged" in train(refused, *again)
     (run / "model.safetensors").unlink()
-    assert "best.ckpt is missing: restore it from a copy" in train(refused, *again)
+    assert "has neither best.ckpt nor model.safetensors: restore one of these files from a copy" in train(
+        refused, *again
+    )
     (run / "model.safetensors").write_bytes(weights)
     (run / "last.ckpt").rename(run / "kept")
     assert "last.ckpt is missing: restore it from a copy" in train(refused, *again)
@@ -305,7 +307,7 @@ def test_damaged_files_of_a_run_are_refused_by_name(refused, images, run):
         assert "recipe.json is damaged" in refused("evaluate", run)
     (run / "recipe.json").write_text(json.dumps(said))
     (run / "image-digests.safetensors").write_bytes(b"")
-    with pytest.raises(BadInput, match=r"image-digests\.safetensors is missing or damaged"):
+    with pytest.raises(BadInput, match=r"image-digests\.safetensors is damaged"):
         seen_in_training(run, digits())
 
 

@@ -122,10 +122,15 @@ def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
         A checkpoint with the entry ``state_dict``. A checkpoint from best.ckpt also has the entry ``epoch``.
 
     Raises:
-        BadInput: both files are missing, or the file that was read is damaged or belongs to another model.
+        BadInput: the weights are missing or damaged, or belong to another model.
     """
-    if (folder / "best.ckpt").exists() or not all((folder / name).is_file() for name in (CONFIG, WEIGHTS)):
+    if (folder / "best.ckpt").exists():
         return load_checkpoint(folder / "best.ckpt", module)
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise BadInput(
+            f"{folder} has neither best.ckpt nor {missing[0]}: restore one of these files from a copy, or train again "
+            "in another folder with --out"
+        )
     weights = read_weights(folder / WEIGHTS, read_config(folder).weights_sha256)
     chosen = {"state_dict": {f"model.{name}": value for name, value in weights.items()}}
     _check_shapes(folder / WEIGHTS, chosen, module)

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchcaps.data.files import atomically
-from torchcaps.errors import DataWarning, printable
+from torchcaps.errors import DataWarning, caption
 
 MOST_NUMBERED = 20
 """Largest number of classes for which the picture shows every count as a number."""
@@ -62,7 +62,7 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
     """
     from matplotlib.figure import Figure
 
-    names = [printable(name) for name in class_names]
+    names = [caption(name) for name in class_names]
     count = len(names)
     side = min(14.0, 2.4 + 0.45 * count)
     figure = Figure(figsize=(side + 1, side), layout="constrained")

@@ -58,8 +58,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
         "; did you mean 'capsnet'? Known: capsnet, pooled-cnn"
     """
     names = list(known)
+    if not names:
+        return "; none are known"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return (f"; did you mean {close[0]!r}?" if close else ".") + f" Known: {', '.join(names)}"
+
+
+def unreadable(path: object, error: Exception, cure: str) -> BadInput:
+    """Return the error for a file that cannot be read or has invalid content.
+
+    Arguments:
+        path: path of the file.
+        error: error that occurred when the file was read.
+        cure: what the user can do if the content is invalid.
+
+    Example:
+        >>> unreadable("config.json", ValueError("no entry 'model'"), "save the network again")
+        BadInput("config.json is damaged (no entry 'model'): save the network again")
+    """
+    if isinstance(error, OSError):
+        return BadInput(f"{path} cannot be read ({error.strerror or error}): check that it exists and its permissions")
+    return BadInput(f"{path} is damaged ({error}): {cure}")
 
 
 def first_line(error: BaseException) -> str:
@@ -70,6 +89,17 @@ def first_line(error: BaseException) -> str:
         ('no weights', 'KeyError')
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def caption(text: str, most: int = 24) -> str:
+    """Return `printable` text for a picture, with at most `most` characters.
+
+    Example:
+        >>> caption("a long name of a class", most=8)
+        'a long …'
+    """
+    text = printable(text)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.classifier import Classifier, evaluating
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, caption
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
@@ -211,7 +211,7 @@ class Inspection:
                 axis.imshow(self.support[number, index].numpy(), cmap="inferno", alpha=0.65, vmin=0)
                 if not row:
                     axis.set_title(f"pass {number + 1}", fontsize=9)
-            name = f"{printable(self.class_names[index])}: {self.scores[index]:.2f}"
+            name = f"{caption(self.class_names[index])}: {self.scores[index]:.2f}"
             axes[row, 2].set_ylabel(name, fontsize=9, parse_math=False)
         axes[0, 0].imshow(picture, cmap="gray")
         axes[0, 0].set_title("image", fontsize=9)
@@ -222,7 +222,7 @@ class Inspection:
             axis.set_xticks([])
             axis.set_yticks([])
         bars = axes[0, 1]
-        names = [printable(name)[:12] for name in self.class_names]
+        names = [caption(name, 12) for name in self.class_names]
         colours = [COLOURS[0] if index in best else COLOURS[3] for index in range(classes)]
         bars.barh(range(classes), self.scores.numpy(), color=colours)
         bars.set_yticks(range(classes), names, fontsize=7, parse_math=False)

@@ -9,7 +9,7 @@ from typing import Any
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
-from torchcaps.run_folder import read_metrics, read_run
+from torchcaps.run_folder import finished, read_run
 
 CARD = """# {name}
 
@@ -71,9 +71,11 @@ def publish(run: Path, folder: Path) -> Path:
     """
     if (folder / "recipe.json").exists():
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
-    if not (run / "metrics.json").is_file():
-        raise BadInput(f"{run} has no metrics.json: finish the training with --resume first")
-    classifier, saved, metrics = Classifier.from_pretrained(run), read_run(run), read_metrics(run)
+    saved = read_run(run)
+    metrics = finished(run, saved.recipe)
+    if metrics is None:
+        raise BadInput(f"the training of {run} is not finished: finish it with `torchcaps train` and --resume")
+    classifier = Classifier.from_pretrained(run)
     if missing := [name for name in PUBLISHED if name not in metrics]:
         raise BadInput(
             f"{run / 'metrics.json'} has no entry {missing[0]!r}: restore it from a copy, or train again in "

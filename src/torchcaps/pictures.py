@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchcaps.classifier import evaluating
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
-from torchcaps.errors import printable
+from torchcaps.errors import caption
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,7 +120,7 @@ def _draw(
     rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
     figure = Figure(figsize=(1.1 * len(images), 0.4 + 1.25 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), len(images), squeeze=False)
-    names = [printable(name) for name in images.class_names]
+    names = [caption(name) for name in images.class_names]
     for row, (label, pictures) in enumerate(rows):
         axes[row, 0].set_ylabel(label)
         for axis, image in zip(axes[row], pictures, strict=True):

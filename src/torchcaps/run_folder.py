@@ -28,7 +28,7 @@ from torchcaps.classifier import evaluating
 from torchcaps.data import Images, ImagesOnDisk, Splits, difference, fingerprint, image_digests
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
-from torchcaps.errors import BadInput, DataWarning
+from torchcaps.errors import BadInput, DataWarning, unreadable
 from torchcaps.options import absent, check_kind
 from torchcaps.recipe import Recipe
 
@@ -88,7 +88,7 @@ def read_run(folder: Path) -> Run:
         run = {name: content[name] for name in Run.__annotations__}
         return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error!s}): restore it from a copy, or train again elsewhere") from error
+        raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error
 
 
 def write_run(folder: Path, run: Run) -> None:
@@ -198,6 +198,10 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             f"{folder / 'metrics.csv'} has {len(rows)} epochs, but last.ckpt has {trained}: restore metrics.csv from a "
             "copy, or train again in another folder"
         )
+    if before.recipe.epochs != recipe.epochs:
+        rate = ", and the cosine of the learning rate now spans all of them" if recipe.schedule == "cosine" else ""
+        one, other = before.recipe.epochs, recipe.epochs
+        print(f"{folder} was started with {one} epochs; training continues to epoch {other}{rate}", flush=True)
     return Begun(run, digests, last, trained)
 
 
@@ -254,7 +258,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         metrics = json.loads(path.read_text(encoding="utf-8"))
         float(metrics["test_accuracy_percent"]), int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error}): delete it and train with --resume") from error
+        raise unreadable(path, error, "delete it and train with --resume") from error
     return metrics
 
 
@@ -292,7 +296,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
             return {}
         return {name: np.isin(digests, known[name + kind]) for name in ("train", "validation")}
     except (OSError, LookupError, SafetensorError) as error:
-        raise BadInput(f"{path} is missing or damaged ({error}): restore it from a copy") from error
+        raise unreadable(path, error, "restore it from a copy") from error
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -311,7 +315,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
                 raise ValueError(f"row {number} is incomplete")
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
-        raise BadInput(f"{path} is damaged ({error}): restore it from a copy, or train again elsewhere") from error
+        raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error
 
 
 class EpochLog(Callback):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.errors import BadInput, Diverged, nearest
-from torchcaps.losses import LOSSES
+from torchcaps.errors import BadInput, Diverged, first_line, nearest
+from torchcaps.losses import LOSSES, check_loss
 from torchcaps.models import MODELS, create_model
 from torchcaps.options import kinds_of
 from torchcaps.recipe import OPTIMIZERS, Recipe, batch_starts
@@ -138,7 +138,11 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            network = self._network(images.shape[1:], recipe).to(self.device)
+            network = self._network(images.shape[1:], recipe)
+            try:
+                network = network.to(self.device)
+            except (RuntimeError, AssertionError) as error:
+                raise BadInput(f"device is {self.device!r}, which cannot be used: {first_line(error)}") from error
             self.loss_curve_ = _train(network, images, torch.from_numpy(labels), weights, recipe, self.verbose)
         self.model_ = network.eval()
         return self
@@ -234,11 +238,16 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             raise BadInput(f"unknown model {recipe.model!r}{nearest(recipe.model, MODELS)}")
         small = SMALL if recipe.model == "efficient-capsnet" else {}
         options = dict(small if self.model_options is None else self.model_options)
+        for name in ("image_shape", "num_classes"):
+            if name in options:
+                raise BadInput(f"model_options contains {name}, which comes from X and y: leave it out")
         if "decoder" in kinds_of(MODELS[recipe.model]):
             options.setdefault("decoder", False)
         if self.routing is not None:
             options["routing"] = self.routing
-        return create_model(recipe.model, image_shape=image_shape, num_classes=len(self.classes_), **options)
+        network: Any = create_model(recipe.model, image_shape=image_shape, num_classes=len(self.classes_), **options)
+        check_loss(recipe.loss, recipe.model, network.logits)
+        return network
 
 
 def _train(

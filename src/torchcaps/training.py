@@ -62,7 +62,8 @@ def fit(
         splits: training, validation and test images.
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
             image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
-            tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
+            tensorboard/, curves.png, confusion.png, worst.png (with one process only), and reconstructions.png if the
+            model has a decoder.
             If the folder contains a run, its other files are not changed.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
@@ -232,6 +233,7 @@ def _train(
         save_curves(rows, folder / "curves.png", module.margins_per_epoch())
         if splits.test.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
+            (folder / "worst.png").unlink(missing_ok=True)  # of an earlier number of epochs
             if trainer.world_size == 1:
                 found = torch.cat(module.margins), torch.cat(module.predicted)
                 save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
@@ -257,7 +259,10 @@ def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoade
 
 
 class EarlyStopping(lightning_callbacks.EarlyStopping):
-    """Early stopping that also ends a resumed training at once, if it had stopped early with the same number of epochs.
+    """Early stopping that says when it ends the training.
+
+    If a training that stopped early is resumed with the same number of epochs, it ends at once. With more epochs, it
+    continues, and counts the epochs without improvement from 0.
 
     The class has the same name as Lightning's class, because Lightning finds the saved state by this name.
     """
@@ -272,10 +277,19 @@ class EarlyStopping(lightning_callbacks.EarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.ended = self.wait_count >= self.patience and state_dict.get("epochs") == self.epochs
+        if self.wait_count >= self.patience:
+            self.ended = state_dict.get("epochs") == self.epochs
+            self.wait_count = self.patience if self.ended else 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self.ended
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        if self.wait_count >= self.patience and trainer.is_global_zero and trainer.current_epoch + 1 < self.epochs:
+            now, name = trainer.current_epoch + 1, self.monitor.removesuffix("_percent").replace("_", " ")
+            best = now - self.wait_count
+            print(f"stopped early after epoch {now}: the {name} has not improved since epoch {best}", flush=True)
 
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:

@@ -113,11 +113,6 @@ def train(
         if resume and before is None:
             raise BadInput(f"{folder} contains no run to continue: correct --out, or leave out --resume")
         writable(folder)
-        if before is not None and before.recipe.epochs != chosen.epochs:
-            print(
-                f"{folder} was started with {before.recipe.epochs} epochs; training continues to epoch {chosen.epochs}",
-                flush=True,
-            )
     try:
         splits = load_splits(
             chosen.data,

@@ -213,6 +213,8 @@ def load_splits(
         raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
+    if not name_or_folder.strip():
+        raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
     if cache not in CACHES:
         raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
@@ -277,6 +279,8 @@ def load_test_images(
         DataWarning: as for `load_splits`.
     """
     folder = Path(folder_or_table).expanduser()
+    if not folder_or_table.strip():
+        raise BadInput("the name of the data is empty; give the path of a folder or table")
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column)
         chosen = images.rows.get("test")

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.data.files import as_json, atomically
-from torchcaps.errors import BadInput, first_line
+from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 from torchcaps.routing import ROUTINGS, Routing
 
@@ -205,13 +205,14 @@ def read_config(folder: Path) -> SavedConfig:
     path = folder / CONFIG
     for needed in (path, folder / WEIGHTS):
         if not needed.is_file():
-            raise BadInput(
-                f"{folder} has no {needed.name}: use a folder written by `torchcaps train` or save_pretrained"
-            )
+            cure = "use a folder written by `torchcaps train` or save_pretrained"
+            if (folder / "recipe.json").is_file():
+                cure = "finish the training of this run with `torchcaps train` and --resume"
+            raise BadInput(f"{folder} has no {needed.name}: {cure}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
+        raise unreadable(path, error, "save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
             f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if its format is "
@@ -342,7 +343,7 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
             raise BadInput(f"{path} is damaged or does not belong to {CONFIG}: save the network again")
         return safetensors.torch.load(content)
     except (OSError, SafetensorError) as error:
-        raise BadInput(f"{path} is damaged ({error}): save the network again") from error
+        raise unreadable(path, error, "save the network again") from error
 
 
 def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:

@@ -213,21 +213,21 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
 
 def _value(key: str, text: str, kind: Any, default: Any) -> Any:
     """Parse the text of a setting as a plain word or as JSON, whichever has the right type."""
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        value = text
-    for each in (text, value):
+    value = _parsed(text)
+    for each in (value, text) if kind is Any else (text, value):
         if fits(each, kind):
             return float(each) if isinstance(default, float) else each
-    if fits(_listed(text), kind):
+    if isinstance(listed := _parsed(f"[{text}]"), list) and fits(listed, kind):
         raise BadInput(f"{key} takes {described(kind)}; write {key}=[{text}]")
     example = "" if default is None else f", such as {json.dumps(default)}"
     raise BadInput(f"{key} takes {described(kind)}{example}; got {text}")
 
 
-def _listed(text: str) -> Any:
-    try:
-        return json.loads(f"[{text}]")
-    except json.JSONDecodeError:
-        return None
+def _parsed(text: str) -> Any:
+    """Parse JSON, or a number such as ``.5``; return any other text unchanged."""
+    for parse in (json.loads, float):
+        try:
+            return parse(text)
+        except (ValueError, RecursionError):
+            pass
+    return text
