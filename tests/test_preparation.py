@@ -165,6 +165,8 @@ def test_a_square_is_erased_anywhere_except_at_the_border():
     assert ever.sum() == 6 * 8
     with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of the image's shorter side"):
         preparation.image_shape((1, 8, 20))
+    with pytest.raises(BadInput, match="shift is 8: use less than 8, the shorter side of the images"):
+        Preparation(shift=8).image_shape((1, 8, 20))
 
 
 def test_an_elastic_distortion_moves_the_pixels_by_the_distances_of_the_grid():

@@ -254,3 +254,17 @@ def test_labels_out_of_range_are_refused(labels):
             loss(torch.rand(2, 3), labels)
     with pytest.raises(ValueError, match="labels must be integers"):
         margin_loss(torch.rand(2, 3), torch.tensor([0.0, 1.0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (margin_loss, {"positive_margin": 0.0}, "positive_margin must be above 0 and at most 1; got 0.0"),
+        (margin_loss, {"negative_margin": 1.0}, "negative_margin must be at least 0 and below 1; got 1.0"),
+        (margin_loss, {"negative_weight": -0.5}, "negative_weight must be at least 0 and finite; got -0.5"),
+        (spread_loss, {"margin": -1.0}, "margin must be above 0 and at most 1; got -1.0"),
+    ],
+)
+def test_options_of_losses_out_of_range_are_refused(loss, options, message):
+    with pytest.raises(ValueError, match=message):
+        loss(torch.rand(2, 3), torch.tensor([0, 1]), **options)

@@ -126,12 +126,14 @@ class Preparation:
         Arguments:
             stored: shape `(C, H, W)` of the images before the preparation.
         Raises:
-            BadInput: `crop` is larger than the shorter side of the images before the preparation, or `erase` is larger
-                than a third of the shorter side of the input.
+            BadInput: `crop` is larger than the shorter side of the images before the preparation; `shift` is not
+                smaller than this side; or `erase` is larger than a third of the shorter side of the input.
         """
         channels, height, width = stored
         if self.crop > min(height, width):
             raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the shorter side of the images")
+        if self.shift >= min(height, width):
+            raise BadInput(f"shift is {self.shift}: use less than {min(height, width)}, the shorter side of the images")
         if 3 * self.erase > (self.crop or min(height, width)):
             most = (self.crop or min(height, width)) // 3
             raise BadInput(f"erase is {self.erase}: use at most {most}, a third of the image's shorter side")

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -105,7 +105,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
             are discarded.
 
     Raises:
-        BadInput: the recipe or a key is unknown, or a value has the wrong type.
+        BadInput: the recipe or a key is unknown; a value has the wrong type or is out of range; or a changed setting
+            has no effect together with the other settings.
 
     Example:
         >>> create_recipe("capsnet-mnist", {"epochs": "3", "routing.iterations": "1"}).epochs
@@ -137,7 +138,10 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
                     changed.setdefault("margin_schedule", "none")
         else:
             raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), *GROUPS])}")
-    return replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
+    changed = {key: value for key, value in changed.items() if value != getattr(recipe, key)}
+    created = replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
+    _check_effects(created, changed)
+    return created
 
 
 def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
@@ -166,6 +170,29 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
         for name in names:
             found.append((f"{group}.{name}", values.get(name, parameters[name].default), of_group.get(name, "")))
     return found
+
+
+def _check_effects(recipe: Recipe, changed: Container[str]) -> None:
+    """Refuse a changed setting that has no effect. The recipe's own values may have no effect after a change.
+
+    Raises:
+        BadInput: a changed setting has no effect.
+    """
+    model = MODELS[recipe.model]
+    decoder = "decoder" in kinds_of(model) and inspect.signature(model).parameters["decoder"].default
+    no_decoder = recipe.reconstruction_weight and not recipe.model_options.get("decoder", decoder)
+    schedule, rate, early = recipe.schedule, recipe.decay_rate, recipe.early_epochs
+    for key, without_effect, reason, cure in (
+        ("decay_rate", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
+        ("decay_steps", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
+        ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
+        ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
+        ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
+    ):
+        if key in changed and without_effect:
+            raise BadInput(f"{key} is {getattr(recipe, key)}, which has no effect {reason}: leave it out, or {cure}")
+    if "warm_up_epochs" in changed and recipe.warm_up_epochs > recipe.epochs:
+        raise BadInput(f"warm_up_epochs is {recipe.warm_up_epochs}: use at most epochs={recipe.epochs}")
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:
