@@ -31,6 +31,15 @@ def test_every_python_block_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_rule_of_your_own_is_trained_by_the_command_of_its_page(tmp_path):
+    page = ROOT / "docs" / "write-your-own-rule.md"
+    (tmp_path / "my_rules.py").write_text("\n".join(BLOCKS[page]))
+    command = re.search(r"```sh\n(python -c .*?)```", page.read_text(), re.DOTALL)[1].replace("\\\n", " ")
+    words = [*shlex.split(command)[1:], "--epochs", "1", "--dry-run"]
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(p.name for p in (ROOT / "docs").glob("*.md"))])
 def test_every_link_to_a_file_leads_to_an_existing_file(page):
     path = next(each for each in (ROOT / page, ROOT / "docs" / page) if each.exists())

@@ -389,3 +389,11 @@ def test_initial_class_activations_are_not_saturated():
     for iterations in (1, 2, 3):
         assert slope(iterations=iterations) > 0.05
     assert slope(iterations=2, initial_beta_a=0.0, variance_floor=1e-4) < 0.02
+
+
+def test_a_network_with_an_unknown_rule_is_refused_with_the_name_of_the_rule(tmp_path):
+    PooledCapsNet().save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"rule": "dynamic"', '"rule": "own"'))
+    with pytest.raises(BadInput, match="is 'own', which is not in torchcaps.ROUTINGS: import the module that adds"):
+        PooledCapsNet.from_pretrained(tmp_path)

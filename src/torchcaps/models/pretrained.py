@@ -307,10 +307,12 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])
-        if set(rule) != {"rule", "options"} or rule["rule"] not in list(ROUTINGS):
+        if set(rule) != {"rule", "options"}:
+            raise BadInput(f"{entry} must have exactly the entries 'options' and 'rule': save the network again")
+        if rule["rule"] not in list(ROUTINGS):
             raise BadInput(
-                f"{entry} must have exactly the entries 'options' and 'rule', with one of the rules "
-                f"{', '.join(ROUTINGS)}: save the network again"
+                f"{entry} is {rule['rule']!r}, which is not in torchcaps.ROUTINGS: import the module that adds this "
+                "rule to ROUTINGS before you load the network"
             )
         kind = ROUTINGS[rule["rule"]]
         check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
