@@ -3,6 +3,7 @@
 import re
 import shutil
 
+import pytest
 from safetensors.numpy import load_file
 
 from conftest import make_images, train
@@ -35,6 +36,7 @@ def test_moved_data_have_the_same_test_images_as_before(call, refused, images, t
     assert "has changed since" in evaluated(call, out, "--data", root)[3]
 
 
+@pytest.mark.usefixtures("untyped")
 def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path):
     new = make_images(tmp_path / "new", per_class=7, seed=9)
     count, accuracy, out, error = evaluated(call, finished[0], "--data", new)
@@ -47,6 +49,7 @@ def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path
         lines = ["file,label,split", *(f"{file},{file.parent.name},{split}" for file in files)]
         (tmp_path / name).write_text("\n".join(lines))
         assert evaluated(call, finished[0], "--data", tmp_path / name)[:2] == (14, accuracy)
+    assert "cache is 'disk'; give one of" in refused("evaluate", finished[0], "--data", new, "--cache", "disk")
     (new / "right").rename(new / "middle")
     line = refused("evaluate", finished[0], "--data", new)
     assert "has the class middle, but the network was trained on left, right" in line

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from conftest import SMALL_CAPSNET, train
@@ -76,3 +77,21 @@ def test_weights_trained_with_another_standardise_cause_a_warning(call, finished
         code, _, error = train(call, *words, "--set", f"standardise={value}")
         assert code == 0
         assert error.count(f"was trained with standardise=none, but capsnet-mnist has standardise={value}") == said
+
+
+def test_test_images_that_were_training_images_cause_a_warning(call, finished, images, tmp_path):
+    split, run, more = tmp_path / "split", tmp_path / "run", tmp_path / "more"
+    for name in ("train", "test"):
+        shutil.copytree(images, split / name)
+    code, _, error = train(call, split, run, "--epochs", 1)
+    assert code == 0, error
+    assert error.count("warning: ") == 1
+    assert re.search(rf"72 train and 8 validation images of {run} are among the 80 test images: the accuracy", error)
+    code, _, error = train(call, images, more, "--epochs", 1, "--from", run, "--seed", 3)
+    assert code == 0, error
+    assert error.count("warning: ") == 1
+    assert re.search(rf"\d+ train .*images of {run} are among the 16 test images", error)
+    for path in (split / "test").rglob("*.png"):
+        Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
+    code, _, error = train(call, split, tmp_path / "clean", "--epochs", 1)
+    assert (code, error) == (0, "")

@@ -46,6 +46,8 @@ FLOORS = {
     "recipe": 4,
     "model_card": 4,
     "run_folder": 4,
+    "seen_images": 4,
+    "early_stopping": 4,
     "run_report": 4,
     "scores": 4,
     "training": 4,

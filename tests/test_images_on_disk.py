@@ -23,7 +23,7 @@ from torchcaps.batches import Batches, ImageBatches
 from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
 from torchcaps.data.image_file import decode, header
 from torchcaps.errors import BadInput, DataWarning
-from torchcaps.run_folder import seen_in_training
+from torchcaps.seen_images import seen_in_training
 
 SPLITS = ("train", "validation", "test")
 

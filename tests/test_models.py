@@ -395,5 +395,5 @@ def test_a_network_with_an_unknown_rule_is_refused_with_the_name_of_the_rule(tmp
     PooledCapsNet().save_pretrained(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(text.replace('"rule": "dynamic"', '"rule": "own"'))
-    with pytest.raises(BadInput, match="is 'own', which is not in torchcaps.ROUTINGS: import the module that adds"):
+    with pytest.raises(BadInput, match=r"is 'own', which is not in torchcaps\.ROUTINGS: import the module that adds"):
         PooledCapsNet.from_pretrained(tmp_path)

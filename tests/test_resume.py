@@ -43,9 +43,10 @@ def test_a_damaged_image_found_in_the_first_epoch_can_be_replaced(call, refused,
 
 def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refused, photos, tmp_path):
     run = tmp_path / "run"
-    for name in ("train", "test"):
-        shutil.copytree(photos, tmp_path / "split" / name)
-    bad = tmp_path / "split" / "test" / "right" / "003.png"
+    shutil.copytree(photos, tmp_path / "split" / "train")
+    for path in make_images(tmp_path / "split" / "test", per_class=20).glob("*/00*.png"):
+        path.unlink()  # the other images are not among the training images
+    bad = tmp_path / "split" / "test" / "right" / "013.png"
     bad.write_bytes(bad.read_bytes()[:-40])
     assert f"{bad}: cannot be read as an image" in train(refused, tmp_path / "split", run, *DISK)
     trained = (run / "last.ckpt").read_bytes()
@@ -77,11 +78,20 @@ def test_a_run_that_stopped_early_is_not_trained_further_when_it_is_resumed(choo
 
 
 class EqualAccuracies(TrainingModule):
-    """The accuracy never changes."""
+    """All epochs have the same accuracy, far from 100 %, and the loss falls by 1e-5 in each epoch."""
 
     def loss_and_scores(self, images, labels, train):
         scores = self.model(images).scores
-        return 0 * scores.sum(), torch.eye(scores.shape[1])[torch.zeros_like(labels)]
+        return 0 * scores.sum() + 0.4 - 1e-5 * self.current_epoch, torch.eye(scores.shape[1])[torch.zeros_like(labels)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_among_epochs_with_the_same_accuracy_the_one_with_the_lowest_loss_is_the_best(tmp_path):
+    metrics = fit(tiny(3), SPLITS, tmp_path / "run", module_class=EqualAccuracies)
+    accuracies = {row["validation_accuracy_percent"] for row in read_rows(tmp_path / "run" / "metrics.csv")}
+    assert len(accuracies) == 1
+    assert accuracies.isdisjoint({"0.0000", "100.0000"})
+    assert metrics["best_epoch"] == 3
 
 
 @pytest.mark.filterwarnings("ignore")

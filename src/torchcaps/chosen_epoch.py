@@ -39,8 +39,8 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
         return
     kept, ranks = best_epoch(folder, recipe), _ranks(read_rows(folder / "metrics.csv")[:trained], recipe)
     later = ranks[int(read_metrics(folder).get("epochs", trained)) :]
-    # Numbers in metrics.csv are rounded, so a smaller difference does not tell which epoch was better.
-    if later and max(later) > ranks[kept - 1] + 1e-5:
+    # Losses in metrics.csv are rounded to 1e-6, so a smaller difference does not tell which epoch was better.
+    if later and max(later) > ranks[kept - 1] + 1e-9:
         raise BadInput(
             f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch (epoch "
             f"{1 + ranks.index(max(later))}), but model.safetensors contains the weights of epoch {kept}; restore "

@@ -15,17 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import lightning
-import numpy as np
 import safetensors.numpy
 from filelock import FileLock, Timeout
-from jaxtyping import Bool
 from lightning.pytorch.callbacks import Callback
-from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.classifier import evaluating
-from torchcaps.data import Images, ImagesOnDisk, Splits, difference, fingerprint, image_digests
+from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
@@ -260,43 +257,6 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise unreadable(path, error, "delete it and train with --resume") from error
     return metrics
-
-
-def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
-    """Find which of the given images are in the training split of a run, and which are in its validation split.
-
-    For images on disk, checksums of the files are compared if possible, because checksums of the pixels require
-    decoding every image.
-
-    Returns:
-        For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
-        cannot be compared.
-
-    Raises:
-        BadInput: the run's image digests are missing or damaged.
-
-    Warns:
-        DataWarning: the run has checksums of image files, but `images` were not read from files.
-    """
-    path = folder / DIGESTS
-    try:
-        known = safetensors.numpy.load(path.read_bytes())
-        decoded = not isinstance(images, ImagesOnDisk) or "train files" not in known
-        if "train" in known and decoded:
-            digests, kind = image_digests(images), ""
-        elif images.files is not None:
-            digests, kind = images.files.digests, " files"
-        else:
-            warnings.warn(
-                f"the given images cannot be compared with the training images of {folder}, because the run has only"
-                " checksums of image files: give images that are read from files",
-                DataWarning,
-                stacklevel=2,
-            )
-            return {}
-        return {name: np.isin(digests, known[name + kind]) for name in ("train", "validation")}
-    except (OSError, LookupError, SafetensorError) as error:
-        raise unreadable(path, error, "restore it from a copy") from error
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

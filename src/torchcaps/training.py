@@ -11,7 +11,6 @@ import lightning
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
-from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -24,6 +23,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
+from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
 from torchcaps.fine_tuning import load_matching
@@ -34,7 +34,8 @@ from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_rows, read_run, write_run
 from torchcaps.scores import calibration_error_percent
-from torchcaps.training_module import TrainingModule, class_weights_of, ranking_metric
+from torchcaps.seen_images import warn_of_seen_images
+from torchcaps.training_module import TrainingModule, class_weights_of
 
 
 def fit(
@@ -87,6 +88,10 @@ def fit(
             read or written.
         Diverged: the loss is not finite.
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
+
+    Warns:
+        DataWarning: test images are among the training or validation images, or among those of the run in
+            ``recipe.pretrained``.
     """
     check_devices(devices, recipe)
     check_logger(logger)
@@ -113,6 +118,7 @@ def fit(
             return done
         check_best(folder, recipe, begun.trained)
         begin_run(folder, begun)
+        warn_of_seen_images([folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])], splits.test)
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)
@@ -256,40 +262,6 @@ def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoade
     """Test the module on batches, and return the accuracy in percent."""
     with _raising_interrupts():
         return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]
-
-
-class EarlyStopping(lightning_callbacks.EarlyStopping):
-    """Early stopping that says when it ends the training.
-
-    If a training that stopped early is resumed with the same number of epochs, it ends at once. With more epochs, it
-    continues, and counts the epochs without improvement from 0.
-
-    The class has the same name as Lightning's class, because Lightning finds the saved state by this name.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(ranking_metric(recipe), mode="max", patience=recipe.patience)
-        self.epochs = recipe.epochs
-        self.ended = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "epochs": self.epochs}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        if self.wait_count >= self.patience:
-            self.ended = state_dict.get("epochs") == self.epochs
-            self.wait_count = self.patience if self.ended else 0
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        trainer.should_stop = trainer.should_stop or self.ended
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        if self.wait_count >= self.patience and trainer.is_global_zero and trainer.current_epoch + 1 < self.epochs:
-            now, name = trainer.current_epoch + 1, self.monitor.removesuffix("_percent").replace("_", " ")
-            best = now - self.wait_count
-            print(f"stopped early after epoch {now}: the {name} has not improved since epoch {best}", flush=True)
 
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:

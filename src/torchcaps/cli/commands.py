@@ -1,6 +1,5 @@
 """The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.cli.predict import predict
 from torchcaps.cli.recipes import recipes
-from torchcaps.errors import BadInput, DataWarning, nearest
+from torchcaps.errors import BadInput, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -188,8 +187,9 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
-    from torchcaps.run_folder import read_run, seen_in_training
+    from torchcaps.run_folder import read_run
     from torchcaps.scores import write_scores
+    from torchcaps.seen_images import warn_of_seen_images
     from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
@@ -206,7 +206,6 @@ def evaluate(
                 raise BadInput(f"{folder} and {run} differ in {name}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
     test = test_images_for(classifier, known, data, data_dir, cache)
-    seen_by = {folder: seen_in_training(folder, test) for folder in runs}
     if precision is None:
         precision = "float32" if recipe.precision == "float32" else "auto"
     found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
@@ -222,15 +221,7 @@ def evaluate(
         csv.parent.mkdir(parents=True, exist_ok=True)
         write_scores(csv, test, found.scores)
         print(f"scores of each image: {csv}")
-    for folder, seen in seen_by.items():
-        if any(mask.any() for mask in seen.values()):
-            counts = " and ".join(f"{mask.sum():,} {split}" for split, mask in seen.items() if mask.any())
-            warnings.warn(
-                f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
-                "be lower",
-                DataWarning,
-                stacklevel=1,
-            )
+    warn_of_seen_images(runs, test)
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_images_for(
 
     from torchcaps.data import DATASETS, difference, fingerprint, load_test_images
     from torchcaps.data.image_table import HUB
-    from torchcaps.run_folder import seen_in_training
+    from torchcaps.seen_images import seen_in_training
 
     folder, run = next(iter(runs.items()))
     recipe, name = run.recipe, run.recipe.data if data is None else data

@@ -215,8 +215,7 @@ def load_splits(
         raise BadInput(f"seed is {seed}; give 0 or greater")
     if not name_or_folder.strip():
         raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
-    if cache not in CACHES:
-        raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
+    _check_cache(cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = Path(name_or_folder).expanduser()
     if not known and not table and not folder.is_dir():
@@ -281,6 +280,7 @@ def load_test_images(
     folder = Path(folder_or_table).expanduser()
     if not folder_or_table.strip():
         raise BadInput("the name of the data is empty; give the path of a folder or table")
+    _check_cache(cache)
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column)
         chosen = images.rows.get("test")
@@ -302,6 +302,11 @@ def load_test_images(
     for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=2)
     return splits.test, chosen is not None
+
+
+def _check_cache(cache: str) -> None:
+    if cache not in CACHES:
+        raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
 
 
 def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:

@@ -1,0 +1,75 @@
+"""Find images that a run used in training."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from jaxtyping import Bool
+from safetensors import SafetensorError
+
+from torchcaps.data import Images, ImagesOnDisk, image_digests
+from torchcaps.errors import DataWarning, unreadable
+from torchcaps.run_folder import DIGESTS
+
+
+def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
+    """Find which of the given images are in the training split of a run, and which are in its validation split.
+
+    For images on disk, checksums of the files are compared if possible, because checksums of the pixels require
+    decoding every image.
+
+    Returns:
+        For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
+        cannot be compared.
+
+    Raises:
+        BadInput: the run's image digests are missing or damaged.
+
+    Warns:
+        DataWarning: the run has checksums of image files, but `images` were not read from files.
+    """
+    path = folder / DIGESTS
+    try:
+        known = safetensors.numpy.load(path.read_bytes())
+        decoded = not isinstance(images, ImagesOnDisk) or "train files" not in known
+        if "train" in known and decoded:
+            digests, kind = image_digests(images), ""
+        elif images.files is not None:
+            digests, kind = images.files.digests, " files"
+        else:
+            warnings.warn(
+                f"the given images cannot be compared with the training images of {folder}, because the run has only"
+                " checksums of image files: give images that are read from files",
+                DataWarning,
+                stacklevel=2,
+            )
+            return {}
+        return {name: np.isin(digests, known[name + kind]) for name in ("train", "validation")}
+    except (OSError, LookupError, SafetensorError) as error:
+        raise unreadable(path, error, "restore it from a copy") from error
+
+
+def warn_of_seen_images(folders: Sequence[Path], test: Images) -> None:
+    """Warn if test images are among the training or validation images of a run.
+
+    Arguments:
+        folders: run folders. Other folders, such as folders of published weights, are skipped.
+        test: the test images.
+
+    Raises:
+        BadInput: the image digests of a run are missing or damaged.
+
+    Warns:
+        DataWarning: test images are among the training or validation images of a run.
+    """
+    for folder in folders:
+        seen = seen_in_training(folder, test) if (folder / "recipe.json").is_file() else {}
+        if counts := " and ".join(f"{mask.sum():,} {split}" for split, mask in seen.items() if mask.any()):
+            warnings.warn(
+                f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
+                "be lower",
+                DataWarning,
+                stacklevel=2,
+            )
