@@ -14,18 +14,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
-from torchcaps import Prediction
+from torchcaps import Classifier, Prediction
 from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preparation, Splits, load_splits
+from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
-from torchcaps.training import ImageBatches, SplitBatches, fit
+from torchcaps.training import ImageBatches, SplitBatches, evaluate, fit
 from torchcaps.training_module import TrainingModule
 
 
@@ -166,6 +168,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call
     assert not weights_equal(finished[0], tmp_path / "1")
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_together(command, images, tmp_path):
     done = train(command, images, tmp_path / "run", "--epochs", 2, "--batch-size", 8, "--devices", 2)
     assert done.returncode == 0, done.stderr
@@ -173,6 +176,11 @@ def test_two_processes_train_together(command, images, tmp_path):
     assert metrics["epochs"] == 2
     assert metrics["test_accuracy_percent"] >= 75
     assert done.stdout.count("epoch 2/2") == 1
+    test = load_splits(str(images), tmp_path).test
+    network = Classifier.from_pretrained(tmp_path / "run")
+    scores = evaluate(network.model, test, precision="float32").scores
+    save_worst(network.model, network.preparation, test, scores, tmp_path / "worst.png")
+    assert (imread(tmp_path / "run" / "worst.png") == imread(tmp_path / "worst.png")).all()
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(command, images, finished, tmp_path):

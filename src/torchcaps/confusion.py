@@ -64,7 +64,7 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
 
     names = [caption(name) for name in class_names]
     count = len(names)
-    side = min(14.0, 2.4 + 0.45 * count)
+    side = min(14.0, 3.4 + 0.45 * count)
     figure = Figure(figsize=(side + 1, side), layout="constrained")
     axis = figure.subplots()
     shares = confusion / confusion.sum(dim=1, keepdim=True).clamp_min(1)

@@ -75,6 +75,8 @@ def unreadable(path: object, error: Exception, cure: str) -> BadInput:
     Example:
         >>> unreadable("config.json", ValueError("no entry 'model'"), "save the network again")
         BadInput("config.json is damaged (no entry 'model'): save the network again")
+        >>> unreadable("config.json", PermissionError(13, "Permission denied"), "save the network again")
+        BadInput('config.json cannot be read (Permission denied): check that it exists and its permissions')
     """
     if isinstance(error, OSError):
         return BadInput(f"{path} cannot be read ({error.strerror or error}): check that it exists and its permissions")

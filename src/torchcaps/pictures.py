@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.classifier import evaluating
@@ -78,8 +78,7 @@ def save_worst(
     model: nn.Module,
     preparation: Preparation,
     images: Images,
-    margins: Float[Tensor, " N"],
-    predicted: Int64[Tensor, " N"],
+    scores: Float[Tensor, "N K"],
     path: Path,
     count: int = 12,
 ) -> None:
@@ -91,13 +90,14 @@ def save_worst(
         model: network that takes images and returns a `Prediction`.
         preparation: conversion of the stored images to the model's input.
         images: N images of a split.
-        margins: for each image, the score of its true class minus the highest other score.
-        predicted: for each image, the index of the predicted class.
+        scores: ``[N, K]``, the scores of the images.
         path: PNG file to write.
         count: largest number of images to draw.
     """
+    labels = images.labels[:, None]
+    margins = scores.gather(1, labels).squeeze(1) - scores.scatter(1, labels, -torch.inf).amax(dim=1)
     worst = margins.argsort(stable=True)[:count]
-    _draw(model, preparation, images.subset(worst), path, predicted[worst])
+    _draw(model, preparation, images.subset(worst), path, scores[worst].argmax(dim=1))
 
 
 def _draw(

@@ -63,8 +63,7 @@ def fit(
         splits: training, validation and test images.
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
             image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
-            tensorboard/, curves.png, confusion.png, worst.png (with one process only), and reconstructions.png if the
-            model has a decoder.
+            tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
             If the folder contains a run, its other files are not changed.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
@@ -239,10 +238,9 @@ def _train(
         save_curves(rows, folder / "curves.png", module.margins_per_epoch())
         if splits.test.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
-            (folder / "worst.png").unlink(missing_ok=True)  # of an earlier number of epochs
-            if trainer.world_size == 1:
-                found = torch.cat(module.margins), torch.cat(module.predicted)
-                save_worst(module.model, recipe.preparation(), splits.test, *found, folder / "worst.png")
+            if module.scored is not None:
+                scores = module.scored[:, :-1]
+                save_worst(module.model, recipe.preparation(), splits.test, scores, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
         (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors contains these weights

@@ -36,14 +36,10 @@ class TrainingModule(lightning.LightningModule):
 
     tested: Int64[Tensor, "K K"]
     """Confusion matrix of the last test. Rows are true classes, and columns are predicted classes."""
-    margins: list[Tensor]
-    """Scores of the true classes minus the highest other scores in the last test: one tensor ``[B]`` per batch."""
-    predicted: list[Tensor]
-    """Indices of the predicted classes in the last test: one tensor ``[B]`` per batch."""
     scored: Float[Tensor, "N K+1"] | None
     """Scores (K columns) and true class (last column) of each image of the last test, from all processes.
 
-    None if images show several classes.
+    The images are in the order of the split. None if images show several classes.
     """
     class_weights: Tensor | None
     """``[K]``, for each class, the factor by which the losses of its images are multiplied; None for equal weights."""
@@ -169,25 +165,24 @@ class TrainingModule(lightning.LightningModule):
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
-        self.margins, self.predicted, self.scored = [], [], None
+        self.scored = None
         self.gathered.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
         self.count(scores, labels)
         if labels.ndim == 1 and scores.ndim == 2:
-            own = scores.gather(1, labels[:, None])
-            others = scores.scatter(1, labels[:, None], -torch.inf).amax(dim=1)
-            self.margins.append((own.squeeze(1) - others).float().cpu())
-            self.predicted.append(scores.argmax(dim=1).cpu())
             self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))
 
     def on_test_epoch_end(self) -> None:
         self.tested = self.confusion.compute()
         self.log("test_accuracy_percent", accuracy_percent(self.tested))
         self.confusion.reset()
-        if self.predicted:
-            self.scored = self.gathered.compute().cpu()
+        if self.gathered.update_called:
+            gathered, processes = self.gathered.compute().cpu(), self.trainer.world_size
+            # `SplitBatches` gives process r the images r, r + processes, r + 2 * processes, ...
+            order = torch.cat([torch.arange(first, len(gathered), processes) for first in range(processes)])
+            self.scored = gathered[order.argsort()]
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed the random numbers of dropout at the first batch of each epoch.

@@ -1,5 +1,6 @@
 """The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +25,7 @@ from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.cli.predict import predict
 from torchcaps.cli.recipes import recipes
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, DataWarning, nearest
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -187,7 +188,7 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
-    from torchcaps.run_folder import read_run
+    from torchcaps.run_folder import finished, read_run
     from torchcaps.scores import write_scores
     from torchcaps.seen_images import warn_of_seen_images
     from torchcaps.training import MeanScores
@@ -221,6 +222,14 @@ def evaluate(
         csv.parent.mkdir(parents=True, exist_ok=True)
         write_scores(csv, test, found.scores)
         print(f"scores of each image: {csv}")
+    for folder, one in known.items():
+        if finished(folder, one.recipe) is None:
+            warnings.warn(
+                f"the training of {folder} to epoch {one.recipe.epochs} is not finished: the accuracy is that of the "
+                "weights before this training; finish it with --resume",
+                DataWarning,
+                stacklevel=1,
+            )
     warn_of_seen_images(runs, test)
 
 

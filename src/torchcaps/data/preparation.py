@@ -131,7 +131,10 @@ class Preparation:
         """
         channels, height, width = stored
         if self.crop > min(height, width):
-            raise BadInput(f"crop is {self.crop}: use at most {min(height, width)}, the shorter side of the images")
+            raise BadInput(
+                f"crop is {self.crop}: use at most {min(height, width)}, the shorter side of the images, or crop=0 for "
+                "the whole image"
+            )
         if self.shift >= min(height, width):
             raise BadInput(f"shift is {self.shift}: use less than {min(height, width)}, the shorter side of the images")
         if 3 * self.erase > (self.crop or min(height, width)):
