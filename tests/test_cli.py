@@ -171,6 +171,8 @@ def test_missing_and_damaged_run_folders_are_refused(refused, call, tmp_path, fi
     (run / "recipe.json").write_text("{")
     assert "damaged" in refused("evaluate", run)
     (run / "config.json").unlink()
+    assert "no config.json: restore it from a copy of this run" in refused("predict", run, images)
+    (run / "metrics.json").unlink()
     assert "no config.json: finish the training of this run with" in refused("predict", run, images)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import SMALL_CAPSNET
 from torchcaps.experiments.report import write_pages
 from torchcaps.recipes import create_recipe
 
@@ -31,13 +32,20 @@ def test_every_python_block_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rule_of_your_own_is_trained_by_the_command_of_its_page(tmp_path):
+def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(command, images, tmp_path):
     page = ROOT / "docs" / "write-your-own-rule.md"
-    (tmp_path / "my_rules.py").write_text("\n".join(BLOCKS[page]))
-    command = re.search(r"```sh\n(python -c .*?)```", page.read_text(), re.DOTALL)[1].replace("\\\n", " ")
-    words = [*shlex.split(command)[1:], "--epochs", "1", "--dry-run"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    rule, _, _, named, *_ = BLOCKS[page]
+    (tmp_path / "soft_k_means.py").write_text(rule + named)
+    (tmp_path / "own.py").write_text(re.search(r"```py\n(.*?)```", page.read_text(), re.DOTALL)[1])
+    training, evaluation = re.findall(r"^python (own.py .*)", page.read_text(), re.MULTILINE)
+    run = tmp_path / "runs" / "own"
+    for words in (f"{training} --data {images} {shlex.join(SMALL_CAPSNET)} --epochs 1", evaluation):
+        done = subprocess.run([sys.executable, *shlex.split(words)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((run / "recipe.json").read_text())["recipe"]["routing_options"] == {"iterations": 2}
+    elsewhere = command("evaluate", run)
+    assert elsewhere.returncode == 2
+    assert "is 'soft_k_means', which is not in torchcaps.ROUTINGS: import the module" in elsewhere.stderr
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(p.name for p in (ROOT / "docs").glob("*.md"))])

@@ -14,20 +14,26 @@ from torchcaps import MODELS, BadInput, Prediction
 from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
 from torchcaps.losses import LOSSES, balanced_weights, check_loss
-from torchcaps.recipes import create_recipe
+from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, mean_recall_percent
 
 
-def test_a_loss_that_does_not_fit_the_scores_of_a_model_is_refused():
+def test_a_loss_of_activations_is_refused_for_logits():
     for model, kind in MODELS.items():
         for loss in LOSSES:
-            if kind.logits is (loss == "cross_entropy"):
+            if not kind.logits or loss == "cross_entropy":
                 check_loss(loss, model, kind.logits)
             else:
-                with pytest.raises(BadInput, match=f"loss {loss} needs .* model {model} are .*: set loss="):
+                with pytest.raises(BadInput, match=f"loss {loss} needs .* model {model} are logits: set loss=cross_"):
                     check_loss(loss, model, kind.logits)
+
+
+def test_the_loss_of_every_recipe_accepts_the_scores_of_its_model():
+    for name in RECIPES:
+        recipe = create_recipe(name)
+        check_loss(recipe.loss, recipe.model, MODELS[recipe.model].logits)
 
 
 @pytest.mark.parametrize("name", LOSSES)

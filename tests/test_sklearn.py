@@ -167,7 +167,7 @@ def test_the_estimator_trains_other_networks(settings):
         ({"learning_rate": -1}, "learning_rate is -1: use a number above 0"),
         ({"learning_rate": "fast"}, "learning_rate takes a number"),
         ({"class_weight": "fair"}, "class_weight"),
-        ({"loss": "cross_entropy"}, "loss cross_entropy needs logits, but the scores of model"),
+        ({"model": "baseline-cnn", "loss": "margin"}, "loss margin needs activations in"),
         ({"model_options": {"num_classes": 3}}, "model_options contains num_classes, which comes from X and y"),
         ({"device": "nowhere"}, "device is 'nowhere', which cannot be used"),
     ],

@@ -156,7 +156,7 @@ def cross_entropy(
     """Compute the softmax cross-entropy of logits, averaged over the batch.
 
     Arguments:
-        scores: ``[B, classes]``, logits.
+        scores: ``[B, classes]``, logits; or activations, which are then used as logits.
         target: class of each sample ``[B]``.
         label_smoothing: share of the target probability that is spread evenly over all classes, in [0, 1].
         weights: ``[B]``, factor of each sample's loss, at least 0.
@@ -239,7 +239,7 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
 
 
 def check_loss(loss: str, model: str, logits: bool) -> None:
-    """Check that a loss accepts the scores of a model. Losses that were added to `LOSSES` are not checked.
+    """Check that a loss accepts the scores of a model.
 
     Arguments:
         loss: a key of `LOSSES`.
@@ -247,17 +247,15 @@ def check_loss(loss: str, model: str, logits: bool) -> None:
         logits: whether the scores of the model are logits; otherwise they are activations in [0, 1].
 
     Raises:
-        BadInput: the loss is for logits and the scores are activations, or the other way round.
+        BadInput: the loss needs activations, and the scores are logits.
 
     Example:
         >>> check_loss("margin", "capsnet", logits=False)
     """
-    scores = {True: "logits", False: "activations in [0, 1]"}
-    losses: dict[bool, tuple[str, ...]] = {True: LOSSES_OF_LOGITS, False: LOSSES_OF_ACTIVATIONS}
-    if loss in losses[not logits]:
+    if logits and loss in LOSSES_OF_ACTIVATIONS:
         raise BadInput(
-            f"loss {loss} needs {scores[not logits]}, but the scores of model {model} are {scores[logits]}: "
-            f"set loss={' or loss='.join(losses[logits])}"
+            f"loss {loss} needs activations in [0, 1], but the scores of model {model} are logits: set "
+            "loss=cross_entropy"
         )
 
 
@@ -289,7 +287,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 LOSSES_OF_ACTIVATIONS = ("margin", "spread", "activation_cross_entropy", "activation_logit_cross_entropy")
-LOSSES_OF_LOGITS = ("cross_entropy",)
+"""Losses that need scores in [0, 1]. The cross-entropy accepts all scores."""
 
 NOT_SETTINGS = ("scores", "target", "weights")
 """Arguments that the training loop passes to a loss. All other arguments of a loss are settings of a recipe."""
@@ -297,7 +295,6 @@ NOT_SETTINGS = ("scores", "target", "weights")
 __all__ = [
     "LOSSES",
     "LOSSES_OF_ACTIVATIONS",
-    "LOSSES_OF_LOGITS",
     "NOT_SETTINGS",
     "activation_cross_entropy",
     "activation_logit_cross_entropy",

@@ -206,7 +206,9 @@ def read_config(folder: Path) -> SavedConfig:
     for needed in (path, folder / WEIGHTS):
         if not needed.is_file():
             cure = "use a folder written by `torchcaps train` or save_pretrained"
-            if (folder / "recipe.json").is_file():
+            if (folder / "metrics.json").is_file():
+                cure = "restore it from a copy of this run, or train again in another folder"
+            elif (folder / "recipe.json").is_file():
                 cure = "finish the training of this run with `torchcaps train` and --resume"
             raise BadInput(f"{folder} has no {needed.name}: {cure}")
     try:
@@ -309,7 +311,8 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
         check_kind(entry, rule, Mapping[str, Any])
         if set(rule) != {"rule", "options"}:
             raise BadInput(f"{entry} must have exactly the entries 'options' and 'rule': save the network again")
-        if rule["rule"] not in list(ROUTINGS):
+        check_kind(f"{entry}: rule", rule["rule"], str)
+        if rule["rule"] not in ROUTINGS:
             raise BadInput(
                 f"{entry} is {rule['rule']!r}, which is not in torchcaps.ROUTINGS: import the module that adds this "
                 "rule to ROUTINGS before you load the network"
