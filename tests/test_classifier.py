@@ -216,7 +216,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
         (lambda content: content["routing"].update(nowhere={}), "a layer that the network does not have, 'nowhere'"),
         (lambda content: content.update(routing={"class_capsules": 3}), "takes a mapping"),
-        (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "dynamic, em"),
+        (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "is 'x', which is"),
         (
             lambda content: content.update(routing={"class_capsules": {"rule": "dynamic", "options": {"leaky": 3}}}),
             "leaky takes true or false",

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from conftest import SMALL_CAPSNET
-from torchcaps import BadInput, Routing, create_model
+from torchcaps import ROUTINGS, BadInput, Routing, UniformRouting, create_model
 from torchcaps.recipes import create_recipe
 
 
@@ -146,6 +146,18 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
         line = refused("train", recipe, "--data", images, "--out", tmp_path / "run", "--set", setting)
         assert message in line, line
     assert not (tmp_path / "run").exists()
+
+
+def test_options_of_a_rule_without_annotations_have_the_types_of_their_defaults(monkeypatch):
+    class Own(UniformRouting):
+        def __init__(self, iterations=3, scale=None):
+            super().__init__()
+
+    monkeypatch.setitem(ROUTINGS, "own", Own)
+    own = {"model.routing": "own", "routing.iterations": "2", "routing.scale": "0.5"}
+    assert create_recipe("capsnet-mnist", own).routing_options == {"iterations": 2, "scale": 0.5}
+    with pytest.raises(BadInput, match=r"routing\.iterations takes an integer, such as 3; got two"):
+        create_recipe("capsnet-mnist", {**own, "routing.iterations": "two"})
 
 
 def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, images):

@@ -48,12 +48,18 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
 
 
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Map the name of each option of a function or class to its annotated type."""
+    """Map the name of each option of a function or class to its annotated type.
+
+    An option without annotation has the type of its default if the default is a number, a string, true or false.
+    """
     # The fields of a NamedTuple are annotated in the class, not in __init__.
     constructed = isinstance(function, type) and not issubclass(function, tuple)
     annotated = get_type_hints(function.__init__ if constructed else function)
-    names = inspect.signature(function).parameters
-    return {name: annotated.get(name, Any) for name in names}
+    kinds: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        simple = isinstance(parameter.default, bool | int | float | str)
+        kinds[name] = annotated.get(name, type(parameter.default) if simple else Any)
+    return kinds
 
 
 def meanings(described: Callable[..., Any]) -> dict[str, str]:
