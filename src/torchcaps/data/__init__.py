@@ -16,7 +16,7 @@ from torchcaps.data.files import uncompressed_md5
 from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_file import read_image
-from torchcaps.data.image_folder import list_folder, load_image_folder
+from torchcaps.data.image_folder import folders_in, list_folder, load_image_folder
 from torchcaps.data.image_list import Cache, read_list
 from torchcaps.data.image_table import is_table, list_table, load_image_table
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut, cut_by, shift, shift_offsets
@@ -213,9 +213,7 @@ def load_splits(
         raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
-    if not name_or_folder.strip():
-        raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
-    _check_cache(cache)
+    _check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = Path(name_or_folder).expanduser()
     if not known and not table and not folder.is_dir():
@@ -277,15 +275,13 @@ def load_test_images(
     Warns:
         DataWarning: as for `load_splits`.
     """
+    _check_source(folder_or_table, cache)
     folder = Path(folder_or_table).expanduser()
-    if not folder_or_table.strip():
-        raise BadInput("the name of the data is empty; give the path of a folder or table")
-    _check_cache(cache)
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column)
         chosen = images.rows.get("test")
     elif folder.is_dir():
-        has_test = (folder / "test").is_dir() and any(path.is_dir() for path in (folder / "test").iterdir())
+        has_test = (folder / "test").is_dir() and bool(folders_in(folder / "test"))
         images = list_folder(folder / "test" if has_test else folder)
         chosen = torch.arange(len(images.labels)) if has_test else None
     else:
@@ -304,7 +300,9 @@ def load_test_images(
     return splits.test, chosen is not None
 
 
-def _check_cache(cache: str) -> None:
+def _check_source(name: str, cache: str) -> None:
+    if not name.strip():
+        raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
     if cache not in CACHES:
         raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
 

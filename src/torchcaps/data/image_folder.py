@@ -93,7 +93,7 @@ def list_folder(root: Path, validation: bool = True) -> ImageList:
 
 def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
     """Find the folder of each split (only "train" for a single tree), and the folders of images that are not read."""
-    halves = [half for half in ("train", "test") if (root / half).is_dir() and _folders(root / half)]
+    halves = [half for half in ("train", "test") if (root / half).is_dir() and folders_in(root / half)]
     if not halves:
         return {"train": root}, []
     held_out = [root / name for name in VALIDATION if (root / name).is_dir() and _holds_images(root / name)]
@@ -108,7 +108,7 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
             f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one of them"
         )
     known = ("train", "test", *VALIDATION)
-    ignored = [folder for folder in _folders(root) if folder.name not in known and _holds_images(folder)]
+    ignored = [folder for folder in folders_in(root) if folder.name not in known and _holds_images(folder)]
     folders = {"train": root / "train", "test": root / "test"}
     return folders | ({"validation": held_out[0]} if held_out else {}), ignored
 
@@ -116,7 +116,7 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
 def _tree(root: Path, skipped: list[Path]) -> Tree:
     tree: Tree = {}
     skipped += sorted(path for path in root.iterdir() if is_image(path))
-    for folder in _folders(root):
+    for folder in folders_in(root):
         try:
             folder.name.encode()
         except UnicodeEncodeError as error:
@@ -144,7 +144,8 @@ def _same_classes(folders: Mapping[str, Path], trees: Mapping[str, Tree]) -> Non
             raise BadInput(f"{there / name}: this class is not in {absent}; add {absent / name} or remove this folder")
 
 
-def _folders(root: Path) -> list[Path]:
+def folders_in(root: Path) -> list[Path]:
+    """List the folders in a folder, sorted by name, without hidden folders."""
     return sorted(folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
