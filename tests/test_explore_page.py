@@ -72,7 +72,8 @@ def page(browser, address):
     yield page
     hosts = {re.match(r"\w+://([^/]+)", url)[1] for url in asked if url.startswith(("http", "ws"))}
     assert hosts == {address.removeprefix("http://")}
-    assert [error for error in errors if "aborted" not in error] == []  # a new address aborts requests
+    # Opening another address aborts requests; Gradio then logs an error. If a request fails, Chromium logs another one.
+    assert [error for error in errors if "aborted" not in error and "Connection errored out" not in error] == []
     page.close()
 
 
