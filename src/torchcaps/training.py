@@ -64,7 +64,7 @@ def fit(
         folder: run folder; created if absent. It must be empty or contain a run. `fit` writes recipe.json,
             image-digests.safetensors, metrics.csv, metrics.json, last.ckpt, model.safetensors, config.json,
             tensorboard/, curves.png, confusion.png, worst.png, and reconstructions.png if the model has a decoder.
-            If the folder contains a run, its other files are not changed.
+            `fit` does not change other files in the folder.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
         workers: number of worker processes per device that decode and prepare images. The default for images on disk is

@@ -225,8 +225,8 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"the training of {folder} to epoch {one.recipe.epochs} is not finished: the accuracy is that of the "
-                "weights before this training; finish it with --resume",
+                f"{folder} is being trained further, to epoch {one.recipe.epochs}, and this training is not finished: "
+                "the accuracy is that of the weights from the last finished training; finish this one with --resume",
                 DataWarning,
                 stacklevel=1,
             )

@@ -107,7 +107,7 @@ def _receive(url: str, part: Path, begun: int, progress: bool) -> bool:
         resumed = response.status == 206
         sent = response.headers.get("Content-Range", "")
         if resumed and not sent.startswith(f"bytes {begun}-"):
-            raise HTTPException(f"sent the range {sent!r}, but 'bytes={begun}-' was requested")
+            raise HTTPException(f"the server sent the range {sent!r}, but 'bytes={begun}-' was requested")
         received = begun if resumed else 0
         total = None if response.length is None else received + response.length
         with part.open("ab" if resumed else "wb") as file, _bar(part.stem, total, progress) as bar:

@@ -78,10 +78,11 @@ def load_image_table(
         seed: seed for choosing the test images if there is no test split, 0 or greater.
         test_fraction: fraction of each class to hold out if there is no test split, above 0 and below 1.
         progress: draw a progress bar on standard error if there are more than 2,000 images.
-        image_column: name of the column of images. None chooses the only column that contains images or has a usual
-            name, such as ``image`` or ``path``.
-        label_column: name of the column of labels. None chooses the only column that contains class labels or has a
-            usual name, such as ``label`` or ``class``.
+        image_column: name of the column of images. If None, `load_image_table` uses the column of type ``Image``. If
+            no column has this type, it uses the column with a usual name, such as ``image`` or ``path``.
+        label_column: name of the column of labels. If None, `load_image_table` uses the column of type
+            ``ClassLabel``. If no column has this type, it uses the column with a usual name, such as ``label`` or
+            ``class``.
     Raises:
         BadInput: the source cannot be read; the column of images or of labels is missing or ambiguous; a row has no
             image or no label; the same file is listed twice; a split has an unknown name; there are fewer than two
