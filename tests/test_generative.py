@@ -57,6 +57,7 @@ def heinsen_in_loops(case, activation, rule):
         siblings = {v: [other for other in votes if child[other] == child[v]] for v in votes}
         voters = {one: [v for v in votes if parent[v] == one] for one in parents}
         share = {v: 1 / len(siblings[v]) for v in votes}
+        logit, mean, variance = {}, {}, {}
         for t in range(rule.iterations):
             if t:
                 log_p = {}
@@ -74,7 +75,6 @@ def heinsen_in_loops(case, activation, rule):
                 }
             used = {v: a[b][child[v][0]][child[v][1]] * share[v] for v in votes}
             ignored = {v: a[b][child[v][0]][child[v][1]] - used[v] for v in votes}
-            logit, mean, variance = {}, {}, {}
             for one in parents:
                 logit[one] = sum(price_use[v] * used[v] for v in voters[one])
                 logit[one] -= sum(price_ignore[v] * ignored[v] for v in voters[one])
