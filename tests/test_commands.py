@@ -89,14 +89,17 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
 
 
-def test_a_subfolder_that_cannot_be_read_is_refused(finished, images, tmp_path):
+@pytest.mark.parametrize("verb", ["predict", "data show"])
+def test_a_subfolder_that_cannot_be_read_is_refused(verb, finished, images, tmp_path):
     """As root, the command runs without the capabilities that override permissions."""
     shutil.copytree(images, tmp_path / "new")
-    locked = tmp_path / "new" / "right"
+    locked = tmp_path / "new" / "right" / "more"
+    locked.mkdir(mode=0)
     unprivileged = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
-    locked.chmod(0)
-    words = [*unprivileged, *COMMAND, "predict", str(finished[0]), str(tmp_path / "new")]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
+    run = [str(finished[0])] if verb == "predict" else []
+    words = [*unprivileged, *COMMAND, *verb.split(), *run, str(tmp_path / "new")]
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(words, **options, check=False)
     locked.chmod(0o700)
     assert (done.returncode, done.stdout) == (2, "")
     cure = "change its permissions, or give only folders that can be read"

@@ -79,6 +79,14 @@ def test_weights_trained_with_another_standardise_cause_a_warning(call, finished
         assert error.count(f"was trained with standardise=none, but capsnet-mnist has standardise={value}") == said
 
 
+def test_weights_trained_with_another_routing_rule_cause_a_warning(call, finished, images, tmp_path):
+    words = (images, tmp_path / "run", "--from", finished[0], "--dry-run")
+    for rule, said in (("dynamic", 0), ("uniform", 1)):
+        code, _, error = train(call, *words, "--set", f"model.routing={rule}")
+        assert code == 0
+        assert error.count(f"was trained with the routing rule dynamic, but capsnet-mnist has {rule}") == said
+
+
 def test_test_images_that_were_training_images_cause_a_warning(call, finished, images, tmp_path):
     split, run, more = tmp_path / "split", tmp_path / "run", tmp_path / "more"
     for name in ("train", "test"):

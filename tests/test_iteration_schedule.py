@@ -57,7 +57,7 @@ def test_a_resumed_run_gives_bit_identical_weights(epochs_before, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"early_epochs": "4"}, "early_epochs is 4: use fewer than epochs=4"),
+        ({"early_epochs": "4"}, "early_epochs is 4: use a smaller number than epochs=4"),
         ({"early_epochs": "-1"}, "early_epochs is -1: use 0 or more"),
         ({"early_iterations": "0"}, "early_iterations is 0: use 1 to 1,000"),
     ],

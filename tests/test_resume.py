@@ -105,7 +105,7 @@ def test_with_more_epochs_a_run_that_stopped_early_waits_for_as_many_epochs_agai
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_longer_cosine_is_announced_and_an_unfinished_continuation_is_not_published(tmp_path, capsys):
+def test_a_longer_cosine_is_announced_and_only_a_finished_training_is_published(tmp_path, capsys):
     run, recipe = tmp_path / "run", replace(tiny(1), schedule="cosine")
     fit(recipe, SPLITS, run)
     publish(run, tmp_path / "before")
@@ -119,6 +119,10 @@ def test_a_longer_cosine_is_announced_and_an_unfinished_continuation_is_not_publ
     assert line in capsys.readouterr().out
     with pytest.raises(BadInput, match="is not finished: finish it with `torchcaps train` and --resume"):
         publish(run, tmp_path / "after")
+    assert read_run(run).recipe.epochs == 3
+    assert fit(recipe, SPLITS, run, resume=True)["epochs"] == 1
+    assert read_run(run).recipe.epochs == 1
+    publish(run, tmp_path / "after")
 
 
 @pytest.mark.filterwarnings("ignore")

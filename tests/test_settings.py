@@ -82,7 +82,8 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"early_iterations": "2"}, "no effect with early_epochs=0: leave it out, or set early_epochs to 1 or more"),
         ({"model.decoder": "false", "reconstruction_weight": "0.1"}, "because model capsnet has no decoder"),
         ({"model": "matrix-capsnet", "reconstruction_weight": "0.1"}, "because model matrix-capsnet has no decoder"),
-        ({"warm_up_epochs": "11"}, "warm_up_epochs is 11.0: use at most epochs=10"),
+        ({"model.decoder": "false", "reconstruction_weight": "0.0005"}, "because model capsnet has no decoder"),
+        ({"warm_up_epochs": "11"}, "warm_up_epochs is 11.0, which is more than the 10 epochs of the training"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):
@@ -91,7 +92,7 @@ def test_wrong_settings_are_refused(settings, message):
 
 
 def test_settings_of_a_recipe_that_lose_their_effect_are_accepted():
-    assert create_recipe("capsnet-mnist", {"schedule": "cosine", "decay_rate": "0.96"}).decay_steps == 160
+    assert create_recipe("capsnet-mnist", {"schedule": "cosine"}).decay_steps == 160
     assert create_recipe("capsnet-mnist", {"model": "pooled-cnn"}).reconstruction_weight == 0.0005
     assert create_recipe("capsnet-mnist", {"model": "pooled-cnn", "reconstruction_weight": "0"}).mixup == 0
     assert create_recipe("generative-capsnet-smallnorb", {"epochs": "2"}).warm_up_epochs == 5

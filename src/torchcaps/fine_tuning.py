@@ -35,7 +35,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         BadInput: the folder cannot be read, contains another kind of network, or contains no tensor to copy.
 
     Warns:
-        DataWarning: the saved network was trained with another value of ``standardise`` than the recipe has.
+        DataWarning: the saved network was trained with another value of ``standardise`` or another routing rule than
+            the recipe has.
     """
     source = recipe.pretrained
     if isinstance(model, TimmCapsNet) and (source == "timm" or source.endswith(".safetensors")):
@@ -65,6 +66,16 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         warnings.warn(
             f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}, "
             f"so the network receives other pixel values than before; add --set standardise={before} to avoid this",
+            DataWarning,
+            stacklevel=2,
+        )
+    rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
+    layers = [layer for layer in saved.routing.values() if isinstance(layer, Mapping)]
+    rules = sorted({str(layer["rule"]) for layer in layers if "rule" in layer})
+    if rule is not None and rules and rule.name not in rules:
+        warnings.warn(
+            f"{source} was trained with the routing rule {', '.join(rules)}, but {recipe.name} has {rule.name}, so the "
+            f"capsules compute other poses than before; add --set model.routing={rules[0]} to avoid this",
             DataWarning,
             stacklevel=2,
         )

@@ -22,8 +22,8 @@ class CapsuleLayer(TransformModule):
         routing_map: the graph that connects child sites with parent sites, with the index of a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
-        child_pose_shape: rows and columns (R, Q) of a child's pose, including columns that Coordinate Addition appends;
-            (1, Q) by default.
+        child_pose_shape: rows and columns (R, Q) of a child's pose; (1, Q) by default. Q is the same as in
+            ``transform``, so it includes columns that `coordinate_addition` appends.
 
     Raises:
         ValueError: ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.

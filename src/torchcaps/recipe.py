@@ -187,7 +187,7 @@ class Recipe:
         if not 1 <= self.early_iterations <= 1000:
             raise BadInput(f"early_iterations is {self.early_iterations}: use 1 to 1,000")
         if self.early_epochs and self.early_epochs >= self.epochs:
-            raise BadInput(f"early_epochs is {self.early_epochs}: use fewer than epochs={self.epochs}")
+            raise BadInput(f"early_epochs is {self.early_epochs}: use a smaller number than epochs={self.epochs}")
         if self.mixup and self.reconstruction_weight:
             raise BadInput(
                 "mixup and reconstruction_weight are both above 0, but the decoder reconstructs a single class: "

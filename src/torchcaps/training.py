@@ -37,6 +37,9 @@ from torchcaps.scores import calibration_error_percent
 from torchcaps.seen_images import warn_of_seen_images
 from torchcaps.training_module import TrainingModule, class_weights_of
 
+FEWER_WORKERS = "use fewer --workers, and continue with --resume"
+"""Cure in an error message if a worker process of a training ends."""
+
 
 def fit(
     recipe: Recipe,
@@ -113,6 +116,9 @@ def fit(
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         if done := finished(folder, recipe):
+            planned = read_run(folder)
+            if planned.recipe.epochs != recipe.epochs:  # a longer training was interrupted in its first epoch
+                write_run(folder, replace(planned, recipe=replace(planned.recipe, epochs=recipe.epochs)))
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         check_best(folder, recipe, begun.trained)
@@ -190,16 +196,8 @@ def _train(
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
     trainer = _trainer(recipe, folder, devices, log, logger)
-    try:
-        with _raising_interrupts():
-            trainer.fit(module, data, ckpt_path=last)
-    except RuntimeError as error:
-        if "DataLoader worker" in str(error):
-            raise BadInput(
-                f"a worker process ended while it decoded images ({error}), perhaps because memory ran out: use fewer"
-                " --workers, and continue with --resume"
-            ) from error
-        raise
+    with _clear_failures(FEWER_WORKERS):
+        trainer.fit(module, data, ckpt_path=last)
     run = read_run(folder)
     run = replace(run, test_evaluations=run.test_evaluations + 1)
     best = recipe.choose == "best"
@@ -207,9 +205,9 @@ def _train(
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
-    validation = _test(trainer, module, data.val_dataloader())
+    validation = _test(trainer, module, data.val_dataloader(), FEWER_WORKERS)
     trainer.loggers = loggers
-    test = _test(trainer, module, data.test_dataloader())
+    test = _test(trainer, module, data.test_dataloader(), FEWER_WORKERS)
     rows = read_rows(folder / "metrics.csv")
     names = splits.test.class_names
     metrics = {
@@ -248,17 +246,24 @@ def _train(
 
 
 @contextmanager
-def _raising_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C: Lightning's `Trainer` raises SystemExit instead."""
+def _clear_failures(cure: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, where Lightning raises SystemExit, and BadInput if a worker process ends."""
     try:
         yield
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise BadInput(
+            f"a worker process ended while it decoded images ({first_line(error)}), perhaps because memory ran out: "
+            f"{cure}"
+        ) from error
 
 
-def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader) -> float:
+def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:
     """Test the module on batches, and return the accuracy in percent."""
-    with _raising_interrupts():
+    with _clear_failures(cure):
         return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]
 
 
@@ -364,6 +369,6 @@ def evaluate(
     )
     batches = ImageBatches(images, preparation or Preparation())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
-    accuracy = _test(trainer, module, loader)
+    accuracy = _test(trainer, module, loader, "free memory, or use smaller batches (--batch-size)")
     scores = None if module.scored is None else module.scored[:, :-1]
     return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)

@@ -239,7 +239,7 @@ def test_images_for(
 
 
 def _same_data(one: str, other: str) -> bool:
-    """Return whether two names mean the same dataset, or the same folder or table under any of its paths."""
+    """Return whether two names mean the same dataset, or are paths of the same folder or table."""
     from torchcaps.data import DATASETS
     from torchcaps.data.image_table import HUB
 

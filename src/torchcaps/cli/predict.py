@@ -1,6 +1,5 @@
 """The command `torchcaps predict`."""
 
-import os
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -70,20 +69,11 @@ def images_in(path: Path) -> list[Path]:
         BadInput: the folder contains no images, or the folder or a subfolder cannot be read.
     """
     from torchcaps.data.image_file import FORMATS
-    from torchcaps.data.image_folder import is_image
-
-    def refuse(error: OSError) -> None:
-        raise BadInput(
-            f"{error.filename} cannot be read ({error.strerror}): change its permissions, or give only folders that"
-            " can be read"
-        ) from error
+    from torchcaps.data.image_folder import images_below
 
     if not path.is_dir():
         return [path]
-    found: list[Path] = []
-    for folder, folders, names in os.walk(path, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [file for name in names if is_image(file := Path(folder, name))]
+    found = sorted(images_below(path))
     if not found:
         raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")
-    return sorted(found)
+    return found

@@ -96,7 +96,7 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
     halves = [half for half in ("train", "test") if (root / half).is_dir() and folders_in(root / half)]
     if not halves:
         return {"train": root}, []
-    held_out = [root / name for name in VALIDATION if (root / name).is_dir() and _holds_images(root / name)]
+    held_out = [root / name for name in VALIDATION if (root / name).is_dir() and _has_images(root / name)]
     if len(halves) == 1:
         other = {"train": "test", "test": "train"}[halves[0]]
         cure = f"add a folder per class to {other}/"
@@ -108,7 +108,7 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
             f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one of them"
         )
     known = ("train", "test", *VALIDATION)
-    ignored = [folder for folder in folders_in(root) if folder.name not in known and _holds_images(folder)]
+    ignored = [folder for folder in folders_in(root) if folder.name not in known and _has_images(folder)]
     folders = {"train": root / "train", "test": root / "test"}
     return folders | ({"validation": held_out[0]} if held_out else {}), ignored
 
@@ -124,7 +124,7 @@ def _tree(root: Path, skipped: list[Path]) -> Tree:
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         tree[folder.name] = [path for path in paths if is_image(path)]
         for path in set(paths).difference(tree[folder.name]):
-            if _holds_images(path) if path.is_dir() else path.name.lower() not in CLUTTER:
+            if _has_images(path) if path.is_dir() else path.name.lower() not in CLUTTER:
                 skipped.append(path)
     if len(tree) < 2:
         found = f"only one class folder, {next(iter(tree))}" if tree else "no class folders"
@@ -154,12 +154,26 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in FORMATS and not path.name.startswith(".") and path.is_file()
 
 
-def _holds_images(root: Path) -> bool:
-    for folder, folders, names in os.walk(root):
+def images_below(root: Path) -> Iterator[Path]:
+    """Yield the images in a folder and its subfolders, without hidden ones.
+
+    Raises:
+        BadInput: the folder or a subfolder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise BadInput(
+            f"{shown(error.filename)} cannot be read ({error.strerror}): change its permissions, or give only folders"
+            " that can be read"
+        ) from error
+
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        if any(is_image(Path(folder, name)) for name in names):
-            return True
-    return False
+        yield from (file for name in names if is_image(file := Path(folder, name)))
+
+
+def _has_images(root: Path) -> bool:
+    return next(images_below(root), None) is not None
 
 
 def _remarks_on_folders(

@@ -187,12 +187,14 @@ def run_experiment(
         The outcome, and the path of the figure.
 
     Raises:
-        BadInput: `name` or `budget` is unknown, or the experiment does not support `data` or `seeds`.
+        BadInput: `name` or `budget` is unknown, `data` is empty, or the experiment does not support `data` or `seeds`.
     """
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
+    if data is not None and not data.strip():
+        raise BadInput("the name of the data is empty; give the name of a dataset, or leave out the data")
     label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()
     folder = out / label
     study = Study(budget, data, seeds, data_dir, folder)

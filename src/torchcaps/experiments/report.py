@@ -199,8 +199,8 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
         if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
             value = f" and value {entry['value']!r}" if "value" in entry else ""
             raise BadInput(
-                f"{entry['file']} must have a row of implementation 'fused' and a row of implementation {EAGER!r} or "
-                f"'reference' for case {entry['case']!r}{value}: correct the entry in results/tables.toml"
+                f"{entry['file']} lacks a row for case {entry['case']!r}{value}: one row must have the implementation "
+                f"'fused', and one {EAGER!r} or 'reference'; correct the entry in results/tables.toml"
             )
         slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))

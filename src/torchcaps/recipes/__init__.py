@@ -105,7 +105,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
             are discarded.
 
     Raises:
-        BadInput: the recipe or a key is unknown; a value has the wrong type or is out of range; or a changed setting
+        BadInput: the recipe or a key is unknown; a value has the wrong type or is out of range; or a given setting
             has no effect together with the other settings.
 
     Example:
@@ -140,7 +140,7 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
             raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), *GROUPS])}")
     changed = {key: value for key, value in changed.items() if value != getattr(recipe, key)}
     created = replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
-    _check_effects(created, changed)
+    _check_effects(created, settings)
     return created
 
 
@@ -172,11 +172,11 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _check_effects(recipe: Recipe, changed: Container[str]) -> None:
-    """Refuse a changed setting that has no effect. The recipe's own values may have no effect after a change.
+def _check_effects(recipe: Recipe, given: Container[str]) -> None:
+    """Refuse a given setting that has no effect. Settings that were not given are accepted without an effect.
 
     Raises:
-        BadInput: a changed setting has no effect.
+        BadInput: a given setting has no effect.
     """
     model = MODELS[recipe.model]
     decoder = "decoder" in kinds_of(model) and inspect.signature(model).parameters["decoder"].default
@@ -189,10 +189,13 @@ def _check_effects(recipe: Recipe, changed: Container[str]) -> None:
         ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):
-        if key in changed and without_effect:
+        if key in given and without_effect:
             raise BadInput(f"{key} is {getattr(recipe, key)}, which has no effect {reason}: leave it out, or {cure}")
-    if "warm_up_epochs" in changed and recipe.warm_up_epochs > recipe.epochs:
-        raise BadInput(f"warm_up_epochs is {recipe.warm_up_epochs}: use at most epochs={recipe.epochs}")
+    if "warm_up_epochs" in given and recipe.warm_up_epochs > recipe.epochs:
+        raise BadInput(
+            f"warm_up_epochs is {recipe.warm_up_epochs}, which is more than the {recipe.epochs} epochs of the "
+            "training: lower warm_up_epochs or raise epochs"
+        )
 
 
 def _routing_options(recipe: Recipe, changed: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, Any]:

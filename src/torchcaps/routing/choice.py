@@ -57,7 +57,10 @@ class Routing:
     def __init__(self, name: str, /, **options: Any) -> None:
         check_kind("name of a Routing", name, str)
         if name not in ROUTINGS:
-            raise BadInput(f"unknown routing {name!r}{nearest(name, ROUTINGS)}")
+            raise BadInput(
+                f"unknown routing {name!r}{nearest(name, ROUTINGS)}. A rule of your own is known after you import the "
+                "module that adds it to torchcaps.ROUTINGS"
+            )
         check_options(f"routing {name}", options, routing_options(name))
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "_options", tuple(sorted(options.items())))

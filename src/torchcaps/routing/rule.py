@@ -20,7 +20,8 @@ class LayerShape(NamedTuple):
         transforms: number of transforms (K).
         child_types: number of capsule types per child site (C).
         parent_types: number of capsule types per parent site (J).
-        child_pose_shape: rows and columns (R, Q) of a child's pose, including columns that Coordinate Addition appends.
+        child_pose_shape: rows and columns (R, Q) of a child's pose. Q includes columns that `coordinate_addition`
+            appends.
         parent_pose_shape: rows and columns (R, N) of a parent's pose.
     """
 
