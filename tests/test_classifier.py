@@ -191,7 +191,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["options"].pop("decoder"), "lacks the option 'decoder'"),
         (lambda content: rule_of(content)["options"].pop("iterations"), "lacks the option 'iterations'"),
         (lambda content: rule_of(content)["options"].update(iteration=1), "did you mean 'iterations'"),
-        (lambda content: content["routing"].pop("class_capsules"), "does not contain layer 'class_capsules'"),
+        (lambda content: content["routing"].pop("class_capsules"), "lacks the layer 'class_capsules'"),
         (lambda content: content["options"].update(surprise=1), "no option 'surprise'"),
         (lambda content: content["options"].update(routing="em"), "no option 'routing'"),
         (lambda content: content.pop("images"), "lacks 'images'"),

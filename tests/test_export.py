@@ -188,7 +188,7 @@ def test_scores_and_speed_are_compared_on_given_images(tmp_path):
     assert found.images_per_second > 0 < found.classifier_images_per_second
     few = export_classifier(classifier, tmp_path / "model.pt2", "pt2", images.subset([0, 1]))
     assert (few.images, few.images_per_second) == (2, None)
-    with pytest.raises(BadInput, match=r"images has the image shape \(1, 20, 20\): give images of shape \(1, 20, 22\)"):
+    with pytest.raises(BadInput, match=r"have the shape \(1, 20, 20\), but the classifier needs \(1, 20, 22\)"):
         export_classifier(classifier, tmp_path / "x.pt2", "pt2", Images(pixels[..., :20], images.labels, ("a",)))
 
 

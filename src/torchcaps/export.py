@@ -120,7 +120,8 @@ def export_classifier(
         raise BadInput("export to ONNX needs onnx and onnxscript: pip install 'torchcaps[onnx]'")
     if images is not None and images.image_shape != tuple(classifier.image_shape):
         raise BadInput(
-            f"images has the image shape {images.image_shape}: give images of shape {classifier.image_shape}"
+            f"the images have the shape {images.image_shape}, but the classifier needs {classifier.image_shape}: give "
+            "images of this shape"
         )
     model = copy.deepcopy(classifier.model).cpu().eval()
     if hasattr(model, "decoder"):

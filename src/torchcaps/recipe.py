@@ -99,8 +99,9 @@ class Recipe:
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
-            ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a stopped
-            training is resumed with more epochs, these epochs are counted from 0 again.
+            ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
+            training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
+            again.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
         validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` (the
             number of a toy in its class) of smallNORB. If empty, images are held out at random. Otherwise the seed

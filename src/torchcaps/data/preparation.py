@@ -171,7 +171,7 @@ class Preparation:
         return torch.from_numpy(random.standard_normal((count, 2, 6, 6), dtype=np.float32)) * self.elastic
 
     def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
-        """Convert a batch for training; row i of `variation` determines the augmentation of image i."""
+        """Convert a batch for training. Row i of the random numbers in `variation` augments image i."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
         if variation.mirrored is not None:

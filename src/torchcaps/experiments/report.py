@@ -85,7 +85,7 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
     for entry in entries.get("highlights", []):
         for key in entry.keys() & {"runs", "cnn_runs"}:
             if isinstance(name := entry[key], str) and name not in rendered:
-                raise BadInput(f"{path}: [[renderings]] has no row {name!r}{nearest(name, rendered)}")
+                raise BadInput(f"{path}: no entry of [[renderings]] has what={name!r}{nearest(name, rendered)}")
             entry[key] = rendered[name] if isinstance(name, str) else name
     return entries
 

@@ -304,7 +304,7 @@ def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path
     change = Routing(change) if isinstance(change, str) else change
     layers = _rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
-        problem = "does not contain layer" if layer in layers else "contains a layer that the network does not have,"
+        problem = "lacks the layer" if layer in layers else "has a layer that the network does not have, namely"
         raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
