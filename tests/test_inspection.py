@@ -8,13 +8,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
+from torch.nn import functional
 
 from test_models import NETWORKS
 from test_models import SMALL as SMALL_OF_ALL
-from torchcaps import Classifier, Inspection, Preparation, Routing, create_model, inspect, inspection
+from torchcaps import (
+    Capsules,
+    Classifier,
+    DenseCaps,
+    Inspection,
+    Preparation,
+    Routing,
+    create_model,
+    inspect,
+)
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
 from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
+from torchcaps.feature_maps import FeatureMap, feature_maps, in_the_image
 from torchcaps.inspection import recorded
 from torchcaps.routing import ROUTINGS
 from torchcaps.routing import votes as routing_votes
@@ -90,7 +102,7 @@ def test_positions_of_feature_maps_are_the_centres_of_receptive_fields(name):
     """The gradient of the features of a site shows which pixels are in its receptive field."""
     model = create_model(name, image_shape=(1, 40, 40), num_classes=3, **SMALL.get(name, {})).double().eval()
     image = torch.rand(1, 1, 40, 40, dtype=torch.double, requires_grad=True)
-    with recorded(model) as layers, inspection._feature_maps(model, layers) as maps:
+    with recorded(model) as layers, feature_maps(model, layers, image) as maps:
         model(image)
     place, pose = maps[-1], layers[0].children.pose[0].flatten(1)
     assert math.prod(place.grid) == len(pose)
@@ -106,13 +118,13 @@ def test_positions_of_feature_maps_are_the_centres_of_receptive_fields(name):
 def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
     below = torch.zeros(1, 1, 36)
     below[0, 0, 7] = 1.0
-    maps = [inspection.FeatureMap((6, 6), (8.0, 8.0), (2.0, 2.0))]
-    drawn = inspection._in_the_image(below, maps, 28, 28)[0, 0]
+    maps = [FeatureMap((6, 6), (8.0, 8.0), (2.0, 2.0))]
+    drawn = in_the_image(below, maps, 28, 28)[0, 0]
     assert (drawn.argmax() // 28, drawn.argmax() % 28) == (10, 10)
     torch.testing.assert_close(drawn.sum(), torch.ones(()))
     torch.testing.assert_close(drawn[10, 9:12], drawn[10, 10] * torch.tensor([0.5, 1.0, 0.5]))
     with pytest.raises(BadInput, match="36 sites"):
-        inspection._in_the_image(below, [inspection.FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28)
+        in_the_image(below, [FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -232,7 +244,7 @@ def test_the_explorer_reconstructs_from_a_changed_pose(tmp_path):
     )
     assert same.shape == (280, 280, 3)
     assert (same != moved).any()
-    with pytest.raises(BadInput, match="no decoder"):
+    with pytest.raises(BadInput, match="a changed pose needs a decoder"):
         redrawn(classifier("capsnet", decoder=False), view.found, pose)
 
 
@@ -255,3 +267,50 @@ def test_the_explorer_refuses_folders_without_networks(tmp_path, monkeypatch, re
     classifier("baseline-cnn").save_pretrained(tmp_path / "cnn")
     with pytest.raises(BadInput, match="no capsule network"):
         Explorer({"cnn": tmp_path / "cnn"}).rules("cnn")
+
+
+class Backbone(nn.Module):
+    """Two branches after a dilated convolution, pooling without a module, and a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.dilated = nn.Conv2d(1, 2, 3, dilation=2)
+        self.main = nn.Sequential(nn.Conv2d(2, 2, 3, 2, padding=1), nn.Conv2d(2, 2, 3, padding=1))
+        self.shortcut, self.last = nn.Conv2d(2, 2, 1, 2), nn.Conv2d(2, 2, 3)
+
+    def forward(self, images):
+        images = functional.relu(self.dilated(images))
+        return self.last(functional.max_pool2d(functional.relu(self.main(images) + self.shortcut(images)), 2))
+
+
+def test_the_position_of_a_feature_map_is_the_centre_of_its_receptive_fields():
+    model, images = Backbone().double(), torch.rand(1, 1, 44, 36, dtype=torch.float64)
+    with feature_maps(model, [], images) as maps, torch.no_grad():
+        found = model(images)
+    assert maps[-1] == ((8, 6), (2 + 2 * 0.5 + 4, 2 + 2 * 0.5 + 4), (4, 4))
+    assert found.shape[2:] == maps[-1].grid
+
+
+def test_a_feature_map_of_unknown_position_is_refused():
+    convolution, images = nn.Conv2d(1, 1, 1), torch.rand(1, 1, 20, 20)
+    with (
+        feature_maps(convolution, [], images),
+        pytest.raises(BadInput, match="a feature map of 7×7 has an unknown place"),
+    ):
+        convolution(functional.interpolate(images, (7, 7)))
+
+
+def test_every_site_of_a_residual_network_is_inside_the_image():
+    model = create_model("residual-capsnet", image_shape=(1, 28, 28), num_classes=3)
+    found = inspect(Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preparation()), torch.rand(1, 28, 28))
+    torch.testing.assert_close(found.support.sum(dim=(2, 3)), torch.ones(found.support.shape[:2]))
+
+
+def test_rules_that_are_called_with_named_arguments_are_recorded():
+    layer = DenseCaps(6, 4, 8, parent_types=3, parent_pose_size=4)
+    children = Capsules(torch.randn(1, 6, 4, 1, 8), torch.rand(1, 6, 4))
+    with recorded(layer) as layers:
+        layer.routing(children, routing_map=layer.routing_map, transform=layer.transform)
+    assert len(layers[0].passes) == 3
+    assert layers[0].routing_map is layer.routing_map
+    assert layers[0].children is children

@@ -51,7 +51,8 @@ def test_feature_maps_with_the_channels_last_are_permuted():
 
 @needs_timm
 def test_a_frozen_backbone_does_not_change():
-    model = TimmCapsNet((3, 32, 32), 3, backbone="test_resnet", freeze_backbone=True).train()
+    model = TimmCapsNet((3, 32, 32), 3, backbone="test_resnet", freeze_backbone=True)
+    assert model.training
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1)
     for _ in range(2):

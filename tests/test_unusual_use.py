@@ -1,5 +1,6 @@
 """Uses of networks, losses and layers that are legitimate but rare: they work, or are refused in one line."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -11,11 +12,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 from problems import full_problem
 from test_models import NETWORKS, SMALL
 from torchcaps import (
+    MODELS,
     BadInput,
     CapsNet,
     Capsules,
     Classifier,
+    EMRouting,
     MatrixCapsNet,
+    Prediction,
     Preparation,
     Routing,
     RoutingMap,
@@ -26,7 +30,8 @@ from torchcaps import (
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.layers import DenseCaps
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss
-from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting
+from torchcaps.models import Pretrained
+from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting, UniformRouting
 from torchcaps.routing.votes import Agreement, Votes
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
@@ -50,7 +55,9 @@ def test_predictions_leave_each_module_in_its_own_mode(use):
 def test_a_classifier_predicts_in_the_dtype_of_its_network(dtype):
     classifier = classifier_of(CapsNet(**TINY).to(dtype))
     assert classifier.predict(BLANK).scores.isfinite().all()
-    assert inspect(classifier, BLANK[0]).support.isfinite().all()
+    found = inspect(classifier, BLANK[0])
+    assert found.support.isfinite().all()
+    assert found.figure().axes
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -238,3 +245,98 @@ def test_a_pose_with_the_negative_bit_is_read_with_its_sign():
         Votes(x, activation, transform, RoutingMap.conv((3, 3), 2)).moments() for x in (torch._neg_view(pose), -pose)
     )
     torch.testing.assert_close(votes, right)
+
+
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+@pytest.mark.parametrize("rule", [*ROUTINGS, Routing("em", parent_activation="mixing")])
+def test_nan_in_a_pose_remains_nan_in_the_activations(rule, backend):
+    layer = DenseCaps(6, 4, 8, parent_types=3, parent_pose_size=4, routing=rule).eval()
+    layer.routing.backend = backend
+    children = Capsules(torch.randn(1, 6, 4, 1, 8), torch.rand(1, 6, 4))
+    children.pose[0, 0, 0, 0, 0] = children.activation[0, 0, 0] = math.nan
+    assert layer(children).activation.isnan().any()
+
+
+def test_an_option_of_em_routing_can_be_changed_during_training():
+    children, transform = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4)), torch.randn(1, 4, 6, 4, 4)
+    rule, changed = EMRouting(6, inverse_temperature=0.1), EMRouting(6)
+    changed.inverse_temperature = 0.1
+    assert changed.saved_options == rule.saved_options
+    found = [one(children, transform, RoutingMap.shared(9)).activation for one in (rule, changed)]
+    assert torch.equal(*found)
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", ["cross_entropy", "activation_cross_entropy", "activation_logit_cross_entropy"])
+def test_a_target_that_is_not_a_class_index_is_refused(name):
+    scores = torch.rand(2, 3)
+    for target in (torch.tensor([0.9, 1.7]), torch.tensor([[0, 1, 0], [1, 0, 0]]), torch.tensor([1])):
+        with pytest.raises(ValueError, match=r"target must be integers \[2\], one class index per sample"):
+            LOSSES[name](scores, target)
+    with pytest.raises(IndexError, match="out of bounds"):
+        LOSSES[name](scores, torch.tensor([0, -100]))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_one_label_for_several_images_is_refused():
+    with pytest.raises(ValueError, match=r"of_class must be \[3\]"):
+        CapsNet(**TINY)(torch.rand(3, 1, 20, 20), torch.tensor([1]))
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("options", [{"stride": (1, 2)}, {"padding": (0, 1)}, {"padding": -1}])
+def test_im2col_refuses_what_it_does_not_compute(options):
+    with pytest.raises(ValueError, match="must be an integer"):
+        Im2colConv2d(3, 4, 3, **options)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_classifier_checks_its_class_names():
+    with pytest.raises(BadInput, match="class_names must be strings; got int 0"):
+        Classifier(CapsNet(**TINY), (0, 1, 2), (1, 20, 20), Preparation())
+    with pytest.raises(BadInput, match="class_names has 2 names, but the model has 3 classes"):
+        Classifier(CapsNet(**TINY), ("ant", "bee"), (1, 20, 20), Preparation())
+    assert Classifier(CapsNet(**TINY), ("a", "b", "c"), [1, 20, 20], Preparation()).predict(BLANK)
+
+
+class Gain(UniformRouting):
+    def __init__(self, squash_form="sabour", gain=1.0):
+        super().__init__(squash_form)
+        self.gain = gain
+
+
+def test_a_rule_with_other_options_than_it_saves_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setitem(ROUTINGS, "gain", Gain)
+    model = CapsNet(**TINY, routing=Routing("gain", gain=3.0))
+    with pytest.raises(BadInput, match="inherits saved_options from UniformRouting but has other constructor argum"):
+        model.save_pretrained(tmp_path)
+
+
+def test_parameters_that_are_not_trained_are_still_not_trained_after_loading(tmp_path):
+    model = create_model("attention-capsnet", image_shape=(1, 28, 28), **SMALL["attention-capsnet"])
+    model.save_pretrained(tmp_path)
+    frozen = [
+        [name for name, one in of.named_parameters() if not one.requires_grad]
+        for of in (model, type(model).from_pretrained(tmp_path))
+    ]
+    assert frozen[0] == frozen[1] != []
+
+
+class Scaled(Pretrained, nn.Module):
+    """A network with a constant and with a value that is read while the network is created."""
+
+    def __init__(self, image_shape: tuple[int, int, int] = (1, 20, 20), num_classes: int = 3) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.scale = torch.tensor(2.0)
+        self.linear = nn.Linear(400, num_classes)
+
+    def forward(self, images, labels=None):
+        return Prediction(self.scale * self.linear(images.flatten(1)))
+
+
+def test_a_network_of_ones_own_with_constants_can_be_loaded(monkeypatch, tmp_path):
+    monkeypatch.setitem(MODELS, "scaled", Scaled)
+    classifier = classifier_of(Scaled())
+    classifier.save_pretrained(tmp_path)
+    assert torch.equal(Classifier.from_pretrained(tmp_path).predict(BLANK).scores, classifier.predict(BLANK).scores)

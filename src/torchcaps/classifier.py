@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
+from torchcaps.checks import described
 from torchcaps.data import Preparation, read_image
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
@@ -56,6 +57,9 @@ class Classifier:
         image_shape: (channels, height, width) of the images before the preparation, which may crop them.
         preparation: converts the images to the model's input.
 
+    Raises:
+        BadInput: a class name is not a string, or the number of class names is not the model's number of classes.
+
     Example:
         >>> import tempfile
         >>> from torchcaps import CapsNet
@@ -72,6 +76,15 @@ class Classifier:
     class_names: Sequence[str]
     image_shape: tuple[int, int, int]
     preparation: Preparation
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "image_shape", tuple(self.image_shape))
+        for name in self.class_names:
+            if not isinstance(name, str):
+                raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
+        classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
+        if len(self.class_names) != classes:
+            raise BadInput(f"class_names has {len(self.class_names)} names, but the model has {classes} classes")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json. Other files in the folder are left alone.

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcaps.checks import check_sizes, described
 from torchcaps.kernels import in_torch_func
 
 
@@ -26,6 +27,10 @@ class Im2colConv2d(nn.Conv2d):
         padding: zero padding on all four sides of the input.
         bias: add a learned bias to the output.
 
+    Raises:
+        ValueError: ``kernel_size`` or ``stride`` is not an integer of at least 1, or ``padding`` is not an integer of
+            at least 0.
+
     Example:
         >>> Im2colConv2d(256, 256, kernel_size=9, stride=2)(torch.randn(1, 256, 20, 20)).shape
         torch.Size([1, 256, 6, 6])
@@ -40,6 +45,9 @@ class Im2colConv2d(nn.Conv2d):
         padding: int = 0,
         bias: bool = True,
     ) -> None:
+        check_sizes(kernel_size=kernel_size, stride=stride)
+        if not isinstance(padding, int) or padding < 0:
+            raise ValueError(f"padding must be an integer of at least 0; got {described(padding)}")
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
 
     def forward(

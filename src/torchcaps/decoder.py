@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, one_hot
+from torchcaps.checks import described
 
 
 class Decoder(nn.Module):
@@ -55,6 +56,8 @@ class Decoder(nn.Module):
         Raises:
             ValueError: ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
         """
+        if of_class.shape != pose.shape[:1]:
+            raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
         visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]
         weights = next(self.layers.parameters())
         return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)

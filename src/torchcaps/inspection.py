@@ -1,9 +1,9 @@
 """Inspection of a capsule network: which parts of an image support each class in each routing pass."""
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.classifier import Classifier, evaluating
 from torchcaps.errors import BadInput, caption
+from torchcaps.feature_maps import feature_maps, in_the_image
 from torchcaps.pictures import COLOURS, as_picture
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 RECORDING = RLock()
 """Lock that ensures that only one thread at a time records the routing passes of a model."""
-SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules whose outputs have a known position in the image."""
 
 
 class Pass(NamedTuple):
@@ -133,13 +132,14 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     thread, handles = get_ident(), []
 
     def begin(name: str) -> Any:
-        def hook(module: nn.Module, given: Any) -> None:
+        def hook(module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
             if get_ident() == thread:
-                same = [known for known in layers if known.name == name and known.routing_map is given[2]]
-                layer = same[0] if same else Layer(name, module, given[2])
+                children, _, routing_map, *_ = signature(module.forward).bind(*given, **named).arguments.values()
+                same = [known for known in layers if known.name == name and known.routing_map is routing_map]
+                layer = same[0] if same else Layer(name, module, routing_map)
                 if not same:
                     layers.append(layer)
-                layer.children = given[0]
+                layer.children = children
                 running.append(layer)
 
         return hook
@@ -157,7 +157,10 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     with RECORDING:
         for name, module in model.named_modules():
             if hasattr(module, "for_layer"):
-                handles += [module.register_forward_pre_hook(begin(name)), module.register_forward_hook(end)]
+                handles += [
+                    module.register_forward_pre_hook(begin(name), with_kwargs=True),
+                    module.register_forward_hook(end),
+                ]
         before, routing_votes.observer = routing_votes.observer, observe
         try:
             yield layers
@@ -258,7 +261,13 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         torch.Size([3, 3, 20, 20])
     """
     inputs, model = classifier.prepared(image), classifier.model
-    with RECORDING, evaluating(model), recorded(model) as layers, _feature_maps(model, layers) as maps, torch.no_grad():
+    with (
+        RECORDING,
+        evaluating(model),
+        recorded(model) as layers,
+        feature_maps(model, layers, inputs) as maps,
+        torch.no_grad(),
+    ):
         prediction = model(inputs)
     if not layers or prediction.capsules is None:
         raise BadInput("this network has no capsules: inspect a network with a routing rule")
@@ -271,77 +280,7 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
             f"the layer of the last rule, {layers[-1].name}, has {below.shape[1]} parent types, but the network has "
             f"{prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
         )
-    return _inspection(classifier, inputs, prediction, _in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
-
-
-class FeatureMap(NamedTuple):
-    """Position of a feature map in the image.
-
-    Arguments:
-        grid: height and width of the feature map.
-        first: centre of the receptive field of the first site, in pixels (row, column).
-        step: distance between the centres of neighbouring sites, in pixels (down, across).
-    """
-
-    grid: tuple[int, ...]
-    first: tuple[float, ...]
-    step: tuple[float, ...]
-
-
-@contextmanager
-def _feature_maps(model: nn.Module, layers: list[Layer]) -> Iterator[list[FeatureMap]]:
-    """Record the position of each feature map in the image. Feature maps after the first routing rule are ignored."""
-    maps: list[FeatureMap] = []
-    known: dict[int, tuple[Tensor, FeatureMap]] = {}  # stores the tensors too, so that no id is reused
-
-    def look(module: nn.Module, given: Any, result: Any) -> None:
-        if layers or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
-            return
-        source = maps[-1] if maps else FeatureMap((), (0.0, 0.0), (1.0, 1.0))
-        source = known.get(id(given[0]), (None, source))[1]
-        first, step = source.first, source.step
-        if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
-            kernel, stride = (_pair(one) for one in (module.kernel_size, module.stride))
-            same = [(size - 1) / 2 if module.padding == "same" else 0.0 for size in kernel]
-            padding = same if isinstance(module.padding, str) else _pair(module.padding)
-            first = tuple(first[axis] + step[axis] * ((kernel[axis] - 1) / 2 - padding[axis]) for axis in (0, 1))
-            step = tuple(step[axis] * stride[axis] for axis in (0, 1))
-        maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
-        known[id(result)] = result, maps[-1]
-
-    handles = [module.register_forward_hook(look) for module in model.modules()]
-    try:
-        yield maps
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _pair(value: Any) -> Any:
-    return (value, value) if isinstance(value, int) else value
-
-
-def _in_the_image(
-    below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
-) -> Float[Tensor, "passes J H W"]:
-    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1."""
-    sites = below.shape[2]
-    place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
-    if sites == 1:
-        return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
-    if sites % math.prod(place.grid):
-        raise BadInput(
-            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)} positions, "
-            "so the place of a site in the image is unknown: inspect a network with one site per feature map position"
-        )
-    values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
-    axes = []
-    for axis, pixels in ((0, height), (1, width)):
-        site = (torch.arange(pixels) - place.first[axis]) / place.step[axis]
-        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1 if place.grid[axis] > 1 else 2 * site)
-    places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
-    found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)
-    return found / found.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)
+    return _inspection(classifier, inputs, prediction, in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
@@ -378,7 +317,7 @@ def _inspection(classifier: Classifier, inputs: Tensor, prediction: Prediction, 
     assert prediction.capsules is not None
     drawn = prediction.reconstruction
     return Inspection(
-        inputs[0].cpu(),
+        inputs[0].float().cpu(),
         tuple(classifier.class_names),
         prediction.scores[0].float().cpu(),
         support,

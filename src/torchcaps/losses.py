@@ -10,7 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import one_hot, wide
+from torchcaps.checks import INTEGERS, described
 from torchcaps.errors import BadInput
+
+IGNORE_NONE = -(2**63)
+"""Class that PyTorch ignores in a target. Its default, -100, would hide wrong classes."""
 
 
 def margin_loss(
@@ -161,6 +165,10 @@ def cross_entropy(
         label_smoothing: share of the target probability that is spread evenly over all classes, in [0, 1].
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
+    Raises:
+        ValueError: ``target`` is not an integer tensor ``[B]``.
+        IndexError: a class in ``target`` is not in [0, classes).
+
     Example:
         >>> import torch
         >>> cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), weights=torch.tensor([2.0, 0.0]))
@@ -168,7 +176,14 @@ def cross_entropy(
     """
     reduction = "mean" if weights is None else "none"
     return _mean(
-        functional.cross_entropy(scores, target.long(), reduction=reduction, label_smoothing=label_smoothing), weights
+        functional.cross_entropy(
+            scores,
+            _classes(target, scores),
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            ignore_index=IGNORE_NONE,
+        ),
+        weights,
     )
 
 
@@ -185,15 +200,18 @@ def activation_cross_entropy(
         target: class of each sample ``[B]``.
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
+    Raises:
+        ValueError: ``target`` is not an integer tensor ``[B]``.
+        IndexError: a class in ``target`` is not in [0, classes).
+
     Example:
         >>> import torch
         >>> activation_cross_entropy(torch.tensor([[0.5, 0.0, 0.0]]), torch.tensor([0]))
         tensor(0.)
     """
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
-    return _mean(
-        functional.nll_loss(logarithms, target.long(), reduction="mean" if weights is None else "none"), weights
-    )
+    reduction, target = "mean" if weights is None else "none", _classes(target, scores)
+    return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), weights)
 
 
 def activation_logit_cross_entropy(
@@ -208,6 +226,10 @@ def activation_logit_cross_entropy(
         scores: ``[B, classes]``, activations of the class capsules, in [0, 1].
         target: class of each sample ``[B]``.
         weights: ``[B]``, factor of each sample's loss, at least 0.
+
+    Raises:
+        ValueError: ``target`` is not an integer tensor ``[B]``.
+        IndexError: a class in ``target`` is not in [0, classes).
 
     Example:
         >>> import torch
@@ -257,6 +279,14 @@ def check_loss(loss: str, model: str, logits: bool) -> None:
             f"loss {loss} needs activations in [0, 1], but the scores of model {model} are logits: set "
             "loss=cross_entropy"
         )
+
+
+def _classes(target: Tensor, scores: Tensor) -> Tensor:
+    if target.shape != scores.shape[:1] or target.dtype not in INTEGERS:
+        raise ValueError(
+            f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}"
+        )
+    return target.long()
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Checks of named options, which come from JSON files, from the command line or from calls of constructors."""
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -170,3 +171,24 @@ def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, An
         if name not in kinds:
             raise BadInput(f"{owner} has no option {name!r}{nearest(name, kinds)}")
         check_kind(f"{owner}: {name}", value, kinds[name])
+
+
+def plain_options(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert options to the values that they have after they are written to JSON and read again.
+
+    Raises:
+        BadInput: an option cannot be written as JSON.
+    """
+    try:
+        return json.loads(json.dumps(dict(options), default=_number))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(
+            f"{owner} has an option that cannot be saved ({error}): use numbers, strings and lists"
+        ) from error
+
+
+def _number(value: Any) -> Any:
+    """Convert NumPy scalars and tensors with one element to Python numbers."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is not plain data")

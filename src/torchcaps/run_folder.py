@@ -338,7 +338,7 @@ class EpochLog(Callback):
         if self.measure is not None:
             model = cast(nn.Module, module.model)
             with evaluating(model):
-                row |= {name: f"{value:.4f}" for name, value in self.measure(model).items()}
+                row |= {name: f"{value:.4f}" for name, value in (self.measure(model) or {}).items()}
         self.rows.append(row)
         lines = [",".join(row), *(",".join(str(kept.get(name, "")) for name in row) for kept in self.rows)]
         with atomically(self.path) as stream:

@@ -18,6 +18,7 @@ CPU_DTYPES = (torch.float32, torch.float64)
 GPU_DTYPES = (*CPU_DTYPES, torch.bfloat16, torch.float16)
 
 Backend = Literal["auto", "reference", "fused"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 __all__ = [
     "Backend",
@@ -50,8 +51,8 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
     """
-    if backend not in get_args(Backend):
-        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(get_args(Backend))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call: {obstacle}; use "auto" or "reference"')
     fused = backend != "reference" and obstacle is None

@@ -81,14 +81,9 @@ def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
     return all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True))
 
 
-def empty(
-    like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None, dtype: torch.dtype | None = None
-) -> Tensor:
+def empty(like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None) -> Tensor:
     """Create an uninitialised tensor with the given shape and strides (None: contiguous)."""
-    dtype, device = dtype or like.dtype, like.device
-    if strides is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return like.new_empty(shape) if strides is None else like.new_empty_strided(shape, strides)
 
 
 def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
@@ -128,7 +123,8 @@ def addresses(
                 f"{name} must be {list(shape)} {dtype} on the CPU to fit the children and the routing map; got {wrong}"
             )
         address = tensor.data_ptr()
-        if address % 64 or not has_strides(tensor, strides) or tensor.is_neg():
+        laid = tensor.is_contiguous() if strides is None else has_strides(tensor, strides)
+        if address % 64 or not laid or tensor.is_neg():
             keep.append(_copied(tensor, strides))
             address = keep[-1].data_ptr()
         found.append(address)

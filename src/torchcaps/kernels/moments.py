@@ -39,8 +39,9 @@ from torchcaps.kernels.operator import PLAIN, differentiate, operator
 class Record(NamedTuple):
     """Tensors of a pass that `votes_backward` needs. None means 0 or not computed, unless stated otherwise.
 
-    G is the number of softmaxes per child type and sample; see `Shapes`. B′ is the batch size B, rounded up to a
-    multiple of the SIMD lanes. `torchcaps.capsules` explains the other dimension letters.
+    G is the number of softmaxes per child type and sample; see `Shapes`. If the SIMD lanes hold
+    samples, B′ is the batch size B, rounded up to a multiple of the lanes; otherwise B′ = B. `torchcaps.capsules`
+    explains the other dimension letters.
 
     Arguments:
         constant, linear, quadratic, centre: tensors of the `Agreement` of the pass.
@@ -105,7 +106,7 @@ class Shapes:
         batch, sites, child_types, rows, inner = pose
         transforms, _, parent_types, _, columns = transform
         self.edges = edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
-        groups = (padded(batch, lanes), edges if types else sites, child_types)
+        groups = (padded(batch, lanes if by_sample else 1), edges if types else sites, child_types)
         scalars, vectors = (batch, parent_sites, parent_types), (batch, parent_sites, parent_types, rows, columns)
         self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
         self.couplings = (batch, parent_types, edges, child_types)
@@ -162,7 +163,8 @@ def _call(
 def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
     """Create uninitialised outputs of an operator. An output without a layout is an empty tensor."""
     dtype = statistics_dtype(pose.dtype)
-    return tuple(empty(pose, *(layout or ((0,), None)), dtype) for layout in layouts)
+    like = pose if pose.dtype == dtype else pose.new_empty(0, dtype=dtype)
+    return tuple([like.new_empty(0) if layout is None else empty(like, *layout) for layout in layouts])
 
 
 def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, volume: bool) -> tuple[Layout | None, ...]:

@@ -21,6 +21,7 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 
     The pose, which is the first tensor among the arguments, decides about the device.
     """
+    in_lists = [kind for x in arguments if type(x) is list or type(x) is tuple for kind in map(type, x)]
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -28,7 +29,7 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
         or not _ORDINARY.issuperset(map(type, arguments))
-        or any(type(x) in (list, tuple) and not _ORDINARY.issuperset(map(type, x)) for x in arguments)
+        or not _ORDINARY.issuperset(in_lists)
         or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
     )
 

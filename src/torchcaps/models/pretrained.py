@@ -17,8 +17,8 @@ from torch import nn
 
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.options import absent, check_kind, check_options, kinds_of
-from torchcaps.routing import ROUTINGS, Routing
+from torchcaps.models.saved_rules import restore_rules, saved_rules
+from torchcaps.options import absent, check_options, kinds_of, plain_options
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 4
@@ -93,8 +93,8 @@ class Pretrained:
         """
         assert isinstance(self, nn.Module)
         folder = Path(folder)
-        routing = _saved_rules(self)
-        options = _plain(type(self).__name__, self.options)
+        routing = saved_rules(self)
+        options = plain_options(type(self).__name__, self.options)
         content = _weights_of(self)
         checksum = hashlib.sha256(content).hexdigest()
         try:
@@ -144,7 +144,7 @@ class Pretrained:
             )
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
         model = _built(cls, {**config.options, **changes})
-        _restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
+        restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
         _load_weights(model, folder / WEIGHTS, config.weights_sha256)
         return model
 
@@ -230,45 +230,16 @@ def read_config(folder: Path) -> SavedConfig:
 
 
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
-    """Create a network on the meta device, where weights use no memory, without changing the random state."""
+    """Create a network without changing the random state.
+
+    A network of torchcaps is created on the meta device, where its weights use no memory. Other networks may have
+    constants, which would have no values on the meta device.
+    """
     from torchcaps.models import built
 
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+    device = "meta" if cls.__module__.startswith("torchcaps.") else "cpu"
+    with torch.device(device), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
-
-
-def _rules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routing rule of each layer that has one, keyed by the name of the layer."""
-    return {
-        name: layer.routing
-        for name, layer in model.named_modules()
-        if isinstance(getattr(layer, "routing", None), nn.Module)
-    }
-
-
-def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """Return the rule's name in `ROUTINGS` and its options; None if the rule has no name or no ``saved_options``."""
-    name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
-    options = getattr(rule, "saved_options", None)
-    return None if name is None or options is None else {"rule": name, "options": _plain(name, options)}
-
-
-def _saved_rules(model: nn.Module) -> dict[str, Any]:
-    """Describe the rule of every layer, so that `from_pretrained` can create it again.
-
-    Raises:
-        BadInput: a rule is not in `ROUTINGS` or has no ``saved_options``.
-    """
-    rules = _rules(model)
-    found = {layer: _described(rule) for layer, rule in rules.items()}
-    for layer, rule in found.items():
-        if rule is None:
-            raise BadInput(
-                f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
-                "create: add it to torchcaps.ROUTINGS and give it the property saved_options, or save "
-                "model.state_dict()"
-            )
-    return found
 
 
 def _weights_of(model: nn.Module) -> bytes:
@@ -297,39 +268,6 @@ def _weights_of(model: nn.Module) -> bytes:
             f"{type(model).__name__} has weights that share memory ({first_line(error)}): give each layer its own "
             "weights, or save model.state_dict()"
         ) from error
-
-
-def _restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
-    """Set the saved rule of every layer, except where ``change`` is another rule."""
-    change = Routing(change) if isinstance(change, str) else change
-    layers = _rules(model).keys()
-    for layer in sorted(layers ^ saved.keys()):
-        problem = "lacks the layer" if layer in layers else "has a layer that the network does not have, namely"
-        raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
-    for layer, rule in saved.items():
-        entry = f"{path}: routing of {layer!r}"
-        check_kind(entry, rule, Mapping[str, Any])
-        if set(rule) != {"rule", "options"}:
-            raise BadInput(f"{entry} must have exactly the entries 'options' and 'rule': save the network again")
-        check_kind(f"{entry}: rule", rule["rule"], str)
-        if rule["rule"] not in ROUTINGS:
-            raise BadInput(
-                f"{entry} is {rule['rule']!r}, which is not in torchcaps.ROUTINGS: import the module that adds this "
-                "rule to ROUTINGS before you load the network"
-            )
-        kind = ROUTINGS[rule["rule"]]
-        check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
-        check_options(entry, rule["options"], kinds_of(kind))
-        if change is not None and (not isinstance(change, Routing) or change.name != rule["rule"]):
-            continue
-        try:
-            with torch.random.fork_rng(devices=[]):
-                made = kind(**{**rule["options"], **(change.options if change else {})})
-        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-            raise BadInput(f"{entry}: {error}") from error
-        if missing := made.saved_options.keys() - rule["options"].keys():  # type: ignore[union-attr, operator]
-            raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
-        model.get_submodule(layer).routing = made
 
 
 def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
@@ -370,24 +308,3 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)
-
-
-def _plain(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert options to the values that they have after they are written to JSON and read again.
-
-    Raises:
-        BadInput: an option cannot be written as JSON.
-    """
-    try:
-        return json.loads(json.dumps(dict(options), default=_number))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(
-            f"{owner} has an option that cannot be saved ({error}): use numbers, strings and lists"
-        ) from error
-
-
-def _number(value: Any) -> Any:
-    """Convert NumPy scalars and tensors with one element to Python numbers."""
-    if hasattr(value, "item"):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not plain data")

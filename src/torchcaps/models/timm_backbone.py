@@ -80,6 +80,7 @@ class TimmCapsNet(nn.Module, Pretrained):
             features_shape = self._shape_of_features((channels, height, width))
         self.freeze_backbone = freeze_backbone
         self.head = CapsuleHead(features_shape, num_classes, types, routing=routing)
+        self.train()
 
     def train(self, mode: bool = True) -> "TimmCapsNet":
         """Set training or evaluation mode. A frozen backbone stays in evaluation mode."""
@@ -133,7 +134,6 @@ class TimmCapsNet(nn.Module, Pretrained):
                 f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({first_line(error)}): use "
                 f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
-        self.backbone.train()
         return tuple(shape)
 
 

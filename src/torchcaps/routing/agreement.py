@@ -1,11 +1,12 @@
 """Inputs and outputs of `Votes.moments` and `Votes.gaussians`: `Agreement`, `Moments` and `Gaussians`."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from jaxtyping import Float
 from torch import Tensor
 
 Competition = Literal["parents", "types"]
+COMPETITIONS: tuple[Competition, ...] = get_args(Competition)
 
 
 class Agreement(NamedTuple):

@@ -1,6 +1,7 @@
 """EM routing: Hinton, Sabour & Frosst 2018, with the corrections of Gritzman 2019."""
 
 import math
+from inspect import signature
 from typing import Any, Literal, NamedTuple, cast, get_args, overload
 
 import torch
@@ -12,12 +13,14 @@ from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
 from torchcaps.kernels import Backend
 from torchcaps.kernels.gaussian import log_volume
+from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Competition, Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 TemperatureSchedule = Literal["rising", "constant"]
 ParentActivation = Literal["logistic", "mixing"]
+TEMPERATURE_SCHEDULES, PARENT_ACTIVATIONS = get_args(TemperatureSchedule), get_args(ParentActivation)
 
 
 class EMPass(NamedTuple):
@@ -218,11 +221,16 @@ def em_routing(
     return (parents, passes) if return_passes else parents
 
 
+OPTIONS = [name for name, one in signature(em_routing).parameters.items() if one.kind is one.KEYWORD_ONLY]
+OPTIONS.remove("return_passes")
+"""Attributes of `EMRouting` that are options of `em_routing`."""
+
+
 def _log_proportions(mass: Float[Tensor, "B P J"]) -> Float[Tensor, "B P J"]:
     """Compute the log of each parent's share of the layer's mass. Shares are clamped to the smallest normal number."""
     tiny, total = torch.finfo(mass.dtype).tiny, mass.sum(dim=(1, 2), keepdim=True)
-    some = total >= tiny
-    return torch.where(some, mass / torch.where(some, total, 1), 0).clamp_min(tiny).log()
+    empty = total < tiny  # False for NaN, which must remain NaN
+    return torch.where(empty, 0, mass / torch.where(empty, 1, total)).clamp_min(tiny).log()
 
 
 def _check_betas(beta_u: Tensor, beta_a: Tensor, pose: Tensor, types: int) -> None:
@@ -256,9 +264,9 @@ def _check_options(
     if not 0 < tempering <= 1:
         raise ValueError(f"tempering must be in (0, 1]; got {tempering}")
     for name, value, allowed in (
-        ("competition", competition, get_args(Competition)),
-        ("temperature_schedule", temperature_schedule, get_args(TemperatureSchedule)),
-        ("parent_activation", parent_activation, get_args(ParentActivation)),
+        ("competition", competition, COMPETITIONS),
+        ("temperature_schedule", temperature_schedule, TEMPERATURE_SCHEDULES),
+        ("parent_activation", parent_activation, PARENT_ACTIVATIONS),
     ):
         check_choice(name, value, allowed)
 
@@ -339,17 +347,16 @@ class EMRouting(nn.Module):
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
         self.beta_a = nn.Parameter(torch.full((parent_types,), float(initial_beta_a)), requires_grad=learned)
-        self.iterations, self.backend = iterations, backend
-        self._fixed: dict[str, Any] = {
-            "competition": competition,
-            "variance_floor": variance_floor,
-            "normalise_data": normalise_data,
-            "inverse_temperature": inverse_temperature,
-            "temperature_schedule": temperature_schedule,
-            "parent_activation": parent_activation,
-            "mean_damping": mean_damping,
-            "tempering": tempering,
-        }
+        self.iterations = iterations
+        self.competition: Competition = competition
+        self.variance_floor = variance_floor
+        self.normalise_data = normalise_data
+        self.inverse_temperature = inverse_temperature
+        self.temperature_schedule: TemperatureSchedule = temperature_schedule
+        self.parent_activation: ParentActivation = parent_activation
+        self.mean_damping = mean_damping
+        self.tempering = tempering
+        self.backend: Backend = backend
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "EMRouting":
@@ -379,7 +386,7 @@ class EMRouting(nn.Module):
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments with which this rule calls `em_routing`."""
-        return {"iterations": self.iterations, **self._fixed, "backend": self.backend}
+        return {name: getattr(self, name) for name in OPTIONS}
 
     @property
     def saved_options(self) -> dict[str, Any]:

@@ -79,8 +79,8 @@ class SelfRouting(Rule):
         linear = nn.functional.pad(diagonal, (columns - rows, 0)).expand(*parents, rows, columns)
         found = votes.moments(Agreement(linear=linear.to(votes.dtype)), variance=False)
         total = votes.activation_sums()[:, :, None]
-        some = total > 0
-        activation = torch.where(some, found.mass / torch.where(some, total, 1), 0)
+        empty = total == 0  # not `total > 0`, which would turn NaN into an activation of 0
+        activation = torch.where(empty, 0, found.mass / torch.where(empty, 1, total))
         return Capsules(found.mean[..., : columns - rows], activation)
 
     @property

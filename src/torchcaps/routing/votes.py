@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import moments as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
-from torchcaps.routing.agreement import Agreement, Competition, Gaussians, Moments
+from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at, check_children
 
@@ -128,7 +128,7 @@ class Votes:
         passes: int = 1,
         backend: Backend = "auto",
     ) -> None:
-        check_choice("competition", competition, get_args(Competition))
+        check_choice("competition", competition, COMPETITIONS)
         check_sizes(passes=passes)
         check_children(pose, transform, routing_map)
         dtype = torch.promote_types(pose.dtype, transform.dtype)
@@ -187,7 +187,8 @@ class Votes:
             with without_autocast(self._pose.device):
                 options = {"variance": variance, "constant_couplings": constant_couplings}
                 found = self._written_out.moments(_plain(parts), **options)
-        self._observe(agreement, found)
+        if observer is not None:
+            observer(self, agreement, found)
         return found
 
     def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
@@ -211,12 +212,9 @@ class Votes:
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
         self._last = agreement
         mass, mean, variance, _, _, volume = self._fused(self._checked(agreement), floor=floor)
-        self._observe(agreement, Moments(mass, mean, variance))
+        if observer is not None:
+            observer(self, agreement, Moments(mass, mean, variance))
         return Gaussians(mass, mean, variance, volume)
-
-    def _observe(self, agreement: Agreement | None, found: Moments) -> None:
-        if (watching := observer) is not None:
-            watching(self, agreement, found)
 
     def _fused(
         self, parts: Agreement, variance: bool = True, constant_couplings: bool = False, floor: float | None = None
@@ -312,17 +310,23 @@ class Votes:
             raise ValueError(f"agreement must be an Agreement or None; got {described(agreement)}")
         *tensors, floor, inverse_temperature = agreement
         _check_variance(agreement)
-        vectors, dtype = self.parent_shape, self.dtype
+        vectors, dtype, device = self.parent_shape, self.dtype, self._pose.device
+        other_dtype = False
         for name, part in zip(Agreement._fields, tensors, strict=False):
-            shape = vectors[:3] if name == "constant" else vectors
             if part is None:
                 continue
+            shape = vectors[:3] if name == "constant" else vectors
             if not isinstance(part, Tensor) or part.shape != shape:
                 raise ValueError(
                     f"{name!r} in the agreement must have shape {list(shape)} to fit the parents; got {described(part)}"
                 )
-            check_floating(f"agreement.{name}", part)
-            check_device(f"agreement.{name}", part, self._pose)
+            if part.device != device:
+                check_device(f"agreement.{name}", part, self._pose)
+            if part.dtype != dtype:
+                check_floating(f"agreement.{name}", part)
+                other_dtype = True
+        if not other_dtype:
+            return agreement
         constant, linear, quadratic, centre, variance = (None if x is None else in_dtype(x, dtype) for x in tensors)
         return Agreement(constant, linear, quadratic, centre, variance, floor, inverse_temperature)
 

@@ -127,15 +127,15 @@ template <class T> int form_of(const Agreement<T>& x, bool variance) {
   return (x.linear ? LINEAR : 0) | (x.quadratic || x.centre ? QUADRATIC : 0) | (variance ? VARIANCE : 0);
 }
 
-// Sets the elements beyond the batch to 0. The operators pad the batch to fill the widest vectors, 64 bytes.
+// By sample: sets the elements beyond the batch to 0. The operators pad the batch to fill the widest vectors, 64 bytes.
 template <class T> void clear_padding(const Problem& g, long each, T* x) {
-  constexpr long MOST = 64 / long(sizeof(T));
-  std::fill_n(x + g.B * each, ((g.B + MOST - 1) / MOST * MOST - g.B) * each, T(0));
+  const long multiple = g.by_sample ? 64 / long(sizeof(T)) : 1;
+  std::fill_n(x + g.B * each, ((g.B + multiple - 1) / multiple * multiple - g.B) * each, T(0));
 }
 
 template <class T> void moments(const Problem& g, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out) {
   with_kernel(g, form_of(agreement, out.variance), x.transform, [&](const auto& kernel) {
-    if (out.log_sums) clear_padding(g, kernel.log_sums_size(), out.log_sums);  // padding is not used by type
+    if (out.log_sums) clear_padding(g, kernel.log_sums_size(), out.log_sums);
     on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.forward(tile, x, agreement, out, arena); });
   });
 }

@@ -1,0 +1,107 @@
+"""Positions of feature maps in the image."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchcaps.errors import BadInput
+
+SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
+"""Modules whose outputs have a known position in the image."""
+
+
+class FeatureMap(NamedTuple):
+    """Position of a feature map in the image.
+
+    Arguments:
+        grid: height and width of the feature map.
+        first: centre of the receptive field of the first site, in pixels (row, column).
+        step: distance between the centres of neighbouring sites, in pixels (down, across).
+    """
+
+    grid: tuple[int, ...]
+    first: tuple[float, ...]
+    step: tuple[float, ...]
+
+
+@contextmanager
+def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iterator[list[FeatureMap]]:
+    """Record the position of each feature map in the image, as long as the list `routed` is empty.
+
+    A feature map that another operation computed, such as the sum in a residual block, has the position of the latest
+    known feature map of the same size. If there is none, the operation has made a known feature map smaller.
+    """
+    maps: list[FeatureMap] = []
+    whole = FeatureMap(tuple(image.shape[2:]), (0.0, 0.0), (1.0, 1.0))
+    known: dict[int, tuple[Tensor, FeatureMap]] = {id(image): (image, whole)}  # the tensors, so that no id is reused
+
+    def look(module: nn.Module, given: Any, result: Any) -> None:
+        if routed or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
+            return
+        source = known[id(given[0])][1] if id(given[0]) in known else _of_size(given[0].shape[2:], [whole, *maps])
+        first, step = source.first, source.step
+        if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
+            kernel, stride, spread = (_pair(getattr(module, one, 1)) for one in ("kernel_size", "stride", "dilation"))
+            kernel = [spread[axis] * (kernel[axis] - 1) + 1 for axis in (0, 1)]
+            same = [(size - 1) / 2 if module.padding == "same" else 0.0 for size in kernel]
+            padding = same if isinstance(module.padding, str) else _pair(module.padding)
+            first = tuple(first[axis] + step[axis] * ((kernel[axis] - 1) / 2 - padding[axis]) for axis in (0, 1))
+            step = tuple(step[axis] * stride[axis] for axis in (0, 1))
+        maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
+        known[id(result)] = result, maps[-1]
+
+    handles = [module.register_forward_hook(look) for module in model.modules()]
+    try:
+        yield maps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _of_size(size: Sequence[int], maps: Sequence[FeatureMap]) -> FeatureMap:
+    """Return the latest feature map of this size. If there is none, divide the latest one into patches."""
+    for one in reversed(maps):
+        if one.grid == tuple(size):
+            return one
+    *_, latest = maps
+    if any(below % above for below, above in zip(latest.grid, size, strict=True)):
+        raise BadInput(
+            f"a feature map of {size[0]}×{size[1]} has an unknown place in the image: inspect a network that computes "
+            "its feature maps with modules, such as torch.nn.Conv2d and torch.nn.MaxPool2d"
+        )
+    ratio = [below // above for below, above in zip(latest.grid, size, strict=True)]
+    first = tuple(latest.first[axis] + latest.step[axis] * (ratio[axis] - 1) / 2 for axis in (0, 1))
+    return FeatureMap(tuple(size), first, tuple(latest.step[axis] * ratio[axis] for axis in (0, 1)))
+
+
+def _pair(value: Any) -> Any:
+    return (value, value) if isinstance(value, int) else value
+
+
+def in_the_image(
+    below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
+) -> Float[Tensor, "passes J H W"]:
+    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1."""
+    sites = below.shape[2]
+    place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
+    if sites == 1:
+        return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
+    if sites % math.prod(place.grid):
+        raise BadInput(
+            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)} positions, "
+            "so the place of a site in the image is unknown: inspect a network with one site per feature map position"
+        )
+    values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
+    axes = []
+    for axis, pixels in ((0, height), (1, width)):
+        site = (torch.arange(pixels) - place.first[axis]) / place.step[axis]
+        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1 if place.grid[axis] > 1 else 2 * site)
+    places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
+    found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)
+    return found / found.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)

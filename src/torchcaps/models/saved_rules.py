@@ -1,0 +1,90 @@
+"""Saving and loading of the routing rules of a network: name and options of the rule of each layer."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchcaps.errors import BadInput
+from torchcaps.options import check_kind, check_options, kinds_of, plain_options
+from torchcaps.routing import ROUTINGS, Routing
+
+
+def _rules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the routing rule of each layer that has one, keyed by the name of the layer."""
+    return {
+        name: layer.routing
+        for name, layer in model.named_modules()
+        if isinstance(getattr(layer, "routing", None), nn.Module)
+    }
+
+
+def _described(rule: nn.Module) -> dict[str, Any] | None:
+    """Return the rule's name in `ROUTINGS` and its options; None if the rule has no name or no ``saved_options``."""
+    name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
+    options = getattr(rule, "saved_options", None)
+    return None if name is None or options is None else {"rule": name, "options": plain_options(name, options)}
+
+
+def saved_rules(model: nn.Module) -> dict[str, Any]:
+    """Describe the rule of every layer, so that `from_pretrained` can create it again.
+
+    Raises:
+        BadInput: a rule is not in `ROUTINGS`, or has no ``saved_options`` of its own.
+    """
+    rules = _rules(model)
+    found = {layer: _described(rule) for layer, rule in rules.items()}
+    for layer, kind in ((layer, type(rule)) for layer, rule in rules.items()):
+        owner = next((one for one in kind.__mro__ if "saved_options" in vars(one)), kind)
+        if inspect.signature(kind).parameters.keys() != inspect.signature(owner).parameters.keys():
+            raise BadInput(
+                f"layer {layer} has the routing rule {kind.__name__}, which inherits saved_options from "
+                f"{owner.__name__} but has other constructor arguments: define saved_options in {kind.__name__}"
+            )
+    for layer, rule in found.items():
+        if rule is None:
+            raise BadInput(
+                f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
+                "create: add it to torchcaps.ROUTINGS and give it the property saved_options, or save "
+                "model.state_dict()"
+            )
+    return found
+
+
+def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
+    """Set the saved rule of every layer, except where ``change`` is another rule."""
+    change = Routing(change) if isinstance(change, str) else change
+    layers = _rules(model).keys()
+    for layer in sorted(layers ^ saved.keys()):
+        problem = "lacks the layer" if layer in layers else "has a layer that the network does not have, namely"
+        raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
+    for layer, rule in saved.items():
+        entry = f"{path}: routing of {layer!r}"
+        check_kind(entry, rule, Mapping[str, Any])
+        if set(rule) != {"rule", "options"}:
+            raise BadInput(f"{entry} must have exactly the entries 'options' and 'rule': save the network again")
+        check_kind(f"{entry}: rule", rule["rule"], str)
+        if rule["rule"] not in ROUTINGS:
+            raise BadInput(
+                f"{entry} is {rule['rule']!r}, which is not in torchcaps.ROUTINGS: import the module that adds this "
+                "rule to ROUTINGS before you load the network"
+            )
+        kind = ROUTINGS[rule["rule"]]
+        check_kind(f"{entry}: options", rule["options"], Mapping[str, Any])
+        check_options(entry, rule["options"], kinds_of(kind))
+        if change is not None and (not isinstance(change, Routing) or change.name != rule["rule"]):
+            continue
+        try:
+            with torch.random.fork_rng(devices=[]):
+                made = kind(**{**rule["options"], **(change.options if change else {})})
+        except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+            raise BadInput(f"{entry}: {error}") from error
+        if missing := made.saved_options.keys() - rule["options"].keys():  # type: ignore[union-attr, operator]
+            raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
+        constructed = dict(_rules(model)[layer].named_parameters())
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name not in constructed or constructed[name].requires_grad)
+        model.get_submodule(layer).routing = made
