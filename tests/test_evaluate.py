@@ -7,6 +7,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from conftest import make_images, train
+from test_run_folder import SPLITS
+from torchcaps import BadInput, PooledCNN
+from torchcaps.training import evaluate
 
 
 def evaluated(call, *words):
@@ -69,3 +72,8 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
         **counts,
         **{f"{name} files": count for name, count in counts.items()},
     }
+
+
+def test_a_model_with_another_number_of_classes_is_refused():
+    with pytest.raises(BadInput, match="the model has 3 classes, but the images have 10 class names"):
+        evaluate(PooledCNN((1, 28, 28), 3), SPLITS.test)

@@ -286,12 +286,12 @@ class EpochLog(Callback):
     Arguments:
         path: path of metrics.csv.
         images: number of training images.
-        measure: function that is called after every epoch with the model in evaluation mode. The values that the
-            function returns are added to the row.
+        measure: function that is called after every epoch with the model in evaluation mode. If the function returns
+            values, they are added to the row.
     """
 
     def __init__(
-        self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float]] | None = None
+        self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float] | None] | None = None
     ) -> None:
         self.path = path
         self.images = images

@@ -44,13 +44,13 @@ FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 def fit(
     recipe: Recipe,
     splits: Splits,
-    folder: Path,
+    folder: str | Path,
     *,
     devices: int = 1,
     workers: int | None = None,
     resume: bool = False,
     on_start: Callable[[TrainingModule, int], None] | None = None,
-    on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None = None,
+    on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
     logger: str = "tensorboard",
 ) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def fit(
         resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
             are bit-identical to the weights of an uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
-        on_epoch_end: function that is called after every epoch with the model in evaluation mode. The values that the
-            function returns are written to metrics.csv.
+        on_epoch_end: function that is called after every epoch with the model in evaluation mode. If the function
+            returns values, they are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
         logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
 
@@ -95,6 +95,7 @@ def fit(
         DataWarning: test images are among the training or validation images, or among those of the run in
             ``recipe.pretrained``.
     """
+    folder = Path(folder)
     check_devices(devices, recipe)
     check_logger(logger)
     for name, images in vars(splits).items():
@@ -190,7 +191,7 @@ def _train(
     module: TrainingModule,
     devices: int,
     last: Path | None,
-    on_epoch_end: Callable[[nn.Module], Mapping[str, float]] | None,
+    on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None,
     logger: str,
 ) -> dict[str, Any]:
     splits = data.splits
@@ -354,9 +355,12 @@ def evaluate(
             float32.
 
     Raises:
-        BadInput: `precision` is not auto, bf16 or float32.
+        BadInput: `precision` is not auto, bf16 or float32, or the model has another number of classes than the split.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
+    classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
+    if classes != len(images.class_names):
+        raise BadInput(f"the model has {classes} classes, but the images have {len(images.class_names)} class names")
     recipe = Recipe("evaluate", "", "", batch_size=batch_size)
     module = TrainingModule(model, recipe, len(images.class_names))
     trainer = lightning.Trainer(
