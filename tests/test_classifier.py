@@ -214,7 +214,10 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes an integer"),
         (lambda content: content["images"]["preparation"].update(crop=18, test_crops=10**6), "use 1 to 32"),
         (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
-        (lambda content: content["routing"].update(nowhere={}), "a layer that the network does not have, 'nowhere'"),
+        (
+            lambda content: content["routing"].update(nowhere={}),
+            "a layer that the network does not have, namely 'nowhere'",
+        ),
         (lambda content: content.update(routing={"class_capsules": 3}), "takes a mapping"),
         (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "is 'x', which is"),
         (

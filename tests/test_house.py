@@ -41,6 +41,7 @@ FLOORS = {
     "fine_tuning": 4,
     "sklearn": 4,
     "export": 4,
+    "feature_maps": 4,
     "inspection": 4,
     "pictures": 4,
     "recipe": 4,

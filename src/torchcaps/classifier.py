@@ -123,7 +123,7 @@ class Classifier:
 
         Raises:
             BadInput: the folder or repository does not exist; a file is missing or damaged; an option is unknown; or
-                the network was saved without its class names and the preparation of its images.
+                the network was saved alone, that is, without class names and image preparation.
         """
         folder = local_folder(source, revision, token)
         config = read_config(folder)
@@ -133,8 +133,8 @@ class Classifier:
         saved = config.images
         if saved is None:
             raise BadInput(
-                f"{folder} contains a network that was saved without its class names and the preparation of its "
-                "images: save it with Classifier.save_pretrained"
+                f"{folder} contains only a network, without class names and image preparation: save the network with "
+                "Classifier.save_pretrained"
             )
         try:
             if set(saved) != {"shape", "class_names", "preparation"}:

@@ -103,8 +103,8 @@ def export_classifier(
     Raises:
         BadInput: the packages for ``onnx`` or the C++ compiler for ``aoti`` is missing; ``images`` do not have the
             classifier's ``image_shape``; the network cannot be exported to this format; the file cannot be written; or
-            a score differs from the classifier's by more than 0.01, or by more than 1 % of the largest score if that
-            score is above 1.
+            a score differs from the classifier's by more than the tolerance. The tolerance is 0.01, or 1 % of the
+            largest absolute score if that is above 1.
         ValueError: ``format`` is unknown.
 
     Example:

@@ -79,8 +79,9 @@ class Layer:
 
             support_ij = max(0, w_ij V_ij · μ_j / |μ_j|), divided by its sum over the children of parent j
 
-        Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j. If
-        the activation of a parent depends only on its mass, as in self-routing, the result equals `shares`.
+        Here w_ij = activation_i · coupling_ij is the weight of the vote V_ij, and μ_j is the mean vote for parent j.
+        If the activation of a parent depends only on its mass, as in self-routing, this formula is not used: the method
+        returns the result of `shares`.
         """
         if getattr(self.rule, "activation_from_mass", False):
             return self.shares(number)
@@ -277,7 +278,7 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     below = _support_below(layers)
     if below.shape[1] != prediction.scores.shape[1]:
         raise BadInput(
-            f"the layer of the last rule, {layers[-1].name}, has {below.shape[1]} parent types, but the network has "
+            f"the last capsule layer (rule {layers[-1].name}) has {below.shape[1]} parent types, but the network has "
             f"{prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
         )
     return _inspection(classifier, inputs, prediction, in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))

@@ -78,7 +78,7 @@ def publish(run: Path, folder: Path) -> Path:
     classifier = Classifier.from_pretrained(run)
     if missing := [name for name in PUBLISHED if name not in metrics]:
         raise BadInput(
-            f"{run / 'metrics.json'} has no entry {missing[0]!r}: restore it from a copy, or train again in "
+            f"{run / 'metrics.json'} has no entry {missing[0]!r}: restore this file from a copy, or train again in "
             "another folder"
         )
     model: Any = classifier.model

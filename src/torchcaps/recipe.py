@@ -47,9 +47,10 @@ class Recipe:
             rule.
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
-        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. All
-            tensors whose name and shape match the model are loaded. If the weights were trained on other classes,
-            tensors whose shape depends on the number of classes are left out, even if their shape matches.
+        pretrained: folder of weights with which the training starts; if empty, the initial weights are random. A
+            tensor is loaded if its name and shape match a tensor of the model. There is one exception: if the weights
+            were trained on other classes, even if the number of classes is the same, tensors whose shape depends on the
+            number of classes are not loaded.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
@@ -103,10 +104,11 @@ class Recipe:
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
             again.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
-        validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` (the
-            number of a toy in its class) of smallNORB. If empty, images are held out at random. Otherwise the seed
+        validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` in
+            smallNORB, the number of a toy in its class. If empty, images are held out at random. Otherwise the seed
             chooses one value of the attribute per class, and all images of the class with this value are held out. With
-            ``instance``, no toy of the validation split is in the training split, just as no toy of the test split is.
+            ``instance``, the training split contains none of the toys in the validation split and none of the toys in
+            the test split.
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware

@@ -89,7 +89,7 @@ class RoutingMap:
         parent_grid: (height, width) of the grid of parent sites, numbered row by row; height × width = P.
 
     Attributes:
-        constant: the edges, with one cached copy per device.
+        constant: holds the edges, and caches one copy of them per device.
         edge_lists: the edges sorted by child site, by parent site and by transform, for the fused kernels.
         place_by_child: for each edge, its position when the edges are sorted by child site.
         own_transforms: whether every transform is used by only one child site.
@@ -189,7 +189,7 @@ class RoutingMap:
         return torch.searchsorted(ascending.contiguous(), torch.arange(count + 1, device=ascending.device))
 
     def edges_on(self, device: torch.device | str) -> Int64[Tensor, "E 3"]:
-        """Return the edges on a device. The copy on each device is cached."""
+        """Return the edges as a tensor on the given device. One copy per device is cached."""
         return self.constant.on(device)
 
     @classmethod

@@ -196,7 +196,7 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
             "copy, or train again in another folder"
         )
     if before.recipe.epochs != recipe.epochs:
-        rate = ", and the cosine of the learning rate now spans all of them" if recipe.schedule == "cosine" else ""
+        rate = ", and the cosine of the learning rate now spans all epochs" if recipe.schedule == "cosine" else ""
         one, other = before.recipe.epochs, recipe.epochs
         print(f"{folder} was started with {one} epochs; training continues to epoch {other}{rate}", flush=True)
     return Begun(run, digests, last, trained)

@@ -40,8 +40,8 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
             digests, kind = images.files.digests, " files"
         else:
             warnings.warn(
-                f"the given images cannot be compared with the training images of {folder}, because the run has only"
-                " checksums of image files: give images that are read from files",
+                f"the given images cannot be compared with the training images of {folder}: the run stores checksums of"
+                " image files, but the given images were not read from files; give images that are read from files",
                 DataWarning,
                 stacklevel=2,
             )

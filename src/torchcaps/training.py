@@ -92,7 +92,7 @@ def fit(
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
 
     Warns:
-        DataWarning: test images are among the training or validation images, or among those of the run in
+        DataWarning: test images are among the training or validation images of this run or of the run in
             ``recipe.pretrained``.
     """
     folder = Path(folder)

@@ -172,7 +172,7 @@ def evaluate(
     data_dir: DataDir = Path("data"),
     precision: Annotated[
         str | None,
-        typer.Option(help="Precision: bf16, float32 or auto; default: float32 if the run has float32, otherwise auto."),
+        typer.Option(help="Precision: bf16, float32 or auto; default: float32 if the recipe sets float32, else auto."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
     cache: Cache = "auto",
@@ -180,8 +180,8 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
 
-    If another folder or table has no test split, all of its images are evaluated, except images that the run used in
-    training or validation.
+    If the other dataset is a folder or a table without a test split, all of its images are evaluated, except images
+    that the run used in training or validation.
 
     Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
     evaluated on the dataset of the first run.
@@ -225,8 +225,8 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"{folder} is being trained further, to epoch {one.recipe.epochs}, and this training is not finished: "
-                "the accuracy is that of the weights from the last finished training; finish this one with --resume",
+                f"{folder}: training to epoch {one.recipe.epochs} is not finished, so the weights of the last finished "
+                "training were evaluated; to finish this training, use --resume",
                 DataWarning,
                 stacklevel=1,
             )

@@ -38,7 +38,7 @@ LONG_WORD, SHORT_WORD = 16, 8
 
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str = "") -> None:
-    """Print a complete table. Markup in cells is not interpreted, and characters that cannot be printed are escaped.
+    """Print a table. No cell is cut off, markup is not interpreted, and characters that cannot be printed are escaped.
 
     In a terminal, cells are wrapped so that the table fits the width of the terminal. In a pipe or a file, the first
     column is never wrapped, and no word is broken.
@@ -143,8 +143,8 @@ def splits_for(
     """Load a dataset, or a folder or a table of images, and check that image shape and classes match a classifier.
 
     Images of a folder or a table are resized to the classifier's image shape. If `name` is the data of `recipe`, the
-    splits are the same as when the classifier was trained with this recipe. If `name` is another table, its
-    `image_column` and `label_column` are those of the recipe.
+    splits are the same as when the classifier was trained with this recipe. If `name` is another table, the
+    settings `image_column` and `label_column` of the recipe are used for it.
     """
     from torchcaps.data import DATASETS, load_splits
     from torchcaps.data.image_table import is_table

@@ -69,9 +69,9 @@ class Preparation:
         rotation: training only; largest angle in degrees, 0 to 180. Each image is rotated with probability 0.5. Angles
             are normally distributed and clipped to the largest angle. The standard deviation is a third of the largest
             angle.
-        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. Each
-            fraction is the absolute value of a normally distributed number, clipped to the largest fraction. The
-            standard deviation is a third of the largest fraction.
+        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. For
+            each image, the fraction is the absolute value of a normally distributed number, clipped to the largest
+            fraction. The standard deviation of this number is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
         elastic: training only; standard deviation, in pixels, of a random elastic distortion (Ronneberger, Fischer &
@@ -171,7 +171,7 @@ class Preparation:
         return torch.from_numpy(random.standard_normal((count, 2, 6, 6), dtype=np.float32)) * self.elastic
 
     def varied(self, pixels: UInt8[Tensor, "B C H W"], variation: Variation) -> Float[Tensor, "B C h w"]:
-        """Convert a batch for training. Row i of the random numbers in `variation` augments image i."""
+        """Convert a batch for training, with augmentation. Image i uses row i of each tensor in `variation`."""
         if variation.offsets is not None:
             pixels = shift(pixels, variation.offsets)
         if variation.mirrored is not None:
@@ -219,11 +219,11 @@ class Preparation:
         return self._at(_scaled(pixels), 0.5, 0.5)
 
     def plain_of(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B C h w"]:
-        """Convert images with pixels in [0, 1] without augmentation, with the centre crop; differentiable."""
+        """Convert images with pixels in [0, 1], as `plain` converts uint8 images. The conversion is differentiable."""
         return self._at(images, 0.5, 0.5)
 
     def views(self, pixels: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "V B C h w"]:
-        """Convert a batch for evaluation: V = `test_crops`² crops of each image, or V = 1 if `crop` is 0."""
+        """Convert a batch for evaluation into `test_crops`² crops per image, or one whole image if `crop` is 0."""
         if self.test_crops == 1 or not self.crop:
             return self.plain(pixels)[None]
         places = _places(self.test_crops)

@@ -147,8 +147,8 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
     ]
     if any(column != columns[0] for column in columns):
         raise BadInput(
-            f"the rows of [[renderings]] in tables.toml have runs with different data.render_seed, {columns}: "
-            "give every row runs with the same values in the same order"
+            f"the values of data.render_seed differ between the entries of [[renderings]] in tables.toml: {columns}; "
+            "list runs with the same values, in the same order, in every entry"
         )
     return _lines(
         ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
@@ -199,8 +199,8 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
         if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
             value = f" and value {entry['value']!r}" if "value" in entry else ""
             raise BadInput(
-                f"{entry['file']} lacks a row for case {entry['case']!r}{value}: one row must have the implementation "
-                f"'fused', and one {EAGER!r} or 'reference'; correct the entry in results/tables.toml"
+                f"{entry['file']} lacks a row for case {entry['case']!r}{value}: it needs one row with implementation "
+                f"'fused', and another row with {EAGER!r} or 'reference'; correct the entry in results/tables.toml"
             )
         slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))

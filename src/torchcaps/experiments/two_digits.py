@@ -46,7 +46,10 @@ def strips(images: Images, length: int, count: int, seed: int = 0) -> Images:
     labels = images.labels.numpy()
     members = {label: np.flatnonzero(labels == label) for label in np.unique(labels)}
     if len(members) < length:
-        raise BadInput(f"length is {length}, but the images have only {len(members)} classes: reduce length")
+        raise BadInput(
+            f"length is {length}, but the images of a strip must have different classes, and there are only "
+            f"{len(members)} classes: reduce length"
+        )
     order = random.permuted(np.tile(list(members), (count, 1)), axis=1)[:, :length]
     chosen = torch.tensor([[random.choice(members[label]) for label in row] for row in order])
     return Images(torch.cat(images.pixels[chosen].unbind(1), dim=3), torch.from_numpy(order), images.class_names)

@@ -249,7 +249,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
     """
     decoder = getattr(classifier.model, "decoder", None)
     if not isinstance(decoder, nn.Module):
-        raise BadInput("a changed pose needs a decoder, and this network has none: use a network with a decoder")
+        raise BadInput("this network has no decoder to draw the image of a changed pose: use a network with a decoder")
     best, device = found.best, next(decoder.parameters()).device
     poses = found.poses[None, None].clone()
     poses[0, 0, best] = torch.tensor(pose).view_as(found.poses[best])

@@ -71,7 +71,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
-            options is unknown; or ``class_temperature_factor`` is not 1, although the rule is not ``"em"``.
+            options is unknown; or ``class_temperature_factor`` is not 1 and the rule is not named ``"em"``.
         ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
             other sizes.
 

@@ -259,7 +259,7 @@ def _weights_of(model: nn.Module) -> bytes:
         if "_orig_mod." in name or "parametrizations." in name:
             raise BadInput(
                 f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
-                "remove the parametrization, and save the network again; or save model.state_dict()"
+                "remove the parametrization, then save the network again; otherwise save model.state_dict()"
             )
     try:
         return safetensors.torch.save(weights, {"format": "pt"})

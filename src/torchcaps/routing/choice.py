@@ -38,8 +38,8 @@ class Routing:
 
     Arguments:
         name: a key of `ROUTINGS`.
-        options: keyword arguments of the rule's class that have a default. Arguments without a default are sizes,
-            which the layer sets.
+        options: keyword arguments of the rule's class. Only arguments with a default can be given; the others are
+            sizes, which the layer sets.
 
     Raises:
         BadInput: ``name`` is not in `ROUTINGS`, the rule has no such option, or a value has the wrong type.
@@ -58,7 +58,7 @@ class Routing:
         check_kind("name of a Routing", name, str)
         if name not in ROUTINGS:
             raise BadInput(
-                f"unknown routing {name!r}{nearest(name, ROUTINGS)}. A rule of your own is known after you import the "
+                f"unknown routing {name!r}{nearest(name, ROUTINGS)}. For a rule of your own, first import the "
                 "module that adds it to torchcaps.ROUTINGS"
             )
         check_options(f"routing {name}", options, routing_options(name))

@@ -272,7 +272,7 @@ def _check_options(
 
 
 class EMRouting(nn.Module):
-    """EM routing with learned β_u and β_a, as the rule of a capsule layer: Hinton, Sabour & Frosst 2018, procedure 1.
+    """Rule for capsule layers: EM routing with learned β_u and β_a. Hinton, Sabour & Frosst 2018, procedure 1.
 
     ::
 

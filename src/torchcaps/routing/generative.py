@@ -15,7 +15,7 @@ from torchcaps.routing_map import added_at, check_children
 
 
 class GenerativeRouting(Rule):
-    """EM routing in which using a child has a learned benefit, and ignoring it a learned cost.
+    """EM routing in which a parent has a learned benefit for using a child and a learned cost for ignoring it.
 
     Heinsen 2019, with the variance floor and the mass floor of the author's 2019 code::
 

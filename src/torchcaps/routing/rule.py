@@ -97,8 +97,8 @@ class Rule(nn.Module):
             return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
 
         Raises:
-            ValueError: ``children`` or ``transform`` does not fit the map, or the rule weighs activations and the
-                activation does not fit the pose.
+            ValueError: ``children`` or ``transform`` does not fit the map; or the activation does not fit the pose,
+                which is checked unless the rule has ``weighs_activations = False``.
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)

@@ -194,8 +194,8 @@ class Votes:
     def gaussians(self, agreement: Agreement | None = None, *, floor: float) -> Gaussians:
         """Fit a Gaussian to the votes for each parent. Its variance σ² is the variance of the votes plus ``floor``.
 
-        The fused kernels compute the log volume together with the moments. This takes less time than PyTorch operations
-        on the result of `moments`.
+        The result also contains the log volume Σ log σ of each Gaussian. The fused kernels compute it together with the
+        moments, which is faster than computing it from the result of `moments` with PyTorch.
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.

@@ -23,7 +23,7 @@ STEPS = 8
 
 
 class Layer(NamedTuple):
-    """Tensors of a layer: the first argument of every kernel. `lists` is the tensor in ``RoutingMap.edge_lists``."""
+    """Tensors of a layer: the first argument of every kernel. `lists` has the values of ``RoutingMap.edge_lists``."""
 
     pose: Tensor
     activation: Tensor | None
