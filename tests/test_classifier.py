@@ -95,7 +95,7 @@ def test_images_of_another_shape_or_type_are_refused(finished):
 
 def test_a_network_saved_without_class_names_is_refused_as_a_classifier(tmp_path):
     CapsNet(**TINY).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="without its class names and the preparation of its images"):
+    with pytest.raises(BadInput, match="contains only a network, without class names and image preparation"):
         Classifier.from_pretrained(tmp_path)
 
 

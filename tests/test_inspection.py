@@ -244,7 +244,7 @@ def test_the_explorer_reconstructs_from_a_changed_pose(tmp_path):
     )
     assert same.shape == (280, 280, 3)
     assert (same != moved).any()
-    with pytest.raises(BadInput, match="a changed pose needs a decoder"):
+    with pytest.raises(BadInput, match="this network has no decoder"):
         redrawn(classifier("capsnet", decoder=False), view.found, pose)
 
 
