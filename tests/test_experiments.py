@@ -295,7 +295,7 @@ def test_every_row_of_the_ablation_has_a_different_recipe():
 
 
 def test_strips_longer_than_the_number_of_classes_are_refused():
-    with pytest.raises(BadInput, match="length is 5, but .* there are only 3 classes"):
+    with pytest.raises(BadInput, match=r"length is 5, but .* there are only 3 classes"):
         strips(plain_images(classes=3), 5, 10)
 
 

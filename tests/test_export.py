@@ -158,7 +158,10 @@ def test_the_command_writes_the_file_and_prints_the_largest_difference(format, c
     done = command("export", folder, "--format", format, "--out", file)
     assert (done.returncode, done.stderr) == (0, "")
     runtime = "onnxruntime" if format == "onnx" else "torch.export"
-    assert f"{runtime}, 6 random images: the scores differ from the classifier's by at most " in done.stdout
+    assert (
+        f"{runtime}, 6 random images: the scores of the exported network differ from the classifier's by at most "
+        in done.stdout
+    )
     assert "6 of 6 have the same predicted class" in done.stdout
     classifier = Classifier.from_pretrained(folder)
     images = torch.randint(0, 256, (3, *classifier.image_shape), dtype=torch.uint8)
@@ -174,7 +177,7 @@ def test_the_command_compares_scores_on_validation_images(command, finished, ima
     count = json.loads((folder / "metrics.json").read_text())["validation_images"]
     assert (done.returncode, done.stderr) == (0, "")
     assert f"onnxruntime, {count} validation images: " in done.stdout
-    assert f"{count} of {count} have the same predicted class" in done.stdout
+    assert f"both predict the same class for {count} of {count} images" in done.stdout
     assert "images/s" not in done.stdout  # too few images
 
 

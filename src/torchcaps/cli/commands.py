@@ -278,7 +278,11 @@ def bench(
     ],
     repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
     heap: Annotated[
-        str, typer.Option(help="warm: keep freed memory in the process, as `train` does; plain: the system's default.")
+        str,
+        typer.Option(
+            help="What the process does with freed memory. warm: keep it for reuse, as `train` does; plain: the default "
+            "of the system's memory allocator."
+        ),
     ] = "warm",
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
