@@ -162,7 +162,7 @@ def test_the_command_writes_the_file_and_prints_the_largest_difference(format, c
         f"{runtime}, 6 random images: the scores of the exported network differ from the classifier's by at most "
         in done.stdout
     )
-    assert "6 of 6 have the same predicted class" in done.stdout
+    assert "both predict the same class for 6 of 6 images" in done.stdout
     classifier = Classifier.from_pretrained(folder)
     images = torch.randint(0, 256, (3, *classifier.image_shape), dtype=torch.uint8)
     right = classifier.predict(images).scores

@@ -280,8 +280,8 @@ def bench(
     heap: Annotated[
         str,
         typer.Option(
-            help="What the process does with freed memory. warm: keep it for reuse, as `train` does; plain: the default "
-            "of the system's memory allocator."
+            help="What the process does with freed memory. warm: keep it for reuse, as `train` does; plain: the "
+            "default of the system's memory allocator."
         ),
     ] = "warm",
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,

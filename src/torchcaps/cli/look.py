@@ -81,9 +81,9 @@ def export(
     print(f"{out}: {out.stat().st_size / 2**20:.2f} MiB")
     kind = "random" if images is None else "validation"
     print(
-        f"{found.runtime}, {found.images:,} {kind} images: the scores of the exported network differ from the classifier's by at "
-        f"most {found.largest_difference:.2g}; both predict the same class for {found.same_classes:,} of "
-        f"{found.images:,} images"
+        f"{found.runtime}, {found.images:,} {kind} images: the scores of the exported network differ from the "
+        f"classifier's by at most {found.largest_difference:.2g}; both predict the same class for "
+        f"{found.same_classes:,} of {found.images:,} images"
     )
     if found.images_per_second is not None:
         speed, own = found.images_per_second, found.classifier_images_per_second
