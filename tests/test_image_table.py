@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 
 import datasets
 import numpy as np
@@ -315,3 +316,24 @@ def test_only_load_splits_reads_the_validation_images_of_a_table(tmp_path):
     assert [len(train), len(test)] == [4, 4]
     assert train.files.digests.all()
     refused(lambda: load_splits(str(table), tmp_path), "cannot be read as an image")
+
+
+def test_splits_with_different_class_names_are_refused(tmp_path):
+    for names, shown in ((("dog", "cat"), "dog, cat"), (("ant", "cat", "dog"), "ant, cat, dog")):
+        folder = tmp_path / names[0]
+        datasets.DatasetDict({"train": dataset(6), "test": dataset(4, 100, names)}).save_to_disk(folder)
+        refused(partial(load_splits, str(folder), tmp_path), folder, "splits train (cat, dog) and test (" + shown + ")")
+    text = datasets.Dataset.from_dict({**rows(4), "label": ["cat", "dog"] * 2})
+    number = datasets.Dataset.from_dict(rows(6))
+    datasets.DatasetDict({"train": number, "test": text}).save_to_disk(tmp_path / "mixed")
+    refused(lambda: load_splits(str(tmp_path / "mixed"), tmp_path), tmp_path / "mixed", "some labels are text")
+
+
+def test_parquet_files_with_brackets_in_their_path_are_read(tmp_path):
+    folder = tmp_path / "photos[1]"
+    folder.mkdir()
+    dataset(10).to_parquet(folder / "train[2].parquet")
+    assert [len(part) for part in load_image_table(folder / "train[2].parquet")] == [8, 2]
+    dataset(10).to_parquet(folder / "train.parquet")
+    (folder / "train[2].parquet").unlink()
+    assert [len(part) for part in load_image_table(folder)] == [8, 2]

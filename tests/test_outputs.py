@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import train
 from image_trees import refused as refuses
 from test_image_table import png
 from torchcaps import Classifier, PooledCNN, Preparation
@@ -188,3 +189,32 @@ def test_a_later_ctrl_c_interrupts_if_the_first_had_no_effect(monkeypatch):
     now[0] = QUIET_SECONDS
     with pytest.raises(KeyboardInterrupt):
         handler(signal.SIGINT, None)
+
+
+def test_refused_commands_leave_no_folder_behind(refused, images, finished, tmp_path, monkeypatch):
+    out = tmp_path / "some" / "new" / "run"
+    refused("train", "capsnet-images", "--data", tmp_path / "nothing", "--out", out)
+    refused("publish", tmp_path / "nothing", out)
+    assert not (tmp_path / "some").exists()
+    assert "give another folder with --out" in refused(
+        "train", "capsnet-images", "--data", images, "--out", images / "run"
+    )
+    monkeypatch.chdir(images)
+    assert "runs/capsnet-images-seed0 is inside the folder of" in refused("train", "capsnet-images", "--data", ".")
+    assert sorted(path.name for path in images.iterdir()) == ["left", "right"]
+
+
+def test_names_of_unknown_users_empty_weights_and_other_readmes_are_refused(refused, images, finished, tmp_path):
+    words = ("train", "capsnet-images", "--out", tmp_path / "run")
+    assert "~nobody-here" in refused(*words, "--data", "~nobody-here")
+    assert "--from is empty" in refused(*words, "--data", images, "--from", "")
+    (tmp_path / "README.md").write_text("# My project")
+    assert "README.md is not a model card and would be replaced" in refused("publish", finished[0], tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# My project"
+
+
+def test_a_run_whose_path_contains_two_colons_can_be_resumed(call, images, tmp_path):
+    run = tmp_path / "lr::2"
+    for epochs in (1, 2):
+        code, _, error = train(call, images, run, "--epochs", epochs, *["--resume"][: epochs - 1])
+        assert code == 0, error

@@ -67,10 +67,13 @@ def publish(run: Path, folder: Path) -> Path:
         The path of README.md.
 
     Raises:
-        BadInput: the run is not finished or is damaged; or `folder` is a run folder or cannot be written to.
+        BadInput: the run is not finished or is damaged; or `folder` is a run folder, has a README.md of
+            something else, or cannot be written to.
     """
     if (folder / "recipe.json").exists():
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
+    if (folder / "README.md").exists() and not (folder / "config.json").exists():
+        raise BadInput(f"{folder / 'README.md'} is not a model card and would be replaced: give another folder")
     saved = read_run(run)
     metrics = finished(run, saved.recipe)
     if metrics is None:
@@ -92,7 +95,7 @@ def publish(run: Path, folder: Path) -> Path:
     where = _shown(str(folder))
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     text = CARD.format(
-        name=folder.name,
+        name=folder.resolve().name,
         quoted=shlex.quote(where),
         literal=json.dumps(where, ensure_ascii=False),
         model=recipe.model,

@@ -270,10 +270,10 @@ def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoade
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
     same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
-    callbacks: list[Callback] = [log, RunCheckpoint(folder, "last", **same)]
+    callbacks: list[Callback] = [log, RunCheckpoint(str(folder), "last", **same)]
     if recipe.choose == "best":
         rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
-        callbacks.insert(1, RunCheckpoint(folder, "best", **rank, **same))
+        callbacks.insert(1, RunCheckpoint(str(folder), "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping(recipe))
     show_bar = sys.stdout.isatty()

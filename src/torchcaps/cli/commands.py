@@ -12,6 +12,7 @@ from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import (
     Cache,
     DataDir,
+    is_inside,
     keep_heap_warm,
     print_table,
     print_version,
@@ -106,6 +107,13 @@ def train(
     if chosen.data == OWN_IMAGES and "data" not in changes:
         raise BadInput(f"{recipe} trains on your own images; give the folder of the images with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
+    if pretrained is not None and not pretrained.strip():
+        raise BadInput("--from is empty: give a folder with weights, or leave out --from")
+    if not resume and is_inside(folder, chosen.data):
+        raise BadInput(
+            f"the run folder {folder} is inside the folder of images {chosen.data}, where the pictures of the run "
+            "would be read as images of a class: give another folder with --out"
+        )
     check_devices(devices, chosen)
     check_logger(logger)
     if first_process() and not dry_run:

@@ -123,7 +123,7 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -
 
 def writable(folder: Path, option: str = "--out") -> None:
     """Check, before a long computation starts, that the folder given by `option` can be written to."""
-    existed = folder.exists()
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
@@ -133,8 +133,17 @@ def writable(folder: Path, option: str = "--out") -> None:
         raise BadInput(
             f"{option}: the folder {folder} cannot be written to ({error.strerror}); use another folder"
         ) from error
-    if not existed:
-        folder.rmdir()
+    for one in missing:
+        one.rmdir()
+
+
+def is_inside(folder: Path, data: str) -> bool:
+    """Return whether a folder is inside a folder of images. The folder need not exist."""
+    from torchcaps.data import DATASETS
+    from torchcaps.data.files import expanded
+    from torchcaps.data.image_table import is_table
+
+    return data not in DATASETS and not is_table(data) and folder.resolve().is_relative_to(expanded(data).resolve())
 
 
 def splits_for(
@@ -199,13 +208,14 @@ def test_images_for(
     import torch
 
     from torchcaps.data import DATASETS, difference, fingerprint, load_test_images
+    from torchcaps.data.files import expanded
     from torchcaps.data.image_table import HUB
     from torchcaps.seen_images import seen_in_training
 
     folder, run = next(iter(runs.items()))
     recipe, name = run.recipe, run.recipe.data if data is None else data
     known = name in DATASETS or name.startswith(HUB)
-    if data is None and not known and not Path(name).expanduser().exists():
+    if data is None and not known and not expanded(name).exists():
         raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
     if name in DATASETS or _same_data(name, recipe.data):
         splits = splits_for(classifier, recipe, name, data_dir, cache)
@@ -241,8 +251,9 @@ def test_images_for(
 def _same_data(one: str, other: str) -> bool:
     """Return whether two names mean the same dataset, or are paths of the same folder or table."""
     from torchcaps.data import DATASETS
+    from torchcaps.data.files import expanded
     from torchcaps.data.image_table import HUB
 
     if any(name in DATASETS or name.startswith(HUB) for name in (one, other)):
         return one == other
-    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+    return expanded(one).resolve() == expanded(other).resolve()

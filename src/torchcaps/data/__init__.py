@@ -12,7 +12,7 @@ import torch
 from torchcaps.data.cifar import fetch_cifar10, load_cifar10, read_cifar10, verify_cifar10
 from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
-from torchcaps.data.files import uncompressed_md5
+from torchcaps.data.files import expanded, uncompressed_md5
 from torchcaps.data.fingerprint import difference, fingerprint, image_digests
 from torchcaps.data.idx import parse_idx, read_idx
 from torchcaps.data.image_file import read_image
@@ -215,7 +215,7 @@ def load_splits(
         raise BadInput(f"seed is {seed}; give 0 or greater")
     _check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
-    folder = Path(name_or_folder).expanduser()
+    folder = expanded(name_or_folder)
     if not known and not table and not folder.is_dir():
         raise BadInput(
             f"{name_or_folder}: no dataset has this name, and no folder or table exists at this path; give an existing"
@@ -276,7 +276,7 @@ def load_test_images(
         DataWarning: as for `load_splits`.
     """
     _check_source(folder_or_table, cache)
-    folder = Path(folder_or_table).expanduser()
+    folder = expanded(folder_or_table)
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column)
         chosen = images.rows.get("test")

@@ -128,6 +128,14 @@ def _uncompressed(path: Path) -> BufferedIOBase:
     return gzip.open(path, "rb") if gzipped else path.open("rb")
 
 
+def expanded(path: str | Path) -> Path:
+    """Replace ``~`` by the home folder. A path such as ``~name`` is unchanged if there is no user of this name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def _unreadable(path: Path, error: Exception) -> BadInput:
     cure = (
         "change its permissions so that you can read it"

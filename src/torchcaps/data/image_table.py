@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Sequence
+from glob import escape
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchcaps.data.files import FULL
+from torchcaps.data.files import FULL, expanded
 from torchcaps.data.image_file import file_bytes
 from torchcaps.data.image_files import Paths
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
@@ -37,7 +38,7 @@ SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "vali
 
 def is_table(name: str) -> bool:
     """Return whether `name` stands for a table: a file, a folder of Parquet files, a saved dataset, or ``hf:NAME``."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name.startswith(HUB) or path.is_file():
         return True
     saved = ("dataset_dict.json", "dataset_info.json")
@@ -102,7 +103,7 @@ def load_image_table(
 
 def list_table(name: str, image_column: str | None = None, label_column: str | None = None) -> ImageList:
     """List the images of a table. For the format of the table, see `load_image_table`."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not name.startswith(HUB) and path.suffix.lower() in DELIMITERS:
         return _list_text(path, image_column, label_column)
     return _list_dataset(name, path, image_column, label_column)
@@ -194,7 +195,7 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
     splits: dict[str, list[int]] = {}
     names: list[str] = []
     parts, labels = [], []
-    class_names: Sequence[str] | None = None
+    of_splits: dict[str, Sequence[str] | None] = {}
     for split, dataset in found.items():
         if split not in SPLITS:
             remarks.append(f"{name}: skipped the split {split}; only train, validation and test are read")
@@ -205,7 +206,14 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
         column = _column(name, "image_column", image_column, pictures, features)
         label = _column(name, "label_column", label_column, classes, features)
         kind = features[label]
-        class_names = kind.names if isinstance(kind, datasets.ClassLabel) else None
+        class_names = of_splits[split] = kind.names if isinstance(kind, datasets.ClassLabel) else None
+        for other, names_there in of_splits.items():
+            if names_there != class_names:
+                lists = [", ".join(one or ["no names"]) for one in (names_there, class_names)]
+                raise BadInput(
+                    f"{name}: column {label} has different lists of class names in the splits {other} ({lists[0]}) and "
+                    f"{split} ({lists[1]}); save all splits with the same ClassLabel"
+                )
         try:
             labels += dataset[label][:]
             part = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
@@ -247,11 +255,11 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
             owner_and_name, _, configuration = name.removeprefix(HUB).partition(":")
             found = datasets.load_dataset(owner_and_name, configuration or None)
         elif path.is_file():
-            found = datasets.load_dataset("parquet", data_files=str(path))
+            found = datasets.load_dataset("parquet", data_files=escape(str(path)))
         elif files := _parquet_files(path):
             by_split: dict[str, list[str]] = {}
             for file in files:
-                by_split.setdefault(file.stem.partition("-")[0], []).append(str(file))
+                by_split.setdefault(file.stem.partition("-")[0], []).append(escape(str(file)))
             found = datasets.load_dataset("parquet", data_files=by_split)
         else:
             found = datasets.load_from_disk(str(path))
@@ -303,6 +311,8 @@ def _image_list(
     if not labels:
         raise BadInput(f"{name}: has no images; add rows")
     if class_names is None:
+        if len({type(label) for label in labels}) > 1:
+            raise BadInput(f"{name}: some labels are text and others are numbers; write all labels the same way")
         known = sorted(set(labels))
         class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()
     if len(class_names) < 2:
