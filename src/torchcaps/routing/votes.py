@@ -157,7 +157,7 @@ class Votes:
         self._last: Agreement | None = None
 
     def detach(self) -> "Votes":
-        """Return the same votes as constants, without gradients."""
+        """Return these votes as constants: no gradient flows through them."""
         votes = object.__new__(Votes)
         votes.__dict__ = dict(self.__dict__)
         votes._pose, votes._transform = self._pose.detach(), self._transform.detach()
