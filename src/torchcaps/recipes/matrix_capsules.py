@@ -55,7 +55,7 @@ def matrix_capsnet_toys() -> Recipe:
       variance of the votes. With the paper's settings, three iterations give a lower accuracy than two.
 
     Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. The stem, the crop and
-    mixup were chosen by the accuracy on toys of another rendering (``data.render_seed=2``). No network was trained on
+    mixup were compared on toys of another rendering (``data.render_seed=2``). No network was trained on
     these toys.
     """
     return replace(

@@ -1,13 +1,14 @@
 """Inverted dot-product attention: Tsai, Srivastava, Goh & Salakhutdinov 2020 (arXiv 2002.04764)."""
 
 import math
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
+from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
@@ -51,7 +52,7 @@ class AttentionRouting(Rule):
         super().__init__()
         check_sizes(pose_size=pose_size)
         check_iterations(iterations)
-        check_choice("competition", competition, get_args(Competition))
+        check_choice("competition", competition, COMPETITIONS)
         self.competition = competition
         self.pose_size = pose_size
         self.iterations = iterations

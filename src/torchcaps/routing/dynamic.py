@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, squash
 from torchcaps.checks import check_choice, check_iterations
-from torchcaps.kernels import Backend
+from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.routing.rule import LayerShape
 from torchcaps.routing.votes import Agreement, Votes, without_autocast
 from torchcaps.routing_map import RoutingMap
@@ -193,7 +193,7 @@ class DynamicRouting(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
-        check_choice("backend", backend, get_args(Backend))
+        check_choice("backend", backend, BACKENDS)
         self.iterations = iterations
         self.logits: Logits = logits
         self.squash_form: SquashForm = squash_form

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_device, check_floating, check_iterations, check_sizes, described
-from torchcaps.kernels import Backend
+from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.kernels.gaussian import log_volume
 from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape
@@ -221,8 +221,11 @@ def em_routing(
     return (parents, passes) if return_passes else parents
 
 
-OPTIONS = [name for name, one in signature(em_routing).parameters.items() if one.kind is one.KEYWORD_ONLY]
-OPTIONS.remove("return_passes")
+OPTIONS = [
+    name
+    for name, one in signature(em_routing).parameters.items()
+    if one.kind is one.KEYWORD_ONLY and name != "return_passes"
+]
 """Attributes of `EMRouting` that are options of `em_routing`."""
 
 
@@ -342,7 +345,7 @@ class EMRouting(nn.Module):
             tempering,
         )
         check_sizes(parent_types=parent_types)
-        check_choice("backend", backend, get_args(Backend))
+        check_choice("backend", backend, BACKENDS)
         self.parent_types = parent_types
         learned = parent_activation == "logistic"
         self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)

@@ -1,7 +1,7 @@
 """Variational Bayes routing: Ribeiro, Leontidis & Kollias 2020 (arXiv 1905.11455)."""
 
 import math
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.func import functional_call
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.kernels import in_onnx_export
+from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
@@ -69,7 +70,7 @@ class VariationalBayesRouting(Rule):
         super().__init__()
         check_sizes(parent_types=parent_types)
         check_iterations(iterations)
-        check_choice("competition", competition, get_args(Competition))
+        check_choice("competition", competition, COMPETITIONS)
         self.parent_types = parent_types
         self.iterations = iterations
         self.competition = competition
