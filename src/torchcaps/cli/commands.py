@@ -89,7 +89,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the network of a recipe. At the end, evaluate the network once on the test images."""
-    from torchcaps.data import load_splits
+    from torchcaps.data import check_source, load_splits
     from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate
     from torchcaps.fine_tuning import load_matching
@@ -109,6 +109,7 @@ def train(
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     if pretrained is not None and not pretrained.strip():
         raise BadInput("--from is empty: give a folder with weights, or leave out --from")
+    check_source(chosen.data)
     if not resume and is_inside(folder, chosen.data):
         raise BadInput(
             f"the run folder {folder} is inside the folder of images {chosen.data}, where the pictures of the run "

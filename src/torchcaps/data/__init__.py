@@ -213,7 +213,7 @@ def load_splits(
         raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
-    _check_source(name_or_folder, cache)
+    check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = expanded(name_or_folder)
     if not known and not table and not folder.is_dir():
@@ -275,7 +275,7 @@ def load_test_images(
     Warns:
         DataWarning: as for `load_splits`.
     """
-    _check_source(folder_or_table, cache)
+    check_source(folder_or_table, cache)
     folder = expanded(folder_or_table)
     if is_table(folder_or_table):
         images = list_table(folder_or_table, image_column, label_column)
@@ -300,7 +300,8 @@ def load_test_images(
     return splits.test, chosen is not None
 
 
-def _check_source(name: str, cache: str) -> None:
+def check_source(name: str, cache: str = "auto") -> None:
+    """Refuse an empty name of a dataset, folder or table, and an unknown cache."""
     if not name.strip():
         raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
     if cache not in CACHES:

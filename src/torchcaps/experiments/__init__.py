@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchcaps.data import check_source
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput, nearest
@@ -193,8 +194,8 @@ def run_experiment(
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
-    if data is not None and not data.strip():
-        raise BadInput("the name of the data is empty; give the name of a dataset, or leave out the data")
+    if data is not None:
+        check_source(data)
     label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()
     folder = out / label
     study = Study(budget, data, seeds, data_dir, folder)
