@@ -128,7 +128,7 @@ def test_resized_images_keep_their_attributes_and_are_averaged_over_areas(tmp_pa
     assert torch.equal(chosen.subset([0]).attributes["azimuth"], images.attributes["azimuth"][expected[:1]])
     with pytest.raises(BadInput, match="did you mean 'azimuth'"):
         images.where(azimut=[1])
-    with pytest.raises(BadInput, match="divides the images' 96 pixels"):
+    with pytest.raises(BadInput, match="divides 96, the images' height"):
         as_images(files, 50, stereo=True)
 
 

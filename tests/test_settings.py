@@ -52,7 +52,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"data": "toys", "data.size": "24.0"}, "data.size takes an integer"),
         ({"data": "toys", "data.sise": "24"}, "did you mean 'data.size'"),
         ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
-        ({"margin_schedule": "linear"}, "needs loss=spread"),
+        ({"margin_schedule": "linear"}, "works only with loss=spread and no loss.margin"),
         ({"loss": "spred"}, "did you mean 'spread'"),
         ({"standardise": "first"}, "set reconstruction_weight=0"),
         ({"test_crops": "3"}, "set crop too"),

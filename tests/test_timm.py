@@ -73,7 +73,7 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
     refuse("timm has no network 'resnet1x'; similar names: resnet18", backbone="resnet1x")
     refuse(
         "timm publishes no weights named test_resnet.x: use test_resnet, "
-        r"or published weights of this network \(test_resnet.r160_in1k\)",
+        r"or test_resnet with the tag of published weights \(test_resnet.r160_in1k\)",
         backbone="test_resnet.x",
     )
     refuse("test_resnet has no feature map with stride 7: use one of the strides 2, 4, 8, 16, 32", stride=7)

@@ -39,7 +39,8 @@ class Capsules(NamedTuple):
 
     Arguments:
         pose: ``[B, S, C, R, Q]``: batch, sites, capsule types per site, rows and columns of a pose.
-        activation: ``[B, S, C]``, in [0, 1]. An activation that is the length of an unsquashed pose can exceed 1.
+        activation: ``[B, S, C]``, in [0, 1], except if the activations are the lengths of poses that are not squashed.
+            Such activations can exceed 1.
 
     Example:
         >>> Capsules(torch.zeros(2, 36, 32, 1, 8), torch.zeros(2, 36, 32)).pose.shape

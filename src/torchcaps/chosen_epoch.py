@@ -43,8 +43,8 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     if later and max(later) > ranks[kept - 1] + 1e-9:
         raise BadInput(
             f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch (epoch "
-            f"{1 + ranks.index(max(later))}), but model.safetensors contains the weights of epoch {kept}; restore "
-            "best.ckpt from a copy, or train again in another folder with --out"
+            f"{1 + ranks.index(max(later))}). model.safetensors does not contain them: its weights are those of epoch "
+            f"{kept}. Restore best.ckpt from a copy, or train again in another folder with --out"
         )
 
 

@@ -81,9 +81,9 @@ def export_classifier(
 ) -> Export:
     """Write a classifier to one file, and compare the file with the classifier on random images and on ``images``.
 
-    The input of the exported network is ``images``: uint8 pixels ``[N, C, H, W]`` from 0 to 255, where N ≥ 1 and
-    ``(C, H, W)`` is the classifier's ``image_shape``. The output is ``scores``: ``[N, K]`` for K classes. The exported
-    network scales, standardises and crops the pixels as the classifier does.
+    The exported network has an input named ``images``: uint8 pixels ``[N, C, H, W]`` from 0 to 255, where N ≥ 1 and
+    ``(C, H, W)`` is the classifier's ``image_shape``. It has an output named ``scores``: ``[N, K]`` for K classes. The
+    exported network scales, standardises and crops the pixels as the classifier does.
 
     The file also contains three entries: ``class_names`` and ``image_shape`` are JSON lists, and ``model`` is the name
     of the network. ONNX files and AOTInductor packages store these entries as metadata; programs of `torch.export`
@@ -103,8 +103,8 @@ def export_classifier(
     Raises:
         BadInput: the packages for ``onnx`` or the C++ compiler for ``aoti`` is missing; ``images`` do not have the
             classifier's ``image_shape``; the network cannot be exported to this format; the file cannot be written; or
-            a score differs from the classifier's by more than the tolerance. The tolerance is 0.01, or 1 % of the
-            largest absolute score if that is above 1.
+            a score differs from the classifier's by more than the tolerance. The tolerance is 0.01. If the largest
+            absolute score is above 1, the tolerance is 1 % of that score.
         ValueError: ``format`` is unknown.
 
     Example:

@@ -200,7 +200,7 @@ class Inspection:
         return int(self.scores.argmax())
 
     def figure(self, count: int = 3) -> "Figure":
-        """Draw the image, all scores, a reconstruction, and the `support` for the ``count`` best classes."""
+        """Draw the image, all scores, the reconstruction, and the `support` for the ``count`` top-scoring classes."""
         from matplotlib.figure import Figure
 
         passes, classes = self.support.shape[:2]

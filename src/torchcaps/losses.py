@@ -217,7 +217,7 @@ def activation_cross_entropy(
 def activation_logit_cross_entropy(
     scores: Float[Tensor, "B classes"], target: Int64[Tensor, "B"], weights: Float[Tensor, "B"] | None = None
 ) -> Float[Tensor, ""]:
-    """Compute the softmax cross-entropy of the logits of activations, ``log(a / (1 - a))``, averaged over the batch.
+    """Compute the softmax cross-entropy of the activations' logits ``log(a / (1 - a))``, averaged over the batch.
 
     Activations are clamped to [1e-6, 1 - 1e-6] before their logits are computed. Between these bounds, this loss has a
     nonzero gradient for every class, unlike the spread loss.

@@ -48,9 +48,9 @@ class Recipe:
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
         pretrained: folder of weights with which the training starts; if empty, the initial weights are random. A
-            tensor is loaded if its name and shape match a tensor of the model. There is one exception: if the weights
-            were trained on other classes, even if the number of classes is the same, tensors whose shape depends on the
-            number of classes are not loaded.
+            tensor is loaded if its name and shape match a tensor of the model. There is one exception: tensors
+            whose shape depends on the number of classes are loaded only if the weights were trained on the same
+            classes. The same number of classes is not enough.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely
@@ -79,8 +79,8 @@ class Recipe:
             test_crops² evenly spaced crops; 1 uses only the central crop.
         early_iterations: number of routing iterations in the first `early_epochs` epochs of training, in every layer
             whose rule has iterations. Validation and test always use the rule's own number.
-        early_epochs: number of epochs at the start of training that use `early_iterations`, less than ``epochs``; 0 is
-            off.
+        early_epochs: number of epochs at the start of training that use `early_iterations`. It must be less than
+            ``epochs``; 0 is off.
         optimizer: name of the optimiser, a key of `OPTIMIZERS`.
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
@@ -104,11 +104,11 @@ class Recipe:
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
             again.
         validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
-        validation_attribute: attribute that decides which images are held out for validation, such as ``instance`` in
-            smallNORB, the number of a toy in its class. If empty, images are held out at random. Otherwise the seed
-            chooses one value of the attribute per class, and all images of the class with this value are held out. With
-            ``instance``, the training split contains none of the toys in the validation split and none of the toys in
-            the test split.
+        validation_attribute: attribute that decides which images are held out for validation. For example, the
+            attribute ``instance`` of smallNORB is the number of a toy in its class. If empty, images are held out at
+            random. Otherwise the seed chooses one value of the attribute per class, and all images of the class with
+            this value are held out. With ``instance``, the training split contains none of the toys in the validation
+            split and none of the toys in the test split.
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
@@ -198,7 +198,7 @@ class Recipe:
             )
         if self.margin_schedule != "none" and (self.loss != "spread" or "margin" in self.loss_options):
             raise BadInput(
-                f"margin_schedule is {self.margin_schedule!r}, which needs loss=spread without loss.margin: "
+                f"margin_schedule is {self.margin_schedule!r}, which works only with loss=spread and no loss.margin: "
                 "set loss=spread and remove loss.margin, or set margin_schedule=none"
             )
         kinds = {name: kind for name, kind in kinds_of(LOSSES[self.loss]).items() if name not in NOT_SETTINGS}

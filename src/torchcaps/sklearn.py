@@ -78,7 +78,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
 
     Example:
         >>> X = np.zeros((20, 12, 12))
-        >>> X[:10, :, :6] = X[10:, :, 6:] = 1  # bright on the left, bright on the right
+        >>> X[:10, :, :6] = X[10:, :, 6:] = 1  # ten images bright on the left, ten bright on the right
         >>> y = ["left"] * 10 + ["right"] * 10
         >>> CapsuleClassifier(routing="uniform", epochs=5, random_state=0).fit(X, y).predict(X[8:12])
         array(['left', 'left', 'right', 'right'], dtype='<U5')

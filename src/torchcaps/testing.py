@@ -151,7 +151,8 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
-    - Values and gradients are finite if all poses are zero, and if only one child is active.
+    - If all poses are zero, values and gradients are finite.
+    - If only one child is active, values and gradients are finite.
     - A child with activation 0 has no effect, unless the rule has ``weighs_activations = False``.
     - Two calls with the same input give bitwise equal results.
     - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
@@ -163,7 +164,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
     Arguments:
         make: function that creates a new rule for a layer with the given `LayerShape`, such as
             ``lambda layer: MyRule(layer.parent_types)``.
-        rows, columns: rows and columns of the poses of children and parents.
+        rows, columns: size of a pose. The poses of children and parents have the same size.
 
     Raises:
         AssertionError: a property does not hold. The message begins with the map and the property.

@@ -189,8 +189,8 @@ def evaluate(
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
 
-    If the other dataset is a folder or a table without a test split, all of its images are evaluated, except images
-    that the run used in training or validation.
+    The other dataset can be your own folder or table of images. If it has no test split, all of its images are
+    evaluated, except images that the run used in training or validation.
 
     Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
     evaluated on the dataset of the first run.
@@ -234,8 +234,8 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"{folder}: training to epoch {one.recipe.epochs} is not finished, so the weights of the last finished "
-                "training were evaluated; to finish this training, use --resume",
+                f"{folder}: training to epoch {one.recipe.epochs} is not finished, so the evaluated weights are "
+                "those that an earlier training saved when it finished; to continue to this epoch, train with --resume",
                 DataWarning,
                 stacklevel=1,
             )
@@ -289,8 +289,8 @@ def bench(
     heap: Annotated[
         str,
         typer.Option(
-            help="What the process does with freed memory. warm: keep it for reuse, as `train` does; plain: the "
-            "default of the system's memory allocator."
+            help="What the process does with freed memory. warm: keep it for reuse, as `torchcaps train` does; plain: "
+            "the default of the system's memory allocator."
         ),
     ] = "warm",
     out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,

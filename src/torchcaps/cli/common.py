@@ -138,7 +138,7 @@ def writable(folder: Path, option: str = "--out") -> None:
 
 
 def is_inside(folder: Path, data: str) -> bool:
-    """Return whether a folder is inside a folder of images. The folder need not exist."""
+    """Return whether `folder`, which need not exist, is inside the folder of images `data`."""
     from torchcaps.data import DATASETS
     from torchcaps.data.files import expanded
     from torchcaps.data.image_table import is_table

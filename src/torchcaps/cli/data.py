@@ -73,7 +73,7 @@ def data_show(
     options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
     path = out or Path(f"{Path(name).name}.png")
     if out is None and path.exists():
-        raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; else choose another --out")
+        raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
     writable_file(path)
     images = load_splits(name, data_dir, **options).train
     print(f"{save_contact_sheet(images, path, columns)} in {path}")

@@ -80,7 +80,7 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
     if not 0 < math.prod(sizes) <= LARGEST:
         declared = " x ".join(map(str, sizes))
         raise BadInput(
-            f"{name}: the header declares an array of {declared} bytes, which is empty or larger than 2 GiB;"
+            f"{name}: the header declares an array of {declared} bytes, but an array must have 1 byte to 2 GiB;"
             " download it again"
         )
     return sizes

@@ -90,9 +90,9 @@ def load_image_table(
             classes; an image cannot be read; the images have different sizes and `image_size` is None; an argument is
             out of its range; or the images do not fit into memory.
     Warns:
-        DataWarning: a split of a dataset is not read; a dataset's column ``split`` is not read; a file has several
-            frames; resizing changes the aspect ratio by more than 5 %; 16-bit images are nearly black; or two class
-            names look the same.
+        DataWarning: a split is skipped because of its name; a source other than a .csv or .tsv file has a column
+            ``split``, which is not read; a file has several frames; resizing changes the aspect ratio by more than 5 %;
+            16-bit images are nearly black; or two class names look the same.
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """

@@ -150,7 +150,7 @@ class Splits:
 
     Arguments:
         train: images to train on.
-        validation: images for choosing the epoch whose weights are saved, and settings such as the learning rate.
+        validation: images for choosing settings, such as the learning rate, and the epoch whose weights are saved.
         test: images on which the reported accuracy is measured.
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))

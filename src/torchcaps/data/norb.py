@@ -177,7 +177,7 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
     side = pixels.shape[2]
     if size is not None and size != side:
         if size < 1 or side % size or pixels.shape[3] != side:
-            raise BadInput(f"size is {size}; give a number that divides the images' {side} pixels, or omit size")
+            raise BadInput(f"size is {size}; give a number that divides {side}, the images' height, or omit size")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
     return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), tuple(class_names), attributes)
@@ -261,8 +261,8 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
         declared = " x ".join(map(str, sizes))
         raise BadInput(
-            f"{name}: the header declares an array of {declared} elements, which is empty or larger than 16 GiB;"
-            " download it again"
+            f"{name}: the header declares an array of {declared} elements, but an array must not be empty and must"
+            " not exceed 16 GiB; download it again"
         )
     return TYPES[magic], sizes, start
 

@@ -80,7 +80,7 @@ class Preparation:
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
             centre crop.
     Raises:
-        BadInput: a value has another type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
+        BadInput: a value has the wrong type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
     Example:
         >>> Preparation(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
         torch.Size([2, 1, 4, 4])

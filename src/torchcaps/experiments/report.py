@@ -147,8 +147,8 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
     ]
     if any(column != columns[0] for column in columns):
         raise BadInput(
-            f"the values of data.render_seed differ between the entries of [[renderings]] in tables.toml: {columns}; "
-            "list runs with the same values, in the same order, in every entry"
+            "every entry of [[renderings]] in tables.toml must list runs with the same values of data.render_seed, in "
+            f"the same order; the entries have the values {columns}"
         )
     return _lines(
         ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
@@ -199,8 +199,9 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
         if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
             value = f" and value {entry['value']!r}" if "value" in entry else ""
             raise BadInput(
-                f"{entry['file']} lacks a row for case {entry['case']!r}{value}: it needs one row with implementation "
-                f"'fused', and another row with {EAGER!r} or 'reference'; correct the entry in results/tables.toml"
+                f"{entry['file']} must have two rows for case {entry['case']!r}{value}: one with implementation "
+                f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing; correct the entry in "
+                "results/tables.toml"
             )
         slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))

@@ -120,7 +120,8 @@ def addresses(
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
             wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise ValueError(
-                f"{name} must be {list(shape)} {dtype} on the CPU to fit the children and the routing map; got {wrong}"
+                f"{name} must be a CPU tensor {list(shape)} {dtype} to fit the children and the routing map; got "
+                f"{wrong}"
             )
         address = tensor.data_ptr()
         laid = tensor.is_contiguous() if strides is None else has_strides(tensor, strides)

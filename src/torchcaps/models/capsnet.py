@@ -26,7 +26,8 @@ class CapsNet(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width); at least 17×17 pixels.
         num_classes: number of classes.
-        convolution_channels: output channels of the convolution, or with ``stem`` of the last convolution of the stem.
+        convolution_channels: output channels of the convolution. If ``stem`` is set, this is the number of output
+            channels of the last convolution of the stem.
         primary_types: number of primary capsule types per position.
         primary_pose_size: number of elements of a primary capsule's pose.
         class_pose_size: number of elements of a class capsule's pose.

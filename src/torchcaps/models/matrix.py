@@ -50,9 +50,10 @@ class MatrixCapsNet(nn.Module, Pretrained):
         stem: number of extra 3×3 convolutions after the first convolution. With ``stem_stride=1``, the extra
             convolutions keep the number of channels and the resolution. With a stem or with ``normalise``, BatchNorm
             follows every convolution.
-        stem_stride: stride of the middle convolution of the stem, 1 or 2. With ``stem_stride=2``, this convolution
-            doubles the channels, the first ConvCaps layer has stride 1 instead of 2, and the network has a quarter as
-            many primary capsules as with ``stem_stride=1``.
+        stem_stride: stride of the middle convolution of the stem, 1 or 2. If ``stem`` is even, this is the later of
+            the two middle ones. With ``stem_stride=2``, this convolution doubles the channels, the first ConvCaps layer
+            has stride 1 instead of 2, and the network has a quarter as many primary capsules as with
+            ``stem_stride=1``.
         normalise: use BatchNorm without learned parameters on poses and activation logits of the primary capsules.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"em"``, two defaults differ from `EMRouting`: ``variance_floor=0.01`` and
@@ -71,7 +72,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
-            options is unknown; or ``class_temperature_factor`` is not 1 and the rule is not named ``"em"``.
+            options is unknown; or ``class_temperature_factor`` is not 1 and ``routing`` is neither ``"em"`` nor
+            a `Routing` with this name.
         ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
             other sizes.
 

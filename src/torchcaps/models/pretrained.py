@@ -217,8 +217,8 @@ def read_config(folder: Path) -> SavedConfig:
         raise unreadable(path, error, "save the network again") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise BadInput(
-            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if its format is "
-            f"older, create the network with its original options, load {WEIGHTS} into it with "
+            f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if the file has an "
+            f"older format, create the network with the options it was saved with, load {WEIGHTS} into it with "
             "safetensors.torch.load_model, and call save_pretrained"
         )
     kinds = kinds_of(SavedConfig)
@@ -259,7 +259,8 @@ def _weights_of(model: nn.Module) -> bytes:
         if "_orig_mod." in name or "parametrizations." in name:
             raise BadInput(
                 f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
-                "remove the parametrization, then save the network again; otherwise save model.state_dict()"
+                "remove the parametrization, and save the network again; if you need the layer as it is, save "
+                "model.state_dict()"
             )
     try:
         return safetensors.torch.save(weights, {"format": "pt"})

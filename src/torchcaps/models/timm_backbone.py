@@ -160,7 +160,8 @@ def _features_of(backbone: str, stride: int, image_shape: tuple[int, int, int]) 
     except RuntimeError as error:
         known = ", ".join(timm.list_pretrained(f"{name}.*")) or "none"
         raise BadInput(
-            f"timm publishes no weights named {backbone}: use {name}, or published weights of this network ({known})"
+            f"timm publishes no weights named {backbone}: use {name}, or {name} with the tag of published weights "
+            f"({known})"
         ) from error
     options: dict[str, Any] = {"in_chans": image_shape[0]}
     if config is not None and config.fixed_input_size:

@@ -101,8 +101,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
         settings: key → value as text, in any order. Keys are the fields of `Recipe`, ``model.OPTION``,
             ``routing.OPTION``, ``data.OPTION`` and ``loss.OPTION``; ``model.routing`` is the name of the routing rule.
             If the model changes, the recipe's model options and routing options are discarded. If the rule
-            changes, the routing options are discarded. If data or loss changes, the data options or the loss options
-            are discarded.
+            changes, the routing options are discarded. If the dataset changes, the data options are discarded. If the
+            loss changes, the loss options are discarded.
 
     Raises:
         BadInput: the recipe or a key is unknown; a value has the wrong type or is out of range; or a given setting

@@ -112,7 +112,7 @@ def generative_capsnet_smallnorb() -> Recipe:
     - The learning rate rises linearly in the first tenth of the epochs and then falls along a cosine; the author uses a
       one-cycle schedule.
     - Mixup draws one mixing proportion per batch; the author draws one mixing proportion per image.
-    - This recipe has no random crops; the author's random crops shift the images.
+    - This recipe does not shift the images; the author shifts them with random crops.
     """
     return Recipe(
         name="generative-capsnet-smallnorb",

@@ -10,7 +10,7 @@ def capsnet_images() -> Recipe:
 
     The batches are small, and the learning rate is 2e-4. With few classes, the paper's learning rate of 1e-3 saturates
     the class capsules within the first steps: a class capsule sums the votes of thousands of primary capsules, and
-    every training step changes all these votes. CapsNet has its own transforms at every position, so its number of
+    every training step changes all these votes. CapsNet has separate transforms for each position, so its number of
     parameters grows with the image; for images above about 64×64 pixels, use `matrix_capsnet_images`.
     """
     return Recipe(

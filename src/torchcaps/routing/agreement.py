@@ -24,7 +24,7 @@ class Agreement(NamedTuple):
 
         quadratic = inverse_temperature / 2σ²        σ² = variance + variance_floor
 
-    The fused kernels compute this factor when they need it, and do not store it.
+    The fused kernels compute ``quadratic`` from ``variance`` each time they need it, and do not store it.
 
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types.
@@ -54,7 +54,7 @@ class Moments(NamedTuple):
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
     Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels are not always
-    contiguous in memory. If one of them is not, the result of an elementwise operation on it is not contiguous either.
+    contiguous in memory. An elementwise operation keeps the memory layout, so its result may not be contiguous either.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

@@ -87,8 +87,8 @@ def dynamic_routing(
             ``none``; see `torchcaps.squash` for the formulas.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
             uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
-        gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
-            iteration as constants.
+        gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
+            iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax, as in the paper's CIFAR-10 network.
         return_couplings: also return the couplings of the last iteration. If the couplings need a gradient, computing
             them stores all votes, even with ``backend="fused"``.
@@ -163,8 +163,8 @@ class DynamicRouting(nn.Module):
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``; see `torchcaps.squash` for the formulas.
         inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
-        gradient_passes: ``all``: backpropagate through all iterations; ``last``: treat the couplings of the last
-            iteration as constants.
+        gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
+            iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.

@@ -43,8 +43,8 @@ class GenerativeRouting(Rule):
         parent_types: number of capsule types per parent site (J).
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         variance_floor: constant added to the variances σ_j² of the votes, above 0.
-        mass_floor: constant added to the mass Σ_i D_use_ij of a parent in denominators, above 0. It pulls the pose of a
-            parent with little mass towards 0.
+        mass_floor: constant added to the mass Σ_i D_use_ij in the denominators of μ_j and σ_j², above 0. It pulls the
+            pose of a parent with little mass towards 0.
 
     Raises:
         ValueError: a size is below 1, ``iterations`` is not in [1, 1000], or a floor is not above 0. When the rule is

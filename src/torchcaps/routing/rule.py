@@ -97,8 +97,8 @@ class Rule(nn.Module):
             return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
 
         Raises:
-            ValueError: ``children`` or ``transform`` does not fit the map; or the activation does not fit the pose,
-                which is checked unless the rule has ``weighs_activations = False``.
+            ValueError: ``children`` or ``transform`` does not fit the map; or the activation does not fit the pose. A
+                rule that ignores activations (``weighs_activations = False``) does not check them.
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)
@@ -129,7 +129,7 @@ def check_transform(transform: Tensor, parameter: Tensor, name: str) -> None:
     """
     if transform.shape[:3] != parameter.shape:
         raise ValueError(
-            f"transform must have [K, C, J] = {list(parameter.shape)}, the sizes of {name} in this rule; "
+            f"transform must have [K, C, J] = {list(parameter.shape)}, the shape of the parameter {name} of this rule; "
             f"got {list(transform.shape[:3])}: create the rule with transforms={transform.shape[0]}, "
             f"child_types={transform.shape[1]}, parent_types={transform.shape[2]}"
         )

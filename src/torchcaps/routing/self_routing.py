@@ -63,7 +63,7 @@ class SelfRouting(Rule):
     def prepare(self, pose: Tensor, transform: Tensor) -> tuple[Tensor, Tensor]:
         """Append an R×R matrix to every vote. The trace of this matrix is the logit of the coupling.
 
-        Diagonal element r is the dot product of row r of the pose and column r of W. b is added to the first element.
+        Diagonal element r is the dot product of row r of the pose and column r of W. For r = 0, b is added to it.
         """
         rows, columns = pose.shape[3], transform.shape[4]
         one = torch.zeros_like(pose[..., :1])
