@@ -236,5 +236,6 @@ def test_options_out_of_range_are_refused(options):
 def test_a_layer_whose_sizes_differ_from_those_of_beta_is_refused():
     case = random_case(MAPS["conv"], 0, torch.float32)
     children = Capsules(case.pose, torch.rand(case.pose.shape[:3]))
-    with pytest.raises(ValueError, match=r"\[K, C, J\] = \[4, 3, 5\], the shape of the parameter β of this rule; got \[4, 3, 4\]"):
+    message = r"\[K, C, J\] = \[4, 3, 5\], the shape of the parameter β of this rule; got \[4, 3, 4\]"
+    with pytest.raises(ValueError, match=message):
         GenerativeRouting(4, 3, 5)(children, *case[1:])
