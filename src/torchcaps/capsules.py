@@ -108,12 +108,13 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     ::
 
         sabour         v = |s|² / (1 + |s|²) · s / |s|       Sabour, Frosst & Hinton 2017, equation 1
-        su             v = |s|² / (1/2 + |s|²) · s / |s|     Su 2018: up to twice as long as sabour
+        su             v = |s|² / (1/2 + |s|²) · s / |s|     Su 2018
         exponential    v = (1 - e^-|s|) · s / |s|            Mazzia, Salvetti & Chiaberge 2021
         unit           v = s / |s|
         none           v = s
 
-    s is the pose before and v the pose after squashing. Values and gradients are finite everywhere, including at zero.
+    s is the pose before and v the pose after squashing. The length of v in ``su`` is up to twice its length in
+    ``sabour``. Values and gradients are finite everywhere, including at zero.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose
@@ -183,7 +184,8 @@ def coordinate_addition(
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
-        coordinates: ``[S, 2]``, position (y, x) of each child site: its row and its column, for example from 0 to 1.
+        coordinates: ``[S, 2]``, vertical and horizontal position (y, x) of each child site, for example from
+            [0, 1].
 
     Returns:
         The extended pose and the extended transform. In both, the size of dimension Q grows by 1, or by 2 if R = 1.

@@ -171,7 +171,8 @@ class ClassCaps(CapsuleLayer):
     Hinton, Sabour & Frosst 2018, section 4. Coordinate Addition adds the position of each child to its votes.
 
     Arguments:
-        coordinates: ``[S, 2]``, row and column of the centre of each child's receptive field, for example from 0 to 1.
+        coordinates: ``[S, 2]``, vertical and horizontal position of the centre of each child's receptive field, for
+            example from [0, 1].
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).

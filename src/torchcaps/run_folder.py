@@ -286,8 +286,8 @@ class EpochLog(Callback):
     Arguments:
         path: path of metrics.csv.
         images: number of training images.
-        measure: function that is called after every epoch with the model in evaluation mode. If the function returns
-            values, they are added to the row.
+        measure: function that takes the model, in evaluation mode, and is called after every epoch. If the function
+            returns values, they are added to the row.
     """
 
     def __init__(
