@@ -76,8 +76,8 @@ def fit(
         resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
             are bit-identical to the weights of an uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
-        on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If the function
-            returns values, they are written to metrics.csv.
+        on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If it returns
+            values, they are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
         logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
 
