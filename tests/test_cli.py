@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +51,10 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
     (tmp_path / "images.png").write_text("mine")
     assert "images.png exists already" in refused("data", "show", images)
     assert (tmp_path / "images.png").read_text() == "mine"
+    shutil.copytree(images, tmp_path / "photos" / "below")
+    monkeypatch.chdir(tmp_path / "photos" / "below")
+    assert call("data", "show", ".")[0] == 0
+    assert [path.name for path in Path().glob("*.png")] == ["below.png"]
 
 
 def test_the_commands_evaluate_and_predict_print_their_results(call, finished, images):

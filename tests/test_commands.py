@@ -89,6 +89,18 @@ def test_all_images_of_a_folder_are_predicted_and_written_to_a_table(call, finis
         assert row == [str(path), name, *(f"{score:.6g}" for score in scores)]
 
 
+def test_linked_folders_of_images_are_predicted(call, finished, images, tmp_path):
+    (tmp_path / "new").mkdir()
+    for name in ("left", "right"):
+        (tmp_path / "new" / name).symlink_to(images / name)
+    code, _, error = call("predict", finished[0], tmp_path / "new", "--csv", tmp_path / "table.csv")
+    assert code == 0, error
+    with (tmp_path / "table.csv").open(newline="") as stream:
+        listed = [row["file"] for row in csv.DictReader(stream)]
+    assert listed == [str(path) for path in sorted((tmp_path / "new").glob("*/*.png"))]
+    assert listed
+
+
 @pytest.mark.parametrize("verb", ["predict", "data show"])
 def test_a_subfolder_that_cannot_be_read_is_refused(verb, finished, images, tmp_path):
     """As root, the command runs without the capabilities that override permissions."""

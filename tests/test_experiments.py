@@ -248,6 +248,10 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
     assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
     assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commits a, b." in report
     assert "](../2.png)" in report
+    (tmp_path / "4.json").write_text('{"experiment": "pitf')
+    with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment or the training .* again"):
+        write_report(tmp_path, tmp_path / "docs/report.md", {"pitfalls": ("Title", "Paper")})
+    assert (tmp_path / "docs/report.md").read_text() == report
 
 
 def test_stored_measurements_of_a_run_are_deleted_with_its_folder(tmp_path):

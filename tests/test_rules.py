@@ -22,6 +22,7 @@ from torchcaps import (
     SelfAttentionRouting,
     SelfRouting,
     UniformRouting,
+    VariationalBayesRouting,
     Votes,
     dynamic_routing,
 )
@@ -158,6 +159,19 @@ def test_attention_equals_the_procedure_of_its_paper(routing_map, competition):
         assert couplings[-1, j, e, c].item() == pytest.approx(value, rel=1e-9)
     score = rule.score(found.pose.flatten(3)).squeeze(3).sigmoid()
     torch.testing.assert_close(found.activation, score)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_layers_whose_sizes_differ_from_those_of_the_rule_are_refused():
+    case = random_case(MAPS["conv"], 0, torch.float32)
+    pose, transform, routing_map = case
+    children, sizes = Capsules(pose, torch.rand(pose.shape[:3])), (*transform.shape[:2], transform.shape[2] + 1)
+    with pytest.raises(ValueError, match=r"transform must have \[K, C, J\] = .*create the rule with transforms="):
+        SelfRouting(*sizes, (pose.shape[3], pose.shape[4]))(children, transform, routing_map)
+    with pytest.raises(ValueError, match=r"poses of the children must be .*create the rule with child_pose_shape="):
+        SelfRouting(*transform.shape[:3], (pose.shape[3], pose.shape[4] + 1))(children, transform, routing_map)
+    with pytest.raises(ValueError, match=rf"parent types \(J\).*create the rule with parent_types={sizes[2] - 1}"):
+        VariationalBayesRouting(sizes[2])(children, transform, routing_map)
 
 
 @pytest.mark.parametrize("routing_map", MAPS)

@@ -56,6 +56,9 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
     assert page.count("<figure>") == 1
     assert "<script>" not in page
     assert "run&lt;script&gt;" in page
+    older = shutil.copytree(finished[0], tmp_path / "older")
+    (older / "metrics.json").write_text('{"test_accuracy_percent": 50, "epochs_planned": 3, "test_evaluations": 1}')
+    assert "metrics.json is damaged (no entry 'test_images')" in refused("report", older)
     longer = shutil.copytree(finished[0], tmp_path / "longer")
     recipe = json.loads((longer / "recipe.json").read_text())
     recipe["recipe"]["epochs"] = 5

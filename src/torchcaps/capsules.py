@@ -113,7 +113,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         unit           v = s / |s|
         none           v = s
 
-    s is the pose before and v the pose after squashing. The length of v in ``su`` is up to twice its length in
+    s is the pose before squashing, and v is the pose after it. The length of v in ``su`` is up to twice its length in
     ``sabour``. Values and gradients are finite everywhere, including at zero.
 
     Arguments:

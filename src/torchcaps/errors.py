@@ -73,14 +73,15 @@ def unreadable(path: object, error: Exception, cure: str) -> BadInput:
         cure: what the user can do if the content is invalid.
 
     Example:
-        >>> unreadable("config.json", ValueError("no entry 'model'"), "save the network again")
+        >>> unreadable("config.json", KeyError("model"), "save the network again")
         BadInput("config.json is damaged (no entry 'model'): save the network again")
         >>> unreadable("config.json", PermissionError(13, "Permission denied"), "save the network again")
         BadInput('config.json cannot be read (Permission denied): check that it exists and its permissions')
     """
     if isinstance(error, OSError):
         return BadInput(f"{path} cannot be read ({error.strerror or error}): check that it exists and its permissions")
-    return BadInput(f"{path} is damaged ({error}): {cure}")
+    problem = f"no entry {error}" if isinstance(error, KeyError) else error
+    return BadInput(f"{path} is damaged ({problem}): {cure}")
 
 
 def first_line(error: BaseException) -> str:

@@ -72,8 +72,8 @@ def _of_size(size: Sequence[int], maps: Sequence[FeatureMap]) -> FeatureMap:
     *_, latest = maps
     if any(below % above for below, above in zip(latest.grid, size, strict=True)):
         raise BadInput(
-            f"it is unknown where the positions of a {size[0]}×{size[1]} feature map are in the image: inspect a "
-            "network that computes its feature maps with modules, such as torch.nn.Conv2d and torch.nn.MaxPool2d"
+            f"the network computes a {size[0]}×{size[1]} feature map with a function, so its positions in the image "
+            "are unknown: use a module instead of the function, such as torch.nn.MaxPool2d"
         )
     ratio = [below // above for below, above in zip(latest.grid, size, strict=True)]
     first = tuple(latest.first[axis] + latest.step[axis] * (ratio[axis] - 1) / 2 for axis in (0, 1))

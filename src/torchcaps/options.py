@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -115,9 +116,9 @@ def fits(value: Any, kind: Any) -> bool:
             and all(fits(one, of) for one, of in zip(value, kinds, strict=True))
         )
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, kind)
 
 

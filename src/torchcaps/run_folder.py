@@ -253,7 +253,8 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     path = folder / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
-        float(metrics["test_accuracy_percent"]), int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
+        float(metrics["test_accuracy_percent"]), int(metrics["test_images"])
+        int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise unreadable(path, error, "delete it and train with --resume") from error
     return metrics

@@ -1,5 +1,6 @@
 """The commands of `torchcaps data`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,7 +72,7 @@ def data_show(
         if not key.startswith("data."):
             raise BadInput(f"--set {key}: give only options of the data, such as --set data.image_size=32")
     options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
-    path = out or Path(f"{Path(name).name}.png")
+    path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
     writable_file(path)

@@ -63,17 +63,19 @@ def predict(
 def images_in(path: Path) -> list[Path]:
     """List the image files in a folder and its subfolders, sorted by path; for a file, return the file.
 
-    Files and folders whose names start with a dot are skipped.
+    Files and folders whose names start with a dot are skipped. As in `train`, the folders directly in `path` can be
+    symbolic links.
 
     Raises:
         BadInput: the folder contains no images, or the folder or a subfolder cannot be read.
     """
     from torchcaps.data.image_file import FORMATS
-    from torchcaps.data.image_folder import images_below
+    from torchcaps.data.image_folder import folders_in, images_below
 
     if not path.is_dir():
         return [path]
-    found = sorted(images_below(path))
+    linked = [folder for folder in folders_in(path) if folder.is_symlink()]
+    found = sorted(image for root in (path, *linked) for image in images_below(root))
     if not found:
         raise BadInput(f"{path} contains no images: give a folder with {', '.join(FORMATS)} files")
     return found

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from torchcaps.data.files import atomically
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, nearest, unreadable
 from torchcaps.experiments.study import BUDGETS, Row
 
 Entry = Mapping[str, Any]
@@ -97,7 +97,10 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _json(path: Path) -> Any:
     if not path.is_file():
         raise BadInput(f"{path} is missing: first run the experiment or the training that writes it")
-    return json.loads(path.read_text())
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, error, "run the experiment or the training that writes it again") from error
 
 
 def _accuracies(runs: Sequence[str | Sequence[str]], results: Path) -> list[float]:
@@ -260,7 +263,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
     lines = ["# All experiments", "", *PREFACE, ""]
     best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
-        said = json.loads(path.read_text())
+        said = _json(path)
         if isinstance(said, dict) and said.get("experiment") in titles:
             rank = (BUDGETS.index(said["budget"]), said["seeds"])
             key = ([*titles].index(said["experiment"]), said["data"] or "")

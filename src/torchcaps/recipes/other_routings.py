@@ -40,7 +40,8 @@ def self_routing_capsnet_toys() -> Recipe:
 def self_routing_capsnet_cifar10() -> Recipe:
     """Self-routing capsules on CIFAR-10 with shifts, flips and standardisation.
 
-    The network is the 7-layer CNN of the smallNORB recipe. The authors use a ResNet-20 for CIFAR-10.
+    The network is the capsule network of `self_routing_capsnet_smallnorb`. The authors use a capsule network based on
+    ResNet-20 for CIFAR-10.
     """
     return replace(
         self_routing_capsnet_smallnorb(),

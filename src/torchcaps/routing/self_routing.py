@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_sizes
-from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -65,7 +65,13 @@ class SelfRouting(Rule):
 
         Diagonal element r is the dot product of row r of the pose and column r of W. For r = 0, b is added to it.
         """
+        check_transform(transform, self.bias, "b")
         rows, columns = pose.shape[3], transform.shape[4]
+        if self.weight.shape[3:] != (pose.shape[4], rows):
+            raise ValueError(
+                f"the poses of the children must be {[*self.weight.shape[:2:-1]]}, the child_pose_shape of this rule; "
+                f"got {[*pose.shape[3:]]}: create the rule with child_pose_shape={tuple(pose.shape[3:])}"
+            )
         one = torch.zeros_like(pose[..., :1])
         one[..., 0, 0] = 1
         below = nn.functional.pad(self.bias.to(transform.dtype)[..., None, None], (columns, rows - 1))

@@ -56,7 +56,8 @@ class VariationalBayesRouting(Rule):
 
     Raises:
         ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. Also
-            raised by a call in training mode with a batch of one sample, if the layer has only one parent site.
+            raised by a call with a transform for another number of parent types, and by a call in training mode with
+            a batch of one sample, if the layer has only one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -86,6 +87,11 @@ class VariationalBayesRouting(Rule):
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the poses from the posterior means m_j, and the activations from the entropies H_j."""
+        if votes.parent_shape[2] != self.parent_types:
+            raise ValueError(
+                f"transform must have {self.parent_types} parent types (J), as this rule; got {votes.parent_shape[2]}: "
+                f"create the rule with parent_types={votes.parent_shape[2]}"
+            )
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
