@@ -1,6 +1,7 @@
 """Fused kernels, which route without storing votes, and the choice between them and the reference implementation."""
 
 import sys
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
@@ -69,14 +70,14 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
         dtype: dtype of the computation.
     """
-    device = pose.device.type
-    if device not in ("cpu", "cuda"):
-        return f"there are no fused kernels for {device}"
-    if device == "cpu" and _cpu is None:
+    on_cpu = pose.is_cpu
+    if not on_cpu and not pose.is_cuda:
+        return f"there are no fused kernels for {pose.device.type}"
+    if on_cpu and _cpu is None:
         return "this installation was built without the fused kernels"
-    if device == "cuda" and not _TRITON:
+    if not on_cpu and not _TRITON:
         return "triton is not installed"
-    if dtype not in (CPU_DTYPES if device == "cpu" else GPU_DTYPES):
+    if dtype not in (CPU_DTYPES if on_cpu else GPU_DTYPES):
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
@@ -115,6 +116,7 @@ def expect_one_device(pose: Tensor, edges: Tensor) -> None:
         raise ValueError(f"pose is on {pose.device} and edges on {edges.device}: move both to one device")
 
 
+@cache
 def cpu_kernel(name: str, dtype: torch.dtype) -> Any:
     """Return the CPU kernel `name` for float32 or float64."""
     return getattr(_cpu, f"{name}_{'float64' if dtype == torch.float64 else 'float32'}")

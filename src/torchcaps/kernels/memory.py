@@ -1,6 +1,8 @@
 """Memory layout of the tensors that the fused kernels read and write."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch.types import IntLikeType
 __all__ = [
     "Layout",
     "addresses",
-    "empty",
+    "contiguous",
     "has_strides",
     "laid_out",
     "lanes_of",
@@ -19,8 +21,14 @@ __all__ = [
     "vector_strides",
 ]
 
-Layout = tuple[Sequence[IntLikeType], Sequence[IntLikeType] | None]
-"""Shape and strides of a tensor; strides None: contiguous."""
+Layout = tuple[tuple[IntLikeType, ...], tuple[IntLikeType, ...]]
+"""Shape and strides of a tensor."""
+
+
+def contiguous(*shape: IntLikeType) -> Layout:
+    """Return the layout of a contiguous tensor."""
+    strides = [*accumulate(reversed(shape[1:]), mul, initial=1)]
+    return shape, tuple(reversed(strides))
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +38,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def lanes_of(tensor: Tensor) -> int:
     """Return how many numbers of a tensor fit into the widest SIMD vector of a CPU (64 bytes); 1 on other devices."""
-    return 64 // tensor.dtype.itemsize if tensor.device.type == "cpu" else 1
+    return 64 // tensor.itemsize if tensor.is_cpu else 1
 
 
 def padded(count: IntLikeType, lanes: int) -> IntLikeType:
@@ -51,7 +59,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
         own_transforms: whether every transform is used by only one child site.
         most_edges: largest number of edges that start at one child site.
     """
-    if own_transforms or pose.device.type != "cpu":
+    if own_transforms or not pose.is_cpu:
         return own_transforms
     lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
     full, cache = types / padded(types, lanes), 256 * 1024
@@ -71,28 +79,21 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
     return sites * rows * columns * types, rows * columns * types, 1, columns * types, types
 
 
-def has_strides(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> bool:
-    """Return whether a tensor has these strides (None: contiguous), ignoring dimensions of size 1."""
-    if strides is None:
-        return tensor.is_contiguous()
+def has_strides(tensor: Tensor, strides: Sequence[IntLikeType]) -> bool:
+    """Return whether a tensor has these strides, ignoring dimensions of size 1."""
     found = tensor.stride()
     if found == strides:
         return True
     return all(size == 1 or a == b for size, a, b in zip(tensor.shape, found, strides, strict=True))
 
 
-def empty(like: Tensor, shape: Sequence[IntLikeType], strides: Sequence[IntLikeType] | None) -> Tensor:
-    """Create an uninitialised tensor with the given shape and strides (None: contiguous)."""
-    return like.new_empty(shape) if strides is None else like.new_empty_strided(shape, strides)
-
-
-def laid_out(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
-    """Return the tensor if it has these strides (None: contiguous), otherwise a copy with these strides."""
+def laid_out(tensor: Tensor, strides: Sequence[IntLikeType]) -> Tensor:
+    """Return the tensor if it has these strides, otherwise a copy with these strides."""
     return tensor if has_strides(tensor, strides) else _copied(tensor, strides)
 
 
-def _copied(tensor: Tensor, strides: Sequence[IntLikeType] | None) -> Tensor:
-    return empty(tensor, tensor.shape, strides).copy_(tensor)
+def _copied(tensor: Tensor, strides: Sequence[IntLikeType]) -> Tensor:
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def addresses(
@@ -117,15 +118,14 @@ def addresses(
         if tensor is None:
             found.append(0)
             continue
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:
+        if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
             wrong = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
             raise ValueError(
                 f"{name} must be a CPU tensor {list(shape)} {dtype} to fit the children and the routing map; got "
                 f"{wrong}"
             )
         address = tensor.data_ptr()
-        laid = tensor.is_contiguous() if strides is None else has_strides(tensor, strides)
-        if address % 64 or not laid or tensor.is_neg():
+        if address % 64 or not has_strides(tensor, strides) or tensor.is_neg():
             keep.append(_copied(tensor, strides))
             address = keep[-1].data_ptr()
         found.append(address)

@@ -26,7 +26,7 @@ from torchcaps.kernels import cpu_kernel, expect_one_device, once
 from torchcaps.kernels.memory import (
     Layout,
     addresses,
-    empty,
+    contiguous,
     laid_out,
     lanes_of,
     padded,
@@ -80,7 +80,7 @@ def shapes_of(
             "pose must have shape [B, S, C, R, Q] and transform [K, C, J, Q, N]; "
             f"got {list(pose.shape)} and {list(transform.shape)}"
         )
-    plain = type(pose) in PLAIN and type(transform) in PLAIN and not torch.compiler.is_compiling()
+    plain = type(pose) in PLAIN and type(transform) in PLAIN
     make = _kept if plain else Shapes
     return make(pose.shape, transform.shape, edge_lists.shape[0], parent_sites, types, by_sample, lanes_of(pose))
 
@@ -107,19 +107,19 @@ class Shapes:
         transforms, _, parent_types, _, columns = transform
         self.edges = edges = (edge_lists - sites - parent_sites - transforms - 3) // 5
         groups = (padded(batch, lanes if by_sample else 1), edges if types else sites, child_types)
-        scalars, vectors = (batch, parent_sites, parent_types), (batch, parent_sites, parent_types, rows, columns)
+        vectors = (batch, parent_sites, parent_types, rows, columns)
         self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
         self.couplings = (batch, parent_types, edges, child_types)
-        scalar: Layout = scalars, None
-        vector: Layout = vectors, None if lanes == 1 else vector_strides(vectors, by_sample)
+        scalar = contiguous(*vectors[:3])
+        vector = contiguous(*vectors) if lanes == 1 else (vectors, vector_strides(vectors, by_sample))
         self.scalar, self.vector = scalar, vector
-        self.log_sums: Layout = (groups[0], 2, *groups[1:]), None
-        self.coupling_grads: Layout = groups, None
-        self.lists = {"edge_lists": ((sites + parent_sites + transforms + 3 + 5 * edges,), None)}
+        self.log_sums = contiguous(groups[0], 2, *groups[1:])
+        self.coupling_grads = contiguous(*groups)
+        self.lists = {"edge_lists": contiguous(sites + parent_sites + transforms + 3 + 5 * edges)}
         self.layer: dict[str, Layout] = {
-            "pose": (pose, None),
-            "activation": (pose[:3], None),
-            "transform": ((transforms, child_types, parent_types, inner, columns), None),
+            "pose": contiguous(*pose),
+            "activation": contiguous(*pose[:3]),
+            "transform": contiguous(transforms, child_types, parent_types, inner, columns),
             "variance": vector,
             "log_volume_grad": scalar,
         }
@@ -149,9 +149,10 @@ def _call(
 ) -> None:
     """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out.
 
-    ``numbers`` are the floor of log_volume, and the floor and the inverse temperature of an agreement with variances.
+    An output that is not needed is None or an empty tensor; the address of both is 0. ``numbers`` are the floor of
+    log_volume, and the floor and the inverse temperature of an agreement with variances.
     """
-    dtype, keep = cast(Tensor, layer[0]).dtype, list[Tensor]()
+    dtype, keep = cast(Tensor, layer[0]).dtype, cast("list[Tensor]", [])
     given = addresses(dtype, shapes.layer, layer, keep)
     parts = [address for record in records for address in addresses(dtype, shapes.record, record, keep)]
     lists = addresses(torch.int32, shapes.lists, (edge_lists,), keep)[0]
@@ -164,7 +165,7 @@ def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
     """Create uninitialised outputs of an operator. An output without a layout is an empty tensor."""
     dtype = statistics_dtype(pose.dtype)
     like = pose if pose.dtype == dtype else pose.new_empty(0, dtype=dtype)
-    return tuple([like.new_empty(0) if layout is None else empty(like, *layout) for layout in layouts])
+    return tuple([like.new_empty(0) if layout is None else like.new_empty_strided(*layout) for layout in layouts])
 
 
 def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, volume: bool) -> tuple[Layout | None, ...]:
@@ -198,12 +199,10 @@ def moments(
     gradients at the couplings.
     """
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    layouts = _moments_layouts(shapes, uniform, with_variance, floor is not None)
-    outputs = _outputs(pose, layouts)
-    found = [output if layout else None for output, layout in zip(outputs, layouts, strict=True)]
+    outputs = _outputs(pose, _moments_layouts(shapes, uniform, with_variance, floor is not None))
     children, agreement = (pose, activation, transform), (constant, linear, quadratic, centre)
     options, numbers = (types, none_of_the_above, by_sample), (floor or 0.0, variance_floor, inverse_temperature)
-    _call("moments", shapes, children, edge_lists, options, [agreement], found, numbers)
+    _call("moments", shapes, children, edge_lists, options, [agreement], outputs, numbers)
     return outputs
 
 

@@ -21,15 +21,16 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 
     The pose, which is the first tensor among the arguments, decides about the device.
     """
-    in_lists = [kind for x in arguments if type(x) is list or type(x) is tuple for kind in map(type, x)]
+    kinds = {*map(type, arguments)}
+    if list in kinds or tuple in kinds:
+        kinds.update(kind for x in arguments if type(x) is list or type(x) is tuple for kind in map(type, x))
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
-        or not _ORDINARY.issuperset(map(type, arguments))
-        or not _ORDINARY.issuperset(in_lists)
+        or not _ORDINARY.issuperset(kinds)
         or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
     )
 

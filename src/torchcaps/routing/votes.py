@@ -148,8 +148,9 @@ class Votes:
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' poses."""
-        if self.fused:
-            self._pose = self._pose.contiguous()
+        if self.fused:  # otherwise, every pass would copy them
+            self._pose, self._transform = self._pose.contiguous(), self._transform.contiguous()
+            self._activation = None if self._activation is None else self._activation.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[Tensor] = []
@@ -226,6 +227,8 @@ class Votes:
         if torch.is_grad_enabled():
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
+        constant, linear, quadratic, centre, *numbers = kernel_arguments(parts)
+        uniform = constant is None and linear is None and quadratic is None and centre is None
         return fused.moments(
             self._next_tokens(),
             pose,
@@ -233,8 +236,12 @@ class Votes:
             transform,
             self._edge_lists,
             self.routing_map.parent_sites,
-            *kernel_arguments(parts),
-            all(part is None for part in parts[:5]),
+            constant,
+            linear,
+            quadratic,
+            centre,
+            *numbers,
+            uniform,
             *self._options,
             variance,
             constant_couplings,
