@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jvp, vmap
+from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from problems import full_problem
@@ -93,6 +94,29 @@ class Subclass(CapsNet):
         super().__init__(**{**TINY, **named})
 
 
+class Positional(CapsNet):
+    def __init__(self, *sizes):
+        super().__init__(**TINY)
+
+
+def pruned():
+    model = CapsNet(**TINY)
+    prune.random_unstructured(model.class_capsules, "transform", 0.5)
+    return model
+
+
+def wider():
+    model = CapsNet(**TINY)
+    model.convolution[0] = nn.Conv2d(1, 9, 9)
+    return model
+
+
+def replaced():
+    model = CapsNet(**TINY)
+    model.class_capsules = nn.Conv2d(4, 10, 9)
+    return model
+
+
 def tied():
     model = MatrixCapsNet((1, 19, 21), 3, widths=(4, 3, 3, 3))
     model.second_capsules.transform = model.first_capsules.transform
@@ -117,7 +141,11 @@ def compiled_layer():
         (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
         (parametrised, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
         (compiled_layer, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
-        (Subclass, r"takes \*\* arguments: replace \*\* with named arguments"),
+        (pruned, r"other weights: class_capsules.transform is absent here, but would be \["),
+        (replaced, "would create a network with another layer class_capsules: undo the change"),
+        (wider, r"other weights: .*convolution.*bias is \[9\] here, but would be \[8\]; undo the change"),
+        (Subclass, r"takes \* or \*\* arguments: replace them with named arguments"),
+        (Positional, r"takes \* or \*\* arguments: replace them with named arguments"),
     ],
 )
 def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, tmp_path):

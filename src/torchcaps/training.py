@@ -30,6 +30,7 @@ from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
 from torchcaps.models import Pretrained, create_model, routing_of
+from torchcaps.models.pretrained import check_loadable
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_rows, read_run, write_run
@@ -181,6 +182,7 @@ def _new_model(recipe: Recipe, images: Images) -> nn.Module:
             model(torch.zeros(1, *cast(Pretrained, model).options["image_shape"]))
     except (ValueError, RuntimeError, MemoryError) as error:
         raise BadInput(f"model {recipe.model} cannot run with these options: {error}") from error
+    check_loadable(cast(Pretrained, model))  # not only at the end of the training
     return model.train()
 
 

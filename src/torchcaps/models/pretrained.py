@@ -93,8 +93,7 @@ class Pretrained:
         """
         assert isinstance(self, nn.Module)
         folder = Path(folder)
-        routing = saved_rules(self)
-        options = plain_options(type(self).__name__, self.options)
+        options, routing = check_loadable(self)
         content = _weights_of(self)
         checksum = hashlib.sha256(content).hexdigest()
         try:
@@ -242,26 +241,70 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
         return built(model_name(cls), cls, options)
 
 
-def _weights_of(model: nn.Module) -> bytes:
-    """Return the content of a safetensors file with the weights of a network.
+def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check that `Pretrained.from_pretrained` could load a network. Return its options and rules, as they are saved.
 
     Raises:
-        BadInput: `Pretrained.from_pretrained` could not load the network.
+        BadInput: a routing rule is not in `ROUTINGS`, an option cannot be written as JSON, or a network created with
+            the saved options and rules would have other weights.
     """
+    assert isinstance(model, nn.Module)
+    kind = type(model).__name__
     constructor = inspect.signature(type(model).__init__).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in constructor):
+    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in [*constructor][1:]):
         raise BadInput(
-            f"{type(model).__name__} cannot be saved, because its constructor takes ** arguments: replace ** with "
-            "named arguments"
+            f"{kind} cannot be saved, because its constructor takes * or ** arguments: replace them with named "
+            "arguments"
         )
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    for name in weights:
+    routing = saved_rules(model)
+    options = plain_options(kind, model.options)
+    shapes = _shapes_of(model)
+    for name in shapes:
         if "_orig_mod." in name or "parametrizations." in name:
             raise BadInput(
                 f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
                 "remove the parametrization, and save the network again; if you need the layer as it is, save "
                 "model.state_dict()"
             )
+    try:
+        again = _built(type(model), options)
+    except BadInput as error:
+        raise BadInput(
+            f"{kind} cannot be saved, because from_pretrained could not create it ({error}): save model.state_dict()"
+        ) from error
+    if changed := sorted(routing.keys() ^ saved_rules(again).keys()):
+        raise BadInput(
+            f"{kind} cannot be saved, because from_pretrained would create a network with another layer "
+            f"{changed[0]}: undo the change of this layer, or save model.state_dict()"
+        )
+    restore_rules(again, routing, None, Path(CONFIG))
+    if different := _different(shapes, _shapes_of(again)):
+        name, here, there = different
+        raise BadInput(
+            f"{kind} cannot be saved, because from_pretrained would create a network with other weights: {name} is "
+            f"{here} here, but would be {there}; undo the change of this layer, or save model.state_dict()"
+        )
+    return options, routing
+
+
+def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _different(one: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> tuple[str, Any, Any] | None:
+    """Return the name of the first weight that differs, and its shape, or "absent", in both networks."""
+    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+    shapes = ([*shapes[names[0]]] if names[0] in shapes else "absent" for shapes in (one, other) if names)
+    return (names[0], *shapes) if names else None  # type: ignore[return-value]
+
+
+def _weights_of(model: nn.Module) -> bytes:
+    """Return the content of a safetensors file with the weights of a network.
+
+    Raises:
+        BadInput: layers share weights.
+    """
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     try:
         return safetensors.torch.save(weights, {"format": "pt"})
     except RuntimeError as error:
@@ -297,14 +340,11 @@ def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
         BadInput: the file is damaged or contains the weights of another network.
     """
     weights = read_weights(path, checksum)
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    found = {name: tensor.shape for name, tensor in weights.items()}
-    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if different:
-        sizes = [list(shapes[different[0]]) if different[0] in shapes else "absent" for shapes in (found, expected)]
+    if different := _different(_shapes_of(model), {name: tensor.shape for name, tensor in weights.items()}):
+        name, here, there = different
         raise BadInput(
-            f"the weights in {path} do not fit this {type(model).__name__}: {different[0]} is {sizes[1]} in the "
-            f"network, but {sizes[0]} in the file: use the options that the network was saved with"
+            f"the weights in {path} do not fit this {type(model).__name__}: {name} is {here} in the network, but "
+            f"{there} in the file: use the options that the network was saved with"
         )
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
