@@ -55,6 +55,10 @@ def test_every_link_to_a_file_leads_to_an_existing_file(page):
         assert "://" in link or (path.parent / link).exists(), link
 
 
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_bytes()) <= 5_000
+
+
 PAGES_WITH_TABLES = ("README.md", "docs/results.md", "docs/benchmarks.md")
 
 

@@ -35,7 +35,7 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
     """Record the position of each feature map in the image, as long as the list `routed` is empty.
 
     A feature map that another operation computed, such as the sum in a residual block, has the position of the latest
-    known feature map of the same size. If there is none, the operation has made a known feature map smaller.
+    known feature map of the same size. If there is no such map, the operation has made a known feature map smaller.
     """
     maps: list[FeatureMap] = []
     whole = FeatureMap(tuple(image.shape[2:]), (0.0, 0.0), (1.0, 1.0))
@@ -65,7 +65,7 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
 
 
 def _of_size(size: Sequence[int], maps: Sequence[FeatureMap]) -> FeatureMap:
-    """Return the latest feature map of this size. If there is none, divide the latest one into patches."""
+    """Return the latest feature map of this size, or else divide the latest one into patches."""
     for one in reversed(maps):
         if one.grid == tuple(size):
             return one
