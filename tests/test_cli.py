@@ -69,7 +69,9 @@ def test_the_commands_evaluate_and_predict_print_their_results(call, finished, i
     assert "right" in out
 
 
-def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, refused, finished, images, tmp_path):
+def test_a_published_network_predicts_like_its_run_and_has_a_model_card(
+    call, refused, finished, images, tmp_path, monkeypatch
+):
     run, weights = finished[0], tmp_path / "weights" / "left-right"
     code, out, error = call("publish", run, weights)
     assert code == 0, error
@@ -87,6 +89,15 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(call, re
     code, _, error = call("publish", run, tmp_path / "my weights")
     assert code == 0, error
     assert "torchcaps predict 'my weights' IMAGE" in (tmp_path / "my weights" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert call("publish", "--", run, "-net")[0] == 0
+    assert "torchcaps predict ./-net IMAGE" in (tmp_path / "-net" / "README.md").read_text()
+    odd = shutil.copytree(run, tmp_path / "odd")
+    config = json.loads((odd / "config.json").read_text())
+    config["images"]["class_names"] = ["<b>`left", "ri\nght"]
+    (odd / "config.json").write_text(json.dumps(config))
+    assert call("publish", odd, tmp_path / "odd-names")[0] == 0
+    assert r"2 classes: \<b\>\`left, ri\\nght." in (tmp_path / "odd-names" / "README.md").read_text()
     again = shutil.copytree(run, tmp_path / "again")
     content = json.loads((again / "recipe.json").read_text())
     content["recipe"]["pretrained"] = "weights/cats"

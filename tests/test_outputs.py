@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from test_image_table import png
 from torchcaps import Classifier, PooledCNN, Preparation
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
+from torchcaps.cli.commands import _print_classes
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
 from torchcaps.export import _compiled
@@ -211,6 +213,32 @@ def test_names_of_unknown_users_empty_weights_and_other_readmes_are_refused(refu
     (tmp_path / "README.md").write_text("# My project")
     assert "README.md is not a model card and would be replaced" in refused("publish", finished[0], tmp_path)
     assert (tmp_path / "README.md").read_text() == "# My project"
+
+
+def test_no_output_replaces_a_file_of_a_run(call, refused, images, finished, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    for words in (("evaluate", run), ("predict", run, images)):
+        for name in ("metrics.csv", "config.json"):
+            before = (run / name).read_bytes()
+            assert "is a file of the network in" in refused(*words, "--csv", run / name)
+            assert (run / name).read_bytes() == before
+    assert call("predict", run, images, "--csv", run / "predictions.csv")[0] == 0
+
+
+def test_several_processes_check_one_new_folder_at_the_same_time(tmp_path):
+    checks = "import sys; from pathlib import Path; from torchcaps.cli.common import writable\n"
+    checks += "for seed in range(300): writable(Path(sys.argv[1], 'sweep', str(seed % 3)))"
+    words = [sys.executable, "-c", checks, str(tmp_path)]
+    together = [subprocess.Popen(words, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    assert [process.communicate()[1] for process in together] == [""] * 3
+    assert not any(tmp_path.iterdir())
+
+
+def test_classes_without_test_images_do_not_hide_the_classes_with_the_lowest_recall(capsys):
+    classes = {f"c{number}": {"images": 0, "precision_percent": None, "recall_percent": None} for number in range(40)}
+    classes["c39"] = {"images": 4, "precision_percent": 0.0, "recall_percent": 0.0}
+    _print_classes(classes)
+    assert "c39" in capsys.readouterr().out
 
 
 def test_a_run_whose_path_contains_two_colons_can_be_resumed(call, images, tmp_path):

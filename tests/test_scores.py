@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from torchcaps import BadInput, Classifier
+from torchcaps import BadInput, Classifier, create_model
 from torchcaps.data import Images
 from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.scores import BINS, calibration_error_percent, probabilities, write_scores
+from torchcaps.training import MeanScores, evaluate
 
 
 def calibration_error_in_plain_loops(scores, labels):
@@ -40,6 +41,24 @@ def test_the_calibration_error_equals_its_definition(kind):
     found = calibration_error_percent(scores, labels)
     assert found == pytest.approx(calibration_error_in_plain_loops(scores, labels), abs=1e-3)
     assert found > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logits_between_0_and_1_are_converted_by_a_softmax_and_long_poses_are_not():
+    logits, lengths = torch.tensor([[0.1, 0.7], [0.4, 0.2]]), torch.tensor([[3.0, 1.0], [0.5, 0.5]])
+    torch.testing.assert_close(probabilities(logits, logits=True), logits.softmax(dim=1))
+    torch.testing.assert_close(probabilities(lengths, logits=False), torch.tensor([[0.75, 0.25], [0.5, 0.5]]))
+    model = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=2).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        list(model.parameters())[-1].copy_(torch.tensor([0.1, 0.7]))
+    images = Images(torch.zeros(2, 1, 20, 20, dtype=torch.uint8), torch.tensor([1, 1]), ("left", "right"))
+    for evaluated in (model, MeanScores([model, model])):
+        found = evaluate(evaluated, images, precision="float32")
+        torch.testing.assert_close(found.scores, torch.tensor([[0.1, 0.7]] * 2))
+        expected = 100 * (1 - torch.tensor([0.1, 0.7]).softmax(dim=0)[1].item())
+        assert found.calibration_error_percent == pytest.approx(expected, abs=1e-3)
 
 
 def test_confident_right_predictions_are_calibrated_and_confident_wrong_ones_are_not():

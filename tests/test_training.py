@@ -168,6 +168,19 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call
     assert not weights_equal(finished[0], tmp_path / "1")
 
 
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, images, tmp_path):
+    other = {"val": "test", "test": "val"}[split]
+    paths = sorted(images.glob("*/*.png"))
+    of_path = dict.fromkeys(paths, "train") | dict.fromkeys([paths[1], paths[-1]], other) | {paths[0]: split}
+    lines = [f"{path},{path.parent.name},{of_path[path]}" for path in paths]
+    (tmp_path / "table.csv").write_text("\n".join(["path,label,split", *lines]))
+    words = ("train", "capsnet-images", "--data", tmp_path / "table.csv", "--out", tmp_path / "run", "--devices", 2)
+    for more in ((), ("--dry-run",)):
+        assert "split has 1 image, but devices is 2: use at most 1" in refused(*words, *more)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_together(command, images, tmp_path):
     done = train(command, images, tmp_path / "run", "--epochs", 2, "--batch-size", 8, "--devices", 2)

@@ -1,6 +1,7 @@
 """Publish a trained network: write its weights without the decoder, and a model card with data, recipe and accuracy."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, printable
 from torchcaps.run_folder import finished, read_run
 
 CARD = """# {name}
@@ -93,16 +94,17 @@ def publish(run: Path, folder: Path) -> Path:
     # An absolute path would show a folder of this computer to everybody.
     recipe = replace(recipe, data=_shown(recipe.data), pretrained=_shown(recipe.pretrained))
     where = _shown(str(folder))
+    where = f"./{where}" if where.startswith("-") else where
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     text = CARD.format(
-        name=folder.resolve().name,
+        name=_escaped(folder.resolve().name),
         quoted=shlex.quote(where),
         literal=json.dumps(where, ensure_ascii=False),
         model=recipe.model,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         count=len(classifier.class_names),
-        classes=", ".join(classifier.class_names),
-        data=recipe.data,
+        classes=", ".join(map(_escaped, classifier.class_names)),
+        data=_escaped(recipe.data),
         only="" if recipe.pretrained else " only",
         started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
         minutes=metrics["wall_seconds"] / 60,
@@ -120,6 +122,11 @@ def publish(run: Path, folder: Path) -> Path:
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())
     return folder / "README.md"
+
+
+def _escaped(text: str) -> str:
+    """Escape the characters that Markdown would not show as they are."""
+    return re.sub(r"([\\`*<>\[\]|])", r"\\\1", printable(text))
 
 
 def _shown(path: str) -> str:

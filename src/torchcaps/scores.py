@@ -15,12 +15,16 @@ BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017."""
 
 
-def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None) -> Float[Tensor, "N K"]:
     """Convert the scores of a split to numbers that sum to 1 for each image.
 
-    If all scores are in [0, 1], they are treated as activations of class capsules or of sigmoid units: the scores of
-    each image are divided by their sum. A softmax of activations would be nearly uniform: for ten classes, it never
-    exceeds 0.24. If a score is outside [0, 1], all scores are treated as logits, and their softmax is returned.
+    Activations of class capsules or of sigmoid units are divided by their sum for each image. A softmax of activations
+    would be nearly uniform: for ten classes, it never exceeds 0.24. Logits are converted by a softmax.
+
+    Arguments:
+        scores: ``[N, K]``, the scores of all images of a split.
+        logits: whether the scores are logits. If it is unknown (None), or if an activation is negative, the scores are
+            activations if all of them are in [0, 1], and otherwise logits.
 
     Example:
         >>> import torch
@@ -28,12 +32,14 @@ def probabilities(scores: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
         tensor([[0.7500, 0.2500],
                 [0.5000, 0.5000]])
     """
-    if scores.numel() and scores.min() >= 0 and scores.max() <= 1 + 1e-6:
+    if scores.numel() and not logits and scores.min() >= 0 and (logits is False or scores.max() <= 1 + 1e-6):
         return scores / scores.sum(dim=1, keepdim=True).clamp_min(1e-12)
     return scores.softmax(dim=1)
 
 
-def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> float:
+def calibration_error_percent(
+    scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"], logits: bool | None = None
+) -> float:
     """Compute the expected calibration error in percent. `probabilities` converts the scores to probabilities first.
 
     Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3. The confidence of a prediction is the highest
@@ -44,6 +50,7 @@ def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.
         labels: ``[N]``, the true classes.
+        logits: whether the scores are logits; None if it is unknown.
 
     Example:
         >>> import torch
@@ -52,7 +59,7 @@ def calibration_error_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor
     """
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    found = multiclass_calibration_error(probabilities(scores.float()), labels, scores.shape[1], n_bins=BINS)
+    found = multiclass_calibration_error(probabilities(scores.float(), logits), labels, scores.shape[1], n_bins=BINS)
     return round(100 * found.item(), 4)
 
 

@@ -99,9 +99,7 @@ def fit(
     folder = Path(folder)
     check_devices(devices, recipe)
     check_logger(logger)
-    for name, images in vars(splits).items():
-        if not len(images):
-            raise BadInput(f"the {name} split has no images: add images to each class")
+    check_shares(splits, devices)
     module = new_module(recipe, splits, module_class)
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
@@ -143,6 +141,22 @@ def check_devices(devices: int, recipe: Recipe) -> None:
         raise BadInput(
             f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
         )
+
+
+def check_shares(splits: Splits, devices: int) -> None:
+    """Check that every split has at least one image for each process.
+
+    Raises:
+        BadInput: a split has fewer images than there are processes.
+    """
+    devices, nodes = processes(devices)
+    together = devices * nodes
+    for name, images in vars(splits).items():
+        if not len(images):
+            raise BadInput(f"the {name} split has no images: add images to each class")
+        if len(images) < together:
+            count = f"{len(images)} image{'' if len(images) == 1 else 's'}"
+            raise BadInput(f"the {name} split has {count}, but devices is {together}: use at most {len(images)}")
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
@@ -310,6 +324,7 @@ class MeanScores(nn.Module):
     def __init__(self, models: Sequence[nn.Module]) -> None:
         super().__init__()
         self.models = nn.ModuleList(models)
+        self.logits = getattr(models[0], "logits", None)
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
         """Return the mean scores, without capsules or reconstruction. `labels` is ignored."""
@@ -318,7 +333,9 @@ class MeanScores(nn.Module):
 
 def _calibration_error_percent(module: TrainingModule) -> float | None:
     scored = module.scored
-    return None if scored is None else calibration_error_percent(scored[:, :-1], scored[:, -1].long())
+    if scored is None:
+        return None
+    return calibration_error_percent(scored[:, :-1], scored[:, -1].long(), getattr(module.model, "logits", None))
 
 
 class Evaluation(NamedTuple):

@@ -96,7 +96,7 @@ def train(
     from torchcaps.loggers import check_logger
     from torchcaps.recipes import OWN_IMAGES, create_recipe
     from torchcaps.run_folder import existing_run, read_rows
-    from torchcaps.training import check_devices, fit, new_module
+    from torchcaps.training import check_devices, check_shares, fit, new_module
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
@@ -133,6 +133,7 @@ def train(
             processes=devices,
             **chosen.data_options,
         )
+        check_shares(splits, devices)
         channels, height, width = splits.train.image_shape
         if first_process():
             print(
@@ -351,7 +352,8 @@ def info() -> None:
 
 def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
     """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
-    lowest = sorted(classes, key=lambda name: classes[name]["recall_percent"] or 0)[:MOST_CLASSES]
+    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no test images
+    lowest = sorted(classes, key=lambda name: 101 if recall[name] is None else recall[name])[:MOST_CLASSES]
     shown = [name for name in classes if name in lowest]
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
     rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]

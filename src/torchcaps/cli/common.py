@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,11 @@ Cache = Annotated[
     ),
 ]
 
+NETWORK_FILES = (
+    *("recipe.json", "config.json", "metrics.csv", "metrics.json", "model.safetensors", "last.ckpt", "best.ckpt"),
+    "image-digests.safetensors",
+)
+"""Files of a run or of a saved network, which no other output may replace."""
 WIDTH = 140
 """Width of a table in a pipe or a file, unless it needs more."""
 LONG_WORD, SHORT_WORD = 16, 8
@@ -116,6 +122,8 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -
         raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise BadInput(f"{option} is {path}, which is a link or a device: give the name of a file")
+    if path.name in NETWORK_FILES and any((path.parent / name).is_file() for name in ("recipe.json", "config.json")):
+        raise BadInput(f"{option} is {path}, which is a file of the network in {path.parent}: give another name")
     if not new_folder and not path.parent.is_dir():
         raise BadInput(f"{option} is {path}, but the folder {path.parent} does not exist: create it")
     writable(path.parent, option)
@@ -123,18 +131,20 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -
 
 def writable(folder: Path, option: str = "--out") -> None:
     """Check, before a long computation starts, that the folder given by `option` can be written to."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder = folder.absolute()
+    existing = next(one for one in (folder, *folder.parents) if one.exists() or one.is_symlink())
+    probe = existing / f".writable-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
+        if existing == folder:
+            probe.write_text("")
+            probe.unlink()
+        else:  # another process may create or remove the missing folders, so they are created in a folder of their own
+            (probe / folder.relative_to(existing)).mkdir(parents=True)
+            shutil.rmtree(probe)
     except OSError as error:
         raise BadInput(
             f"{option}: the folder {folder} cannot be written to ({error.strerror}); use another folder"
         ) from error
-    for one in missing:
-        one.rmdir()
 
 
 def is_inside(folder: Path, data: str) -> bool:
