@@ -107,6 +107,9 @@ def test_the_exported_file_contains_the_preparation_of_images(standardise, crop,
     right = classifier.predict(images).scores
     export_classifier(classifier, file, "pt2")
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-5)
+    classifier.model.double()
+    export_classifier(classifier, file, "pt2")
+    torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-5)
 
 
 def test_the_exported_file_contains_class_names_image_shape_and_model_name(tmp_path):

@@ -36,6 +36,14 @@ def test_every_weight_of_backbone_and_head_has_a_gradient_with_every_rule(rule):
     assert network[0][0].weight.grad.abs().max() > 1e-7
 
 
+def test_the_scores_of_a_new_head_with_self_attention_are_not_saturated():
+    head = CapsuleHead((32, 8, 8), 10, routing="self_attention")
+    scores = head(torch.relu(torch.randn(4, 32, 8, 8))).scores
+    assert scores.mean() < 0.9
+    activation_logit_cross_entropy(scores, torch.arange(4)).backward()
+    assert head.class_capsules.transform.grad.abs().max() > 1e-4
+
+
 @pytest.mark.parametrize("rule", ROUTINGS)
 def test_a_network_with_a_head_learns_two_classes_with_every_rule(rule):
     labels = torch.arange(16) % 2

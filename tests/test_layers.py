@@ -226,6 +226,19 @@ def test_reconstruction_loss_is_at_least_float32_and_at_least_the_dtype_of_its_i
     torch.testing.assert_close(reconstruction_loss(drawn.float(), images), exact, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_layers_of_low_precision_route_in_float32(rule, dtype):
+    layer = ConvCaps((6, 6), 4, 5, 3, routing=rule).to(dtype)
+    children = Capsules(30 * torch.randn(2, 36, 4, 4, 4), torch.rand(2, 36, 4))
+    low = Capsules(*(part.to(dtype) for part in children))
+    expected = layer.float()(Capsules(*(part.float() for part in low)))
+    found = layer.to(dtype)(low)
+    tolerance = 0.02 if dtype == torch.bfloat16 else 0.003
+    for one, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), right, rtol=tolerance, atol=tolerance * right.abs().max().item())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stack_of_layers_has_finite_gradients_under_autocast(dtype):
     stack = nn.ModuleList([PrimaryCaps(1, 2, 4, 3), DenseCaps(16, 2, 4, 3, 5)])

@@ -11,9 +11,10 @@ from sklearn.utils import compute_class_weight
 from torch import nn
 
 from torchcaps import MODELS, BadInput, Prediction
+from torchcaps.checks import INTEGERS
 from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
-from torchcaps.losses import LOSSES, balanced_weights, check_loss
+from torchcaps.losses import LOSSES, balanced_weights, check_loss, margin_loss, spread_loss
 from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
@@ -48,6 +49,7 @@ def test_an_integer_weight_equals_that_many_copies_of_the_image(name):
     torch.testing.assert_close(loss(scores, labels, weights=torch.ones(4)), loss(scores, labels))
 
 
+@pytest.mark.usefixtures("untyped")
 def test_balanced_weights_equal_those_of_scikit_learn():
     labels = torch.tensor([2] * 5 + [0] * 20 + [1])
     found = balanced_weights(labels, 3)
@@ -55,6 +57,28 @@ def test_balanced_weights_equal_those_of_scikit_learn():
     np.testing.assert_allclose(found, right, rtol=1e-6)
     assert found[labels].mean() == pytest.approx(1)
     assert torch.isfinite(balanced_weights(labels, 4)).all()
+    for wrong in (labels, labels - 1, labels.float(), labels == 1):
+        with pytest.raises(ValueError, match="labels must be"):
+            balanced_weights(wrong, 2)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_targets_and_weights_that_would_make_a_loss_negative_are_refused():
+    scores, both = torch.full((2, 4), 0.95), torch.tensor([[0, 2, 0, 0], [0, 1, 0, 1]])
+    with pytest.raises(ValueError, match=r"target must be in \[0, 1\]; got 0 to 2"):
+        margin_loss(scores, both)
+    assert margin_loss(scores, both.clamp_max(1)) > 0
+    with pytest.raises(ValueError, match=r"weights must be in \[0, inf\]; got -1 to 1"):
+        margin_loss(scores, torch.tensor([0, 1]), weights=torch.tensor([1.0, -1.0]))
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_labels_of_every_integer_type_give_the_same_loss(dtype):
+    scores, labels = torch.rand(3, 4), torch.tensor([0, 3, 1])
+    for loss in (margin_loss, spread_loss):
+        assert loss(scores, labels.to(dtype)) == loss(scores, labels)
+    assert torch.equal(balanced_weights(labels.to(dtype), 4), balanced_weights(labels, 4))
 
 
 class Fixed(nn.Module):

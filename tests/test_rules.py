@@ -309,6 +309,11 @@ def test_check_rule_finds_wrong_rules():
             pose, activation = super().route(votes)
             return Capsules(pose + pose.mean(dim=0), activation)
 
+    class LeakingFromTheLastSample(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose * activation[-1].mean(), activation)
+
     class Undefined(UniformRouting):
         def route(self, votes):
             pose, activation = super().route(votes)
@@ -327,6 +332,7 @@ def test_check_rule_finds_wrong_rules():
     for rule, law in (
         (TwoFaced, "the rule fails this test on the dense map: The fused kernels and the reference give"),
         (Leaking, "the rule fails this test on the dense map: A sample gives the same result"),
+        (LeakingFromTheLastSample, "the rule fails this test on the dense map: A sample gives the same result"),
         (
             Undefined,
             "the rule fails this test on the dense map: (A sample|Values and gradients are finite if all poses)",

@@ -184,10 +184,12 @@ def test_wrong_images_are_refused_in_one_line():
         (X.reshape(40, -1), r"X is flat, \[40, 144\]: give image_shape=", {}),
         (X.reshape(40, -1), r"image_shape is \(5, 5\), but X has 144 columns", {"image_shape": (5, 5)}),
         (X[:, None, None], r"X has shape \[40, 1, 1, 12, 12\]: give", {}),
-        (np.stack([X] * 3, axis=1), "looks like channels first", {}),
+        (np.stack([X] * 3, axis=1), r"looks like channels first.*set image_shape=\(3, 12, 12\)", {}),
+        (X[:, None], "looks like channels first", {"image_shape": (12, 12)}),
     ):
         with pytest.raises(BadInput, match=message):
             short(**settings).fit(given, y)
+    short(epochs=1, image_shape=(1, 12, 12)).fit(X[:, None], y)
     with pytest.raises(BadInput, match="one class, 'left'"):
         short().fit(X, ["left"] * 40)
     with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give images of shape \(12, 12, 1\)"):

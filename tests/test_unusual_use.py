@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -111,6 +112,24 @@ def wider():
     return model
 
 
+def other_function():
+    model = CapsNet(**TINY)
+    model.convolution[1] = nn.GELU()
+    return model
+
+
+def with_dropout():
+    model = CapsNet(**TINY)
+    model.convolution.append(nn.Dropout())
+    return model
+
+
+def other_squash():
+    model = CapsNet(**TINY)
+    model.primary_capsules.squash_form = "su"
+    return model
+
+
 def replaced():
     model = CapsNet(**TINY)
     model.class_capsules = nn.Conv2d(4, 10, 9)
@@ -142,6 +161,12 @@ def compiled_layer():
         (parametrised, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
         (compiled_layer, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
         (pruned, r"other weights: class_capsules.transform is absent here, but would be \["),
+        (
+            other_function,
+            r"another layer convolution.1: type is 'GELU' here, but would be 'ReLU'; undo the change",
+        ),
+        (with_dropout, r"another layer convolution.2: type is 'Dropout' here, but would be None; undo the change"),
+        (other_squash, r"another layer primary_capsules: squash_form is 'su' here, but would be 'sabour'; undo the"),
         (replaced, "would create a network with another layer class_capsules: undo the change"),
         (wider, r"other weights: .*convolution.*bias is \[9\] here, but would be \[8\]; undo the change"),
         (Subclass, r"takes \* or \*\* arguments: replace them with named arguments"),
@@ -152,6 +177,20 @@ def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, t
     with pytest.raises(BadInput, match=problem):
         build().save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's quantization is deprecated
+def test_a_decoder_runs_as_a_replica_and_quantized():
+    model, images = CapsNet(**TINY).eval(), torch.rand(2, 1, 20, 20)
+    right = model(images).reconstruction
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    torch.testing.assert_close(quantized(images).reconstruction, right, rtol=0, atol=0.05)
+    replica = deepcopy(model)
+    for layer in replica.modules():  # as in torch.nn.parallel.replicate
+        for name, weight in [*layer._parameters.items()]:
+            layer._parameters.pop(name)
+            setattr(layer, name, None if weight is None else weight.detach())
+    assert torch.equal(replica(images).reconstruction, right)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # raised by torch itself

@@ -156,13 +156,22 @@ def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classe
         tensor([[0, 1, 0],
                 [1, 0, 0]])
     """
+    check_labels(labels, num_classes)
+    return (labels.long()[:, None] == torch.arange(num_classes, device=labels.device)).long()
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """Check that labels are integers [B] in [0, num_classes). Values are not checked while a graph is traced.
+
+    Raises:
+        ValueError: ``labels`` is not such a tensor.
+    """
     if labels.ndim != 1 or labels.dtype not in INTEGERS:
         raise ValueError(f"labels must be integers [B], one class index per sample; got {described(labels)}")
     if has_values(labels) and len(labels):
-        low, high = (bound.item() for bound in labels.aminmax())
+        low, high = (bound.item() for bound in labels.long().aminmax())
         if low < 0 or high >= num_classes:
             raise ValueError(f"labels must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
-    return (labels[:, None] == torch.arange(num_classes, device=labels.device)).long()
 
 
 def coordinate_addition(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
@@ -59,8 +60,9 @@ class Decoder(nn.Module):
         if of_class.shape != pose.shape[:1]:
             raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
         visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]
-        weights = next(self.layers.parameters())
-        return self.layers(visible.flatten(1).to(weights.dtype)).unflatten(1, self.image_shape)
+        weight = self.layers[0].weight  # a method, if the layer is quantized
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        return self.layers(visible.flatten(1).to(dtype)).unflatten(1, self.image_shape)
 
 
 def prediction_of(

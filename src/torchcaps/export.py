@@ -69,9 +69,10 @@ class _PixelsToScores(nn.Module):
         super().__init__()
         self.model = model
         self.preparation = preparation
+        self.dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
 
     def forward(self, images: Tensor) -> Tensor:
-        views = self.preparation.views(images)
+        views = self.preparation.views(images).to(self.dtype)
         scores = self.model(views.flatten(0, 1)).scores.float()
         return scores.unflatten(0, (views.shape[0], -1)).mean(dim=0)
 

@@ -69,9 +69,10 @@ class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
     Sabour, Frosst & Hinton 2017, section 4. For J parents of pose size N and S·C children, the initial transforms have
-    standard deviation 1.36 J / √(S·C·N). With this formula, the initial length of the parents depends on neither the
-    number of children nor the number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in
-    the authors' code. A standard deviation of 0.1 for many children and few parents would saturate the squash.
+    standard deviation 1.36 J / √(S·C·N). With this formula and uniform couplings, the initial length of the parents
+    depends on neither the number of children nor the number of parents. For the paper's network on MNIST, the standard
+    deviation is 0.1, as in the authors' code. A standard deviation of 0.1 for many children and few parents would
+    saturate the squash.
 
     Arguments:
         child_sites: number of child sites (S).

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.capsules import one_hot, wide
-from torchcaps.checks import INTEGERS, described
+from torchcaps.capsules import check_labels, one_hot, wide
+from torchcaps.checks import INTEGERS, described, has_values
 from torchcaps.errors import BadInput
 
 IGNORE_NONE = -(2**63)
@@ -43,7 +43,7 @@ def margin_loss(
 
     Raises:
         ValueError: ``target`` or ``weights`` does not have the documented shape, a one-dimensional ``target`` is not an
-            integer tensor with values in [0, classes), or a margin or ``negative_weight`` is out of range.
+            integer tensor with values in [0, classes), or a value, a margin or ``negative_weight`` is out of range.
 
     Example:
         >>> import torch
@@ -55,6 +55,8 @@ def margin_loss(
     _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
     present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
     _check_shape("target", present, scores.shape, "scores")
+    if target.ndim != 1:
+        _check_values("target", present, 0.0, 1.0)
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
     return _mean((present * missing + negative_weight * (1 - present) * false).sum(dim=1), weights)
@@ -251,12 +253,16 @@ def balanced_weights(labels: Int64[Tensor, " N"], num_classes: int) -> Float[Ten
         labels: ``[N]``, the class of each training image.
         num_classes: number of classes (K).
 
+    Raises:
+        ValueError: ``labels`` is not an integer tensor ``[N]`` with values in [0, num_classes).
+
     Example:
         >>> import torch
         >>> balanced_weights(torch.tensor([0, 0, 0, 1]), 2)
         tensor([0.6667, 2.0000])
     """
-    counts = labels.bincount(minlength=num_classes).clamp_min(1)
+    check_labels(labels, num_classes)
+    counts = labels.long().bincount(minlength=num_classes).clamp_min(1)
     return len(labels) / (num_classes * counts.float())
 
 
@@ -294,6 +300,7 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     if weights is None:
         return losses.mean()
     _check_shape("weights", weights, losses.shape, "the samples")
+    _check_values("weights", weights, 0.0, math.inf)
     return (losses * weights.to(losses)).mean()
 
 
@@ -306,6 +313,13 @@ def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> No
     """Check a shape, because tensors of other shapes could be broadcast without an error."""
     if tensor.shape != shape:
         raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {list(tensor.shape)}")
+
+
+def _check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
+    if has_values(tensor) and tensor.numel():
+        low, high = (bound.item() for bound in tensor.detach().aminmax())
+        if low < least or high > most:
+            raise ValueError(f"{name} must be in [{least:g}, {most:g}]; got {low:g} to {high:g}")
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

@@ -58,8 +58,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             number of images of the class), or a mapping from class to weight. The loss of an image is multiplied by the
             weight of its class.
         image_shape: (height, width) or (height, width, channels) of the images. Needed only if X is flat,
-            ``[N, features]``. One of the sizes may be -1; it is then computed from the number of features. For example,
-            ``(1, -1)`` makes each row of X an image of height 1.
+            ``[N, features]``, or if images of height 1 or 3 have more than four channels. One of the sizes may be -1;
+            it is then computed from the number of features. For example, ``(1, -1)`` makes each row of X an image of
+            height 1.
         device: device of the network, such as ``"cpu"`` or ``"cuda"``.
         random_state: seed of the initial weights and the order of the images: None, an integer or a ``RandomState``.
         verbose: print the loss of each epoch.
@@ -204,7 +205,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
 
     def _images(self, X: np.ndarray) -> np.ndarray:
         """Return X as ``[N, height, width, channels]``."""
-        if X.ndim == 2:
+        flat = X.ndim == 2
+        if flat:
             if self.image_shape is None:
                 raise BadInput(f"X is flat, {list(X.shape)}: give image_shape=(height, width), or X [N, height, width]")
             try:
@@ -219,10 +221,12 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         if X.ndim != 4:
             raise BadInput(f"X has shape {list(X.shape)}: give [N, height, width] or [N, height, width, channels]")
         height, width, channels = X.shape[1:]
-        if height in (1, 3) and channels > 4:
+        shape = (height, width, channels)
+        stated = flat or (self.image_shape is not None and tuple(self.image_shape) == shape)
+        if height in (1, 3) and channels > 4 and not stated:
             raise BadInput(
-                f"the images have shape {(height, width, channels)}, which looks like channels first: "
-                "give (height, width, channels), such as X.transpose(0, 2, 3, 1)"
+                f"the images have shape {shape}, which looks like channels first: give (height, width, channels), "
+                f"such as X.transpose(0, 2, 3, 1); if the shape is right, set image_shape={shape}"
             )
         return X
 

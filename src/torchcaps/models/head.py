@@ -80,7 +80,9 @@ class CapsuleHead(nn.Module):
         )
         rule = self.class_capsules.routing
         if isinstance(rule, SUMMING):
-            std = num_classes / (height * width * types * pose_size[1]) ** 0.5
+            std = 1 / (height * width * types * pose_size[1]) ** 0.5
+            if not isinstance(rule, SelfAttentionRouting):  # its logits are sums over all children
+                std *= num_classes
             truncated_normal_(self.class_capsules.transform.data, std)
         self.primary_capsules = PrimaryCaps(
             *(channels, types, pose_size, 1),

@@ -284,7 +284,33 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{kind} cannot be saved, because from_pretrained would create a network with other weights: {name} is "
             f"{here} here, but would be {there}; undo the change of this layer, or save model.state_dict()"
         )
+    here, there = _settings(model), _settings(again)
+    for setting in [*here, *there]:
+        if here.get(setting) != there.get(setting):
+            layer, attribute = setting
+            raise BadInput(
+                f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind}: "
+                f"{attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}; undo the change of "
+                "this layer, or save model.state_dict()"
+            )
     return options, routing
+
+
+def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the types and the plain attributes of all layers of torch and torchcaps, by layer and attribute."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, layer in model.named_modules():
+        if type(layer).__module__.startswith(("torch.nn.", "torchcaps.")):
+            kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
+            found[name, "type"] = kind.__name__
+            for key, value in vars(layer).items():
+                if key[0] != "_" and key != "training" and _is_plain(value):
+                    found[name, key] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:

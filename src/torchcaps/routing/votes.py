@@ -135,15 +135,17 @@ class Votes:
         if activation is not None:
             check_activation(activation, pose)
             dtype = torch.promote_types(dtype, activation.dtype)
+        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
+        self.dtype = statistics_dtype(dtype)
+        """Dtype of the moments and agreements."""
+        if not self.fused:  # the fused kernels convert each number when they read it
+            dtype = self.dtype
         self.routing_map = routing_map
         self._activation = None if activation is None else in_dtype(activation, dtype)
         self._pose, self._transform = in_dtype(pose, dtype), in_dtype(transform, dtype)
         self._competition: Competition = competition
         self._none_of_the_above = none_of_the_above
         self._passes = passes
-        self.fused = chosen_fused(backend, obstacle(pose, transform, dtype))
-        self.dtype = statistics_dtype(dtype) if self.fused else dtype
-        """Dtype of the moments and agreements."""
         batch, _, _, rows, _ = pose.shape
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
