@@ -295,7 +295,7 @@ def test_a_feature_map_of_unknown_position_is_refused():
     convolution, images = nn.Conv2d(1, 1, 1), torch.rand(1, 1, 20, 20)
     with (
         feature_maps(convolution, [], images),
-        pytest.raises(BadInput, match="computes a 7×7 feature map with a function"),
+        pytest.raises(BadInput, match="positions of a 7×7 feature map in the image are unknown"),
     ):
         convolution(functional.interpolate(images, (7, 7)))
 

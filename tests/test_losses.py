@@ -14,7 +14,7 @@ from torchcaps import MODELS, BadInput, Prediction
 from torchcaps.checks import INTEGERS
 from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
-from torchcaps.losses import LOSSES, balanced_weights, check_loss, margin_loss, spread_loss
+from torchcaps.losses import LOSSES, balanced_weights, check_loss, margin_loss, reconstruction_loss, spread_loss
 from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
@@ -70,6 +70,15 @@ def test_targets_and_weights_that_would_make_a_loss_negative_are_refused():
     assert margin_loss(scores, both.clamp_max(1)) > 0
     with pytest.raises(ValueError, match=r"weights must be in \[0, inf\]; got -1 to 1"):
         margin_loss(scores, torch.tensor([0, 1]), weights=torch.tensor([1.0, -1.0]))
+
+
+@pytest.mark.usefixtures("untyped")
+def test_a_prediction_instead_of_its_scores_and_a_missing_reconstruction_are_refused():
+    for loss in (margin_loss, spread_loss, LOSSES["cross_entropy"]):
+        with pytest.raises(ValueError, match=r"scores must be a tensor .*: pass prediction\.scores"):
+            loss(Prediction(torch.rand(2, 3)), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="create the network with a decoder"):
+        reconstruction_loss(None, torch.rand(2, 1, 4, 4))
 
 
 @pytest.mark.usefixtures("untyped")

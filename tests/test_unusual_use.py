@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, jvp, vmap
-from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from problems import full_problem
@@ -20,7 +19,6 @@ from torchcaps import (
     Capsules,
     Classifier,
     EMRouting,
-    MatrixCapsNet,
     Prediction,
     Preparation,
     Routing,
@@ -88,95 +86,6 @@ def test_batched_gradients_of_fused_routing_are_refused_and_of_the_reference_com
         jacobian(call, pose, vectorize=True)
     layer.routing.backend = "reference"
     torch.testing.assert_close(jacobian(call, pose, vectorize=True), jacobian(call, pose))
-
-
-class Subclass(CapsNet):
-    def __init__(self, **named):
-        super().__init__(**{**TINY, **named})
-
-
-class Positional(CapsNet):
-    def __init__(self, *sizes):
-        super().__init__(**TINY)
-
-
-def pruned():
-    model = CapsNet(**TINY)
-    prune.random_unstructured(model.class_capsules, "transform", 0.5)
-    return model
-
-
-def wider():
-    model = CapsNet(**TINY)
-    model.convolution[0] = nn.Conv2d(1, 9, 9)
-    return model
-
-
-def other_function():
-    model = CapsNet(**TINY)
-    model.convolution[1] = nn.GELU()
-    return model
-
-
-def with_dropout():
-    model = CapsNet(**TINY)
-    model.convolution.append(nn.Dropout())
-    return model
-
-
-def other_squash():
-    model = CapsNet(**TINY)
-    model.primary_capsules.squash_form = "su"
-    return model
-
-
-def replaced():
-    model = CapsNet(**TINY)
-    model.class_capsules = nn.Conv2d(4, 10, 9)
-    return model
-
-
-def tied():
-    model = MatrixCapsNet((1, 19, 21), 3, widths=(4, 3, 3, 3))
-    model.second_capsules.transform = model.first_capsules.transform
-    return model
-
-
-def parametrised():
-    model = CapsNet(**TINY)
-    nn.utils.parametrizations.weight_norm(model.class_capsules, "transform")
-    return model
-
-
-def compiled_layer():
-    model = CapsNet(**TINY)
-    model.class_capsules = torch.compile(model.class_capsules, backend="eager")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "problem"),
-    [
-        (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
-        (parametrised, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
-        (compiled_layer, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
-        (pruned, r"other weights: class_capsules.transform is absent here, but would be \["),
-        (
-            other_function,
-            r"another layer convolution.1: type is 'GELU' here, but would be 'ReLU'; undo the change",
-        ),
-        (with_dropout, r"another layer convolution.2: type is 'Dropout' here, but would be None; undo the change"),
-        (other_squash, r"another layer primary_capsules: squash_form is 'su' here, but would be 'sabour'; undo the"),
-        (replaced, "would create a network with another layer class_capsules: undo the change"),
-        (wider, r"other weights: .*convolution.*bias is \[9\] here, but would be \[8\]; undo the change"),
-        (Subclass, r"takes \* or \*\* arguments: replace them with named arguments"),
-        (Positional, r"takes \* or \*\* arguments: replace them with named arguments"),
-    ],
-)
-def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, tmp_path):
-    with pytest.raises(BadInput, match=problem):
-        build().save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "model.safetensors").exists()
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's quantization is deprecated

@@ -41,10 +41,11 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
     whole = FeatureMap(tuple(image.shape[2:]), (0.0, 0.0), (1.0, 1.0))
     known: dict[int, tuple[Tensor, FeatureMap]] = {id(image): (image, whole)}  # the tensors, so that no id is reused
 
-    def look(module: nn.Module, given: Any, result: Any) -> None:
+    def look(module: nn.Module, given: Any, named: Any, result: Any) -> None:
         if routed or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
             return
-        source = known[id(given[0])][1] if id(given[0]) in known else _of_size(given[0].shape[2:], [whole, *maps])
+        images = given[0] if given else named["input"]
+        source = known[id(images)][1] if id(images) in known else _of_size(images.shape[2:], [whole, *maps])
         first, step = source.first, source.step
         if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
             kernel, stride, spread = (_pair(getattr(module, one, 1)) for one in ("kernel_size", "stride", "dilation"))
@@ -56,7 +57,7 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
         maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
         known[id(result)] = result, maps[-1]
 
-    handles = [module.register_forward_hook(look) for module in model.modules()]
+    handles = [module.register_forward_hook(look, with_kwargs=True) for module in model.modules()]
     try:
         yield maps
     finally:
@@ -72,8 +73,8 @@ def _of_size(size: Sequence[int], maps: Sequence[FeatureMap]) -> FeatureMap:
     *_, latest = maps
     if any(below % above for below, above in zip(latest.grid, size, strict=True)):
         raise BadInput(
-            f"the network computes a {size[0]}×{size[1]} feature map with a function, so its positions in the image "
-            "are unknown: use a module instead of the function, such as torch.nn.MaxPool2d"
+            f"the positions of a {size[0]}×{size[1]} feature map in the image are unknown: compute the map with a "
+            "convolution or pooling module, such as torch.nn.MaxPool2d, instead of a function or another module"
         )
     ratio = [below // above for below, above in zip(latest.grid, size, strict=True)]
     first = tuple(latest.first[axis] + latest.step[axis] * (ratio[axis] - 1) / 2 for axis in (0, 1))

@@ -42,6 +42,8 @@ class CapsuleLayer(TransformModule):
         child_pose_shape: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        if transform.ndim != 5:
+            raise ValueError(f"transform must be [K, C, J, Q, N]; got {described(transform)}")
         self.routing_map = routing_map
         self.transform = nn.Parameter(transform)
         transforms, child_types, parent_types, columns, outer = transform.shape

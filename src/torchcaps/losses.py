@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -50,6 +50,7 @@ def margin_loss(
         >>> margin_loss(torch.tensor([[0.9, 0.1]]), torch.tensor([0]))
         tensor(0.)
     """
+    _check_scores(scores)
     _check_range("positive_margin", positive_margin, 0 < positive_margin <= 1, "above 0 and at most 1")
     _check_range("negative_margin", negative_margin, 0 <= negative_margin < 1, "at least 0 and below 1")
     _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
@@ -83,6 +84,10 @@ def reconstruction_loss(
         >>> reconstruction_loss(torch.zeros(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
         tensor(4.)
     """
+    if not isinstance(reconstruction, Tensor):
+        raise ValueError(
+            f"reconstruction must be a tensor; got {described(reconstruction)}: create the network with a decoder"
+        )
     _check_shape("reconstruction", reconstruction, images.shape, "images")
     dtype = torch.promote_types(torch.promote_types(reconstruction.dtype, images.dtype), torch.float32)
     return (reconstruction.to(dtype) - images.to(dtype)).square().flatten(1).sum(dim=1).mean()
@@ -118,6 +123,7 @@ def spread_loss(
         >>> spread_loss(torch.tensor([[0.9, 0.5, 0.0]]), torch.tensor([0]), margin=0.5)
         tensor(0.0100)
     """
+    _check_scores(scores)
     _check_range("margin", margin, 0 < margin <= 1, "above 0 and at most 1")
     others = 1 - one_hot(target, scores.shape[1]).to(scores)
     _check_shape("target", others, scores.shape, "scores")
@@ -176,6 +182,7 @@ def cross_entropy(
         >>> cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), weights=torch.tensor([2.0, 0.0]))
         tensor(0.6931)
     """
+    _check_scores(scores)
     reduction = "mean" if weights is None else "none"
     return _mean(
         functional.cross_entropy(
@@ -307,6 +314,11 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 def _check_range(name: str, value: float, valid: bool, range_: str) -> None:
     if not valid:
         raise ValueError(f"{name} must be {range_}; got {value}")
+
+
+def _check_scores(scores: Any) -> None:
+    if not isinstance(scores, Tensor) or scores.ndim != 2:
+        raise ValueError(f"scores must be a tensor [B, classes]; got {described(scores)}: pass prediction.scores")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -304,13 +305,14 @@ def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
             kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
             found[name, "type"] = kind.__name__
             for key, value in vars(layer).items():
+                value = tuple(value) if isinstance(value, list) else value
                 if key[0] != "_" and key != "training" and _is_plain(value):
                     found[name, key] = value
     return found
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    return isinstance(value, str | Real) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
