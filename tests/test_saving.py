@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from test_unusual_use import TINY
-from torchcaps import BadInput, CapsNet, MatrixCapsNet
+from torchcaps import ROUTINGS, BadInput, CapsNet, MatrixCapsNet
 
 
 class Subclass(CapsNet):
@@ -71,6 +71,16 @@ def compiled_layer():
     model = CapsNet(**TINY)
     model.class_capsules = torch.compile(model.class_capsules, backend="eager")
     return model
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_network_in_another_mode_and_with_another_backend_is_saved(rule, tmp_path):
+    model = CapsNet(**TINY, routing=rule).eval()
+    model.class_capsules.routing.backend = "reference"
+    model.save_pretrained(tmp_path)
+    images = torch.rand(2, 1, 20, 20)
+    found = CapsNet.from_pretrained(tmp_path).eval()(images).scores
+    torch.testing.assert_close(found, model(images).scores, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

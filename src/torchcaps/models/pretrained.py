@@ -298,7 +298,10 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the types and the plain attributes of all layers of torch and torchcaps, by layer and attribute."""
+    """Return types and plain attributes of all layers of torch and torchcaps, by layer and attribute.
+
+    The attributes ``training`` and ``backend`` are left out, because they are not part of the network.
+    """
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
         if type(layer).__module__.startswith(("torch.nn.", "torchcaps.")):
@@ -306,7 +309,7 @@ def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
             found[name, "type"] = kind.__name__
             for key, value in vars(layer).items():
                 value = tuple(value) if isinstance(value, list) else value
-                if key[0] != "_" and key != "training" and _is_plain(value):
+                if key[0] != "_" and key not in ("training", "backend") and _is_plain(value):
                     found[name, key] = value
     return found
 
