@@ -193,7 +193,7 @@ def coordinate_addition(
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children.
         transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
-        coordinates: ``[S, 2]``, vertical and horizontal position (y, x) of each child site, for example from
+        coordinates: ``[S, 2]``, vertical and horizontal position (y, x) of each child site, for example in
             [0, 1].
 
     Returns:

@@ -175,7 +175,7 @@ class ClassCaps(CapsuleLayer):
 
     Arguments:
         coordinates: ``[S, 2]``, vertical and horizontal position of the centre of each child's receptive field, for
-            example from [0, 1].
+            example in [0, 1].
         child_types: number of capsule types per child site (C).
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).

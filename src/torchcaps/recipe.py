@@ -48,9 +48,9 @@ class Recipe:
         routing_options: arguments of the routing rule.
         data_options: arguments of the dataset's loader.
         pretrained: folder of weights with which the training starts; if empty, the initial weights are random. A
-            tensor is loaded if its name and shape match a tensor of the model. There is one exception: tensors
-            whose shape depends on the number of classes are loaded only if the weights were trained on the same
-            classes. The same number of classes is not enough.
+            tensor is loaded if its name and shape match a tensor of the model. There is one exception: tensors whose
+            shape depends on the number of classes are loaded only if the weights were trained on the same classes. The
+            same number of classes is not enough.
         loss: name of the loss, a key of `LOSSES`.
         loss_options: arguments of the loss.
         class_weights: ``none``, or ``balanced`` to multiply each image's loss by a weight that is inversely

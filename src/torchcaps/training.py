@@ -1,5 +1,6 @@
 """Training and evaluation with Lightning, independent of any particular dataset or model."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,9 +136,8 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     Raises:
         BadInput: `devices` is below 1 or does not divide the batch size.
     """
-    devices, nodes = processes(devices)
-    together = devices * nodes
-    if devices < 1 or recipe.batch_size % together:
+    together = math.prod(processes(devices))
+    if together < 1 or recipe.batch_size % together:
         raise BadInput(
             f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
         )
@@ -149,8 +149,7 @@ def check_shares(splits: Splits, devices: int) -> None:
     Raises:
         BadInput: a split has fewer images than there are processes.
     """
-    devices, nodes = processes(devices)
-    together = devices * nodes
+    together = math.prod(processes(devices))
     for name, images in vars(splits).items():
         if not len(images):
             raise BadInput(f"the {name} split has no images: add images to each class")

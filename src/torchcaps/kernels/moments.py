@@ -39,9 +39,9 @@ from torchcaps.kernels.operator import PLAIN, differentiate, operator
 class Record(NamedTuple):
     """Tensors of a pass that `votes_backward` needs. None means 0 or not computed, unless stated otherwise.
 
-    G is the number of softmaxes per child type and sample; see `Shapes`. If the SIMD lanes hold
-    samples, B′ is the batch size B, rounded up to a multiple of the lanes; otherwise B′ = B. `torchcaps.capsules`
-    explains the other dimension letters.
+    G is the number of softmaxes per child type and sample; see `Shapes`. If the SIMD lanes hold samples, B′ is the
+    batch size B, rounded up to a multiple of the lanes; otherwise B′ = B. `torchcaps.capsules` explains the other
+    dimension letters.
 
     Arguments:
         constant, linear, quadratic, centre: tensors of the `Agreement` of the pass.
@@ -152,7 +152,8 @@ def _call(
     An output that is not needed is None or an empty tensor; the address of both is 0. ``numbers`` are the floor of
     log_volume, and the floor and the inverse temperature of an agreement with variances.
     """
-    dtype, keep = cast(Tensor, layer[0]).dtype, cast("list[Tensor]", [])
+    dtype = cast(Tensor, layer[0]).dtype
+    keep: list[Tensor] = []
     given = addresses(dtype, shapes.layer, layer, keep)
     parts = [address for record in records for address in addresses(dtype, shapes.record, record, keep)]
     lists = addresses(torch.int32, shapes.lists, (edge_lists,), keep)[0]

@@ -54,9 +54,9 @@ def matrix_capsnet_toys() -> Recipe:
     - The inverse temperature of the couplings (``tempering``) is 0.25, and the variance floor is 0.3, as large as the
       variance of the votes. With the paper's settings, three iterations give a lower accuracy than two.
 
-    Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. The network with and
-    without the three added convolutions, the crops, and training with and without mixup were compared on toys of
-    another rendering (``data.render_seed=2``). No network was trained on the toys of that rendering.
+    Values of ``tempering`` and ``variance_floor`` were compared on toys held out from training. Networks with
+    and without the three added convolutions, the crop and mixup were compared on toys of another rendering
+    (``data.render_seed=2``). No network was trained on the toys of that rendering.
     """
     return replace(
         matrix_capsnet_smallnorb(),

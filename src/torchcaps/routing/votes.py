@@ -150,7 +150,7 @@ class Votes:
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' poses."""
-        if self.fused:  # otherwise, every pass would copy them
+        if self.fused:  # the kernels need contiguous tensors, and would copy other tensors in every pass
             self._pose, self._transform = self._pose.contiguous(), self._transform.contiguous()
             self._activation = None if self._activation is None else self._activation.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
