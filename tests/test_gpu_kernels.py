@@ -371,12 +371,12 @@ def run(dtype, parent_types, rows, inner, columns, types):
     even = moments.moments([], *layer, *(None,) * 4, 0.0, 0.0, True, *options, not types, False, None)
     forward = (*layer, *agreement, 0.1, 0.5 * (not types), False, *options, not types, False, None)
     mass, mean, variance, log_mass, log_sums, *_ = moments.moments([], *forward)
-    found = (mean, None if types else variance, log_mass)
-    backward = (*layer, *agreement, 0.1, 0.5 * (not types), log_sums, *found, *given, *options, not types, None, None)
-    coupling_grads, offset, *_ = moments.moments_backward(*backward)
-    records = [*(None,) * 6, even[1], even[3], None, even[1], None, None]
-    records += [*agreement, log_sums, coupling_grads, mean, log_mass, *given, offset]
-    moments.votes_backward(*layer, [torch.empty(0) if x is None else x for x in records], *options)
+    nothing, found = torch.empty(0), (mean, log_mass, None if types else variance)
+    numbers = None if types else torch.tensor([0.0, 0.1, 0.5])
+    record = [nothing if x is None else x for x in (*agreement, log_sums, None, *found, *given, None, numbers)]
+    record[5], *_ = moments.moments_backward(*layer, record, *options, not types)
+    uniform = [*(nothing,) * 6, even[1], even[3], nothing, nothing, even[1], *(nothing,) * 3]
+    moments.votes_backward(*layer, [*uniform, *record], *options)
     if not types:
         moments.couplings(pose, *layer[2:], *agreement, 0.1, 0.5, *options)
 

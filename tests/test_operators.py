@@ -28,25 +28,20 @@ def calls():
     mass, mean, variance, log_mass, log_sums, *_ = operators.moments(
         [], *layer, *agreement, *plain, False, *options, True, False, None
     )
-    found, gradients = (mean, variance, log_mass), [torch.randn_like(x) for x in (mass, mean, variance)]
-    backward = (*layer, *agreement, *plain, log_sums, *found, *gradients, *options, True, None, None)
-    agreement_with_variances = (*agreement[:2], agreement[2].square(), agreement[3], 0.1, 0.5)
-    coupling_grads, offset, *_ = operators.moments_backward(*backward)
-    record = [*agreement, log_sums, coupling_grads, mean, log_mass, *gradients, offset]
+    found, nothing = (mean, log_mass, variance), torch.empty(0)
+    gradients = [torch.randn_like(x) for x in (mass, mean, variance)]
+    record = [*agreement, log_sums, nothing, *found, *gradients, nothing, nothing]
+    coupling_grads, *_ = operators.moments_backward(*layer, record, *options, True)
+    variances, numbers = (*agreement[:2], agreement[2].square(), agreement[3]), (0.1, 0.2, 0.5)
+    record_with_variances = [*variances, *record[4:-2], torch.randn_like(mass), torch.tensor(numbers)]
     return {
         "open_votes": (*layer, 2, *options),
         "moments": (tokens, *layer, *agreement, *plain, False, *options, True, False, None),
-        "moments_backward": backward,
-        "votes_backward": (*layer, record, *options),
+        "moments_backward": (*layer, record, *options, True),
+        "votes_backward": (*layer, [*record[:5], coupling_grads, *record[6:]], *options),
         "couplings": (pose, *layer[2:], *agreement, *plain, *options),
-        "moments with a floor": (tokens, *layer, *agreement_with_variances, False, *options, True, False, 0.1),
-        "moments_backward with a floor": (
-            *layer,
-            *agreement_with_variances,
-            *backward[len(layer) + 6 : -2],
-            torch.randn_like(mass),
-            0.1,
-        ),
+        "moments with a floor": (tokens, *layer, *variances, *numbers[1:], False, *options, True, False, numbers[0]),
+        "moments_backward with a floor": (*layer, record_with_variances, *options, True),
     }
 
 
@@ -82,7 +77,7 @@ def test_edges_out_of_range_are_refused(name):
 def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
-        (records[:-1], "must be a multiple of 12; got 11"),
+        (records[:-1], "must be a multiple of 14; got 13"),
         ([records[1], *records[1:]], "constant must be"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -41,15 +41,13 @@ def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quad
     return _given(linear, quadratic) * product
 
 
-def _moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
-    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
-    none_of_the_above, by_sample, agreement_grads, log_volume_grad, *_, **__,
-):  # fmt: skip
+def _moments_backward(pose, activation, transform, edge_lists, parent_sites, record, *_, **__):
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
+    from torchcaps.kernels.moments import Record
+
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
-    of_moments = _given(mean_grad) + (_given(variance_grad, log_volume_grad) > 0)
-    return _given(log_sums) * (of_moments + _given(linear, quadratic)) * product
+    one = Record(*record)
+    return _given(one.mean_grad, one.variance, one.linear, one.quadratic) * product
 
 
 def _votes_backward(pose, activation, transform, edge_lists, parent_sites, records, *_, **__):
@@ -64,9 +62,7 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
     products = 0
     for first in range(0, len(records), len(Record._fields)):
         one = Record(*records[first : first + len(Record._fields)])
-        products += (1 + (activation is not None and not _given(one.log_sums))) * _given(
-            one.mean_grad, one.variance_grad
-        )
+        products += (1 + (activation is not None and not _given(one.log_sums))) * _given(one.mean_grad, one.variance)
         products += _given(one.coupling_grads) * _given(one.linear, one.quadratic)
     return 2 * making + products * product
 

@@ -8,6 +8,6 @@ def log_volume(variance: Tensor, floor: float) -> Tensor:
     return 0.5 * (variance + floor).log().sum(dim=(3, 4))
 
 
-def half_precision(variance: Tensor, floor: float, inverse_temperature: float) -> Tensor:
+def half_precision(variance: Tensor, floor: float | Tensor, inverse_temperature: float | Tensor) -> Tensor:
     """Return ``inverse_temperature / 2σ²``, with ``σ² = variance + floor``."""
     return 0.5 * inverse_temperature / (variance + floor)

@@ -52,8 +52,10 @@ class Record(NamedTuple):
         mean: ``[B, P, J, R, N]``, means of the votes.
         log_mass: ``[B, P, J]``, logarithm of the mass; set to ∞ instead of -∞ for a parent whose children all have
             activation 0, so that the exponential of ``log weight - log_mass`` is 0 there.
-        mass_grad, mean_grad, variance_grad: gradients of the outputs of the pass.
-        offset: ``[B, P, J]``, variance times variance_grad, summed over the elements of a vote.
+        variance: variances of the votes, with the shape of mean. None if neither variance nor Σ log σ has a gradient.
+        mass_grad, mean_grad, variance_grad, log_volume_grad: gradients of the outputs of the pass.
+        numbers: ``[3]``: the floor of Σ log σ, and the floor and the inverse temperature of an agreement with
+            variances. 0 for a number that the pass does not have, None if the pass has none of them.
     """
 
     constant: Tensor | None = None
@@ -64,10 +66,12 @@ class Record(NamedTuple):
     coupling_grads: Tensor | None = None
     mean: Tensor | None = None
     log_mass: Tensor | None = None
+    variance: Tensor | None = None
     mass_grad: Tensor | None = None
     mean_grad: Tensor | None = None
     variance_grad: Tensor | None = None
-    offset: Tensor | None = None
+    log_volume_grad: Tensor | None = None
+    numbers: Tensor | None = None
 
 
 def shapes_of(
@@ -120,11 +124,11 @@ class Shapes:
             "pose": contiguous(*pose),
             "activation": contiguous(*pose[:3]),
             "transform": contiguous(transforms, child_types, parent_types, inner, columns),
-            "variance": vector,
-            "log_volume_grad": scalar,
         }
-        fields = scalar, vector, vector, vector, self.log_sums, self.coupling_grads, vector, scalar, scalar
-        self.record = dict(zip(Record._fields, (*fields, vector, vector, scalar), strict=True))
+        agreement, softmaxes = (scalar, *3 * (vector,)), (self.log_sums, self.coupling_grads)
+        found, gradients = (vector, scalar, vector), (scalar, vector, vector, scalar)
+        fields = *agreement, *softmaxes, *found, *gradients, contiguous(3)
+        self.record = dict(zip(Record._fields, fields, strict=True))
 
 
 _kept = lru_cache(maxsize=256)(Shapes)
@@ -149,8 +153,8 @@ def _call(
 ) -> None:
     """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out.
 
-    An output that is not needed is None or an empty tensor; the address of both is 0. ``numbers`` are the floor of
-    log_volume, and the floor and the inverse temperature of an agreement with variances.
+    An output that is not needed is None or an empty tensor; the address of both is 0. ``numbers`` are those of
+    `Record`, for kernels whose records do not contain them.
     """
     dtype = cast(Tensor, layer[0]).dtype
     keep: list[Tensor] = []
@@ -207,59 +211,35 @@ def moments(
     return outputs
 
 
-def _gradient_layouts(shapes, log_sums, variance, agreement, inverse_temperature, floor) -> list[Layout | None]:
-    """Layouts of coupling_grads, offset, the gradients of the agreement and of the variance, and the factors of d²."""
-    scalar, vector, routed = shapes.scalar, shapes.vector, log_sums is not None
-    parts = zip(agreement, (scalar, *3 * (vector,)), strict=True)
-    return [
-        shapes.coupling_grads if routed else None,
-        None if variance is None else scalar,
-        *(layout if routed and part is not None else None for part, layout in parts),
-        None if variance is None or floor is None else vector,
-        vector if inverse_temperature else None,
-    ]
-
-
 def _like_moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
-    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
-    none_of_the_above, by_sample, agreement_grads, log_volume_grad, floor,
+    pose, activation, transform, edge_lists, parent_sites, record, types, none_of_the_above, by_sample, agreement_grads
 ):  # fmt: skip
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    agreement = (constant, linear, quadratic, centre) if agreement_grads else (None,) * 4
-    return _outputs(pose, _gradient_layouts(shapes, log_sums, variance, agreement, inverse_temperature, floor))
+    of_agreement = zip(record[:4], (shapes.scalar, *3 * (shapes.vector,)), strict=True)
+    layouts = (layout if agreement_grads and entry.numel() else None for entry, layout in of_agreement)
+    return _outputs(pose, (shapes.coupling_grads, *layouts))
 
 
 @operator(_like_moments_backward, partial(on_gpu, "moments_backward"))
 def moments_backward(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int,
-    constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
-    variance_floor: float, inverse_temperature: float, log_sums: Tensor | None, mean: Tensor, variance: Tensor | None,
-    log_mass: Tensor, mass_grad: Tensor | None, mean_grad: Tensor | None, variance_grad: Tensor | None, types: bool,
-    none_of_the_above: bool, by_sample: bool, agreement_grads: bool, log_volume_grad: Tensor | None,
-    floor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute coupling_grads and offset (see `Record`), and the gradients of constant, linear, quadratic and centre.
+    record: Sequence[Tensor], types: bool, none_of_the_above: bool, by_sample: bool, agreement_grads: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute coupling_grads (see `Record`), and the gradients of constant, linear, quadratic and centre.
 
-    Each of these four gradients is empty if its tensor is None or ``agreement_grads`` is False. With a ``floor``, the
-    next output is the gradient of the variance, including the gradient through Σ log σ. If ``inverse_temperature`` is
-    not 0, ``quadratic`` contains variances, and the last output is the factor of d² in the logits. If log_sums is None,
-    the couplings are constants, and only the offset and the last two outputs are computed.
+    ``record`` contains the tensors of the `Record` of a pass, with an empty tensor for None and for coupling_grads. A
+    gradient of the agreement is empty if its tensor is empty or ``agreement_grads`` is False.
     """
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    agreement, options = (constant, linear, quadratic, centre), (types, none_of_the_above, by_sample)
-    differentiated = agreement if agreement_grads else (None,) * 4
-    layouts = _gradient_layouts(shapes, log_sums, variance, differentiated, inverse_temperature, floor)
-    outputs = _outputs(pose, layouts)
-    if log_sums is not None and not log_sums.numel():  # no edges
-        for output in outputs[2:6]:
+    children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
+    outputs = _like_moments_backward(*children, edge_lists, parent_sites, record, *options, agreement_grads)
+    if not outputs[0].numel():  # no edges
+        for output in outputs:
             output.zero_()
+        return outputs
+    entries = [entry if entry.numel() else None for entry in record]
     wanted = [output if output.numel() else None for output in outputs]
-    if any(output is not None for output in wanted):
-        layer = pose, activation, transform, variance, log_volume_grad
-        record = Record(*agreement, log_sums, None, mean, log_mass, mass_grad, mean_grad, variance_grad)
-        numbers = floor or 0.0, variance_floor, inverse_temperature
-        _call("moments_backward", shapes, layer, edge_lists, options, [record], wanted, numbers)
+    _call("moments_backward", shapes, children, edge_lists, options, [entries], wanted)
     return outputs
 
 
@@ -371,21 +351,26 @@ def _keep_pass(ctx, inputs, output) -> None:
 
 def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, log_volume_grad):
     *children, constant, linear, quadratic, centre, mean, variance, log_mass, log_sums = ctx.saved_tensors
-    agreement = (constant, linear, quadratic, centre)
     routed, differentiated, *options = ctx.couplings
-    second = variance_grad if ctx.with_variance else None
+    variance_grad = variance_grad if ctx.with_variance else None
     log_volume_grad = None if ctx.floor is None else log_volume_grad
-    variance = None if second is None and log_volume_grad is None else variance
-    gradients = (mass_grad, *(None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, second)))
-    coupling_grads, offset, *found, of_variance, factor = moments_backward(
-        *children, ctx.parent_sites, *agreement, *ctx.gaussian, log_sums if differentiated else None, mean, variance,
-        log_mass, *gradients, *options, any(ctx.wanted), log_volume_grad, ctx.floor,
+    second = variance_grad is not None or log_volume_grad is not None
+    mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
+    numbers = ctx.floor or 0.0, *ctx.gaussian
+    record = Record(
+        constant, linear, quadratic, centre, log_sums if routed else None, None, mean, log_mass,
+        variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad,
+        torch.stack([mean.new_full((), number) for number in numbers]) if any(numbers) else None,
     )  # fmt: skip
-    if of_variance.numel():
-        gradients = *gradients[:2], of_variance
-    agreement_grads = [grad if asked and grad.numel() else None for grad, asked in zip(found, ctx.wanted, strict=True)]
-    agreement = (constant, linear, factor if ctx.gaussian[1] else quadratic, centre)
-    record = Record(*agreement, log_sums if routed else None, coupling_grads, mean, log_mass, *gradients, offset)
+    agreement_grads = [None] * 4
+    if differentiated:
+        nothing = mean.new_empty(0)
+        entries, wanted = [nothing if entry is None else entry for entry in record], any(ctx.wanted)
+        coupling_grads, *found = moments_backward(*children, ctx.parent_sites, entries, *options, wanted)
+        record = record._replace(coupling_grads=coupling_grads)
+        agreement_grads = [
+            grad if asked and grad.numel() else None for grad, asked in zip(found, ctx.wanted, strict=True)
+        ]
     record = [None if entry is None or not entry.numel() else entry for entry in record]
     return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 9
 

@@ -36,10 +36,10 @@ def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
 
 
 def _is_differentiated(arguments: tuple[Any, ...]) -> bool:
-    """Return whether the output of a call needs a gradient. The first argument may be a list of tensors."""
+    """Return whether the output of a call needs a gradient."""
     if not torch.is_grad_enabled():
         return False
-    tensors = (*arguments[0], *arguments[1:]) if isinstance(arguments[0], list | tuple) else arguments
+    tensors = (x for argument in arguments for x in (argument if isinstance(argument, list | tuple) else (argument,)))
     return any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 

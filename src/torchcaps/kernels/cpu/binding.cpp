@@ -121,11 +121,16 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
   return {entry(0), entry(1), entry(2), entry(3), T(numbers[1]), T(numbers[2])};
 }
 // The entries of torchcaps.kernels.moments.Record.
-template <class T> Record<T> record_at(const Addresses& x, std::size_t first, const Numbers& numbers) {
+template <class T> Record<T> record_at(const Addresses& x, std::size_t first) {
   const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
-  const Record<T> record{agreement_at<T>(x, first, numbers), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9), entry(10), entry(11)};
+  Numbers numbers{};
+  if (const T* given = entry(13)) std::copy_n(given, numbers.size(), numbers.begin());
+  const Record<T> record{agreement_at<T>(x, first, numbers), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9),
+                         entry(10), entry(11), entry(12), T(numbers[0])};
   if (record.coupling_grads && !record.log_sums)
     throw std::invalid_argument("coupling_grads needs log_sums: give log_sums too");
+  if ((record.variance_grad || record.log_volume_grad) && !record.variance)
+    throw std::invalid_argument("variance_grad and log_volume_grad need variance: give variance too");
   return record;
 }
 
@@ -147,17 +152,14 @@ template <class T> void define(nb::module_& m, const char* dtype) {
   define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
     kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), at<T>(x, 0));
   });
-  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, const Numbers& numbers) {
-    const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), at<T>(x, 6), at<T>(x, 7)};
-    const Variance<T> variance{at<const T>(given, 3), at<const T>(given, 4), T(numbers[0])};
-    if (variance.value && !at<T>(record, 10) && !out.variance)
-      throw std::invalid_argument("variance needs variance_grad: give variance_grad too");
-    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0, numbers), variance, out);
+  define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, const Numbers&) {
+    const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4)};
+    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0), out);
   });
-  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers& numbers) {
-    constexpr std::size_t ENTRIES = 12;
+  define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers&) {
+    constexpr std::size_t ENTRIES = 14;
     std::vector<Record<T>> passes;
-    for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first, numbers));
+    for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
     kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
   });
 }

@@ -36,7 +36,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       Base::store_scalar, Base::store_vector, Base::log_sums_size;
 
   // One record per block of parents: agreement, mean, gradients of mean and variance [H], log mass, 1 / mass, gradient
-  // of mass, Σ variance_grad · variance, and whether the mass of any parent is small.
+  // of mass, Σ variance_grad · variance, and whether the mass of any parent is small. The gradient of the variance
+  // includes the gradient through log_volume.
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
@@ -52,49 +53,32 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       const auto place = this->place(tile, at);
       load_vector(pass.mean, place, records + mean_at());
       load_vector(pass.mean_grad, place, records + mean_grad_at());
-      if (with_variance) load_vector(pass.variance_grad, place, records + variance_grad_at());
       records[log_mass_at()] = load_scalar(pass.log_mass, place);
       records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
       records[inverse_at()] = exponential(-records[log_mass_at()]);
       records[small_mass_at()] = splat(T(any(records[log_mass_at()] < SMALL_LOG_MASS)));
-      records[offset_at()] = load_scalar(pass.offset, place);
+      records[offset_at()] = V{};
+      if (with_variance) load_variance_grad(pass, place, records);
     }
   }
-  // For each parent: the factors of d², if the agreement contains variances; and Σ variance · variance_grad. If the pass
-  // returned Σ log σ, its gradient is first added to variance_grad.
-  void variance_grads(int tile, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) const {
-    for (int at = 0; at < PB; ++at) {
-      const auto place = this->place(tile, at);
-      V value[MOST], grad[MOST], sum{};
-      if (out.half_precision) {
-        this->load_quadratic(pass.agreement, place, value);
-        store_vector(value, out.half_precision, place);
-      }
-      if (!out.offset) continue;
-      const V half_log_volume_grad = T(0.5) * load_scalar(variance.log_volume_grad, place);
-      load_vector(variance.value, place, value);
-      load_vector(pass.variance_grad, place, grad);
-      for (int h = 0; h < numbers(); ++h) {
-        if (out.variance) grad[h] += half_log_volume_grad / (value[h] + variance.floor);
-        sum += value[h] * grad[h];
-      }
-      store_scalar(sum, out.offset, place);
-      store_vector(grad, out.variance, place);
+  void load_variance_grad(const Record<T>& pass, const typename Base::Place& place, V* record) const {
+    V variance[MOST], *grad = record + variance_grad_at();
+    load_vector(pass.variance_grad, place, grad);
+    load_vector(pass.variance, place, variance);
+    if (pass.log_volume_grad) {
+      const V half = T(0.5) * load_scalar(pass.log_volume_grad, place);  // 0 in lanes without a parent
+      for (int h = 0; h < numbers(); ++h) grad[h] += half == T(0) ? V{} : half / (variance[h] + pass.floor);
     }
+    for (int h = 0; h < numbers(); ++h) record[offset_at()] += variance[h] * grad[h];
   }
 
-  // For one tile: γ of each child, offsets, and the gradients of the agreement.
-  void agreement_grads(int tile, const Children<T>& x, Record<T> pass, const Variance<T>& variance, const PassGrads<T>& out, Arena& arena) const {
+  // For one tile: γ of each child, and the gradients of the agreement.
+  void agreement_grads(int tile, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out, Arena& arena) const {
     const Child* pose = children_of(x.pose, tile, pose_size(), arena);
     const Child* activation = activations_of(x, tile, arena);
     const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * tile;
     Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * tile;
     V* parents = arena.take<V>(PB * record_size());
-    variance_grads(tile, pass, variance, out);
-    pass.offset = out.offset;
-    if (out.variance) pass.variance_grad = out.variance;
-    const T inverse_temperature = std::exchange(pass.agreement.inverse_temperature, T(0));
-    if (out.half_precision) pass.agreement.quadratic = out.half_precision;
     load_pass(tile, pass, parents);
     V* sums = zeros(PB * sums_size(), arena);
     const long most = this->most_visited();
@@ -141,7 +125,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         this->template add_up_of<quadratic>(group, children, d, u, sums);
       }
     }
-    if (wanted) store_agreement_grads(tile, parents, sums, inverse_temperature, out);
+    if (wanted) store_agreement_grads(tile, parents, sums, pass.agreement.inverse_temperature, out);
   }
 
   // A pass of one tile, as the sweep over votes reads it. In most rules, the centre of a pass is the mean of the

@@ -41,23 +41,17 @@ template <class T> struct MomentsOut {
 };
 
 // The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
-// equal, and coupling_grads is null if the couplings are constants. offset is Σ variance · variance_grad.
+// equal, and coupling_grads is null if the couplings are constants. variance is null if neither variance nor log_volume
+// has a gradient.
 template <class T> struct Record {
   Agreement<T> agreement;
-  const T *log_sums, *coupling_grads, *mean, *log_mass, *mass_grad, *mean_grad, *variance_grad, *offset;
-};
-
-// The variance that a pass returned, and the gradient of log_volume. A null gradient is 0.
-template <class T> struct Variance {
-  const T *value, *log_volume_grad;
+  const T *log_sums, *coupling_grads, *mean, *log_mass, *variance, *mass_grad, *mean_grad, *variance_grad, *log_volume_grad;
   T floor;
 };
 
-// If coupling_grads is null, only offset, variance and half_precision are computed. variance is the gradient of the
-// variance, including the gradient of log_volume; it is null if the pass did not return log_volume. half_precision is
-// the factor of d² in an agreement with variances, and null otherwise.
+// The gradients of the couplings and of the agreement of a pass. A null tensor is not requested.
 template <class T> struct PassGrads {
-  T *coupling_grads, *offset, *constant, *linear, *quadratic, *centre, *variance, *half_precision;
+  T *coupling_grads, *constant, *linear, *quadratic, *centre;
 };
 
 template <class T> struct ChildrenGrads {
@@ -68,7 +62,7 @@ template <class T> struct ChildrenGrads {
 template <class T> struct Kernels {
   void (*moments)(const Problem&, const Children<T>&, const Agreement<T>&, const MomentsOut<T>&);
   void (*couplings)(const Problem&, const Children<T>&, const Agreement<T>&, T* couplings);
-  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const Variance<T>&, const PassGrads<T>&);
+  void (*moments_backward)(const Problem&, const Children<T>&, const Record<T>&, const PassGrads<T>&);
   void (*votes_backward)(const Problem&, const Children<T>&, const Record<T>* passes, int count, const ChildrenGrads<T>&);
 };
 struct Target {

@@ -147,19 +147,17 @@ template <class T> void couplings(const Problem& g, const Children<T>& x, const 
 }
 
 template <class T>
-void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const Variance<T>& variance, const PassGrads<T>& out) {
-  with_kernel(g, form_of(pass.agreement, variance.value), x.transform, [&](const auto& kernel) {
-    if (!out.coupling_grads)
-      return on_threads(kernel.tiles(), g.threads, [&](int tile, Arena&) { kernel.variance_grads(tile, pass, variance, out); });
+void moments_backward(const Problem& g, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out) {
+  with_kernel(g, form_of(pass.agreement, pass.variance), x.transform, [&](const auto& kernel) {
     clear_padding(g, long(g.groups()) * g.C, out.coupling_grads);
-    on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, variance, out, arena); });
+    on_threads(kernel.tiles(), g.threads, [&](int tile, Arena& arena) { kernel.agreement_grads(tile, x, pass, out, arena); });
   });
 }
 
 template <class T>
 void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* passes, int count, const ChildrenGrads<T>& out) {
   int form = 0;
-  for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance_grad);
+  for (int t = 0; t < count; ++t) form |= form_of(passes[t].agreement, passes[t].variance);
   with_kernel(g, form, x.transform, [&](auto kernel) {
     using Kernel = decltype(kernel);
     using Pass = typename Kernel::Pass;

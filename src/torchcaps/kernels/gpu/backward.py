@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gaussian import half_precision
 from torchcaps.kernels.gpu.problem import Problem, record_of
 from torchcaps.kernels.gpu.votes import (
     activations,
@@ -54,7 +53,10 @@ def _gradient_scale(a):
 
 @triton.jit
 def _coupling_grads(votes, log_c, a, record, tile):
-    """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e."""
+    """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e.
+
+    `record` comes from `record_of`, so its variance is Σ_h ḡ_variance variance.
+    """
     scale, log_share = _gradient_scale(a), log_c - scalars(record.log_mass, tile)
     bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
@@ -63,7 +65,7 @@ def _coupling_grads(votes, log_c, a, record, tile):
     mean_grad, variance_term = vectors(record.mean_grad, tile), tl.zeros_like(e)
     if record.variance_grad is not None:
         variance_term = vectors(record.variance_grad, tile) * e
-    c_grad = share * (tl.sum(e * (mean_grad + variance_term), axis=2) - scalars(record.offset, tile))
+    c_grad = share * (tl.sum(e * (mean_grad + variance_term), axis=2) - scalars(record.variance, tile))
     if record.mass_grad is not None:
         c_grad += scale * tl.exp(log_c) * scalars(record.mass_grad, tile)
     return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * variance_term
@@ -199,29 +201,17 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
 
 
 def moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
-    inverse_temperature, log_sums, mean, variance, log_mass, mass_grad, mean_grad, variance_grad, types,
-    none_of_the_above, by_sample, agreement_grads, log_volume_grad, floor,
+    pose, activation, transform, edge_lists, parent_sites, record, types, none_of_the_above, by_sample, agreement_grads
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z, offset, of_variance, factor = problem.z, *(problem.empty(0) for _ in range(3))
-    if inverse_temperature:
-        quadratic = factor = half_precision(quadratic, variance_floor, inverse_temperature)
-    if variance is not None and floor is not None:
-        added = 0 if log_volume_grad is None else log_volume_grad[..., None, None] / (2 * (variance + floor))
-        of_variance = variance_grad = (torch.zeros_like(mean) if variance_grad is None else variance_grad) + added
-    if variance is not None:
-        offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
-    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
-    if log_sums is None:
-        return problem.empty(0), offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance, factor
-    agreement, gradients = (constant, linear, quadratic, centre), (mass_grad, mean_grad, variance_grad)
-    record = record_of(*agreement, log_sums, None, mean, log_mass, *gradients, offset, dtype=problem.dtype)
+    z, record = problem.z, record_of(*record, dtype=problem.dtype)
     coupling_grads = problem.per_softmax()
     problem.per_child(_sum_over_softmax, z.softmaxes, record, coupling_grads)
+    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
     if agreement_grads:
         record = record._replace(coupling_grads=coupling_grads)
+        constant, linear, quadratic, centre, *_ = record
         zeroths = problem.parent_sums()
         firsts = None if linear is None and quadratic is None else problem.parent_sums(z.rows, z.columns)
         seconds = None if quadratic is None else problem.parent_sums(z.rows, z.columns)
@@ -230,12 +220,16 @@ def moments_backward(
         if centre is not None:
             by_quadratic = 0 if quadratic is None else 2 * quadratic * first
             by_linear = 0 if linear is None else linear * zeroth[..., None, None]
-            centre_grad = torch.zeros_like(mean) + by_quadratic - by_linear
+            centre_grad = torch.zeros_like(record.mean) + by_quadratic - by_linear
         constant_grad = constant_grad if constant is None else zeroth
         linear_grad = linear_grad if linear is None else first
         if quadratic is not None:
-            quadratic_grad = -second * (-2 / inverse_temperature * factor.square() if inverse_temperature else 1)
-    return coupling_grads, offset, constant_grad, linear_grad, quadratic_grad, centre_grad, of_variance, factor
+            quadratic_grad = -second
+            if record.numbers is not None:
+                inverse_temperature = record.numbers[2]
+                of_variance = -2 / inverse_temperature * quadratic.square()
+                quadratic_grad *= torch.where(inverse_temperature == 0, 1, of_variance)
+    return coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):

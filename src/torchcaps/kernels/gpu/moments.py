@@ -102,11 +102,10 @@ def moments(
     inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
-    if inverse_temperature:
-        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
-    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre)
+    agreement = constant, linear, quadratic, centre, variance_floor, inverse_temperature
+    agreement = Record() if uniform else _with_log_sums(problem, *agreement)
     tops, masses = problem.parent_sums(), problem.parent_sums()
     means = problem.parent_sums(z.rows, z.columns)
     variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
@@ -122,17 +121,18 @@ def couplings(
     types, none_of_the_above, by_sample,
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
-    if inverse_temperature:
-        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
-    agreement = _with_log_sums(problem, constant, linear, quadratic, centre)
+    agreement = constant, linear, quadratic, centre, variance_floor, inverse_temperature
+    agreement = _with_log_sums(problem, *agreement)
     problem.per_child(_write_couplings, problem.z.edges, agreement, out)
     return out
 
 
-def _with_log_sums(problem, *agreement):
-    found = record_of(*agreement, dtype=problem.dtype)
+def _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature):
+    if inverse_temperature:
+        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
+    found = record_of(constant, linear, quadratic, centre, dtype=problem.dtype)
     log_sums = problem.per_softmax(2)
     problem.per_child(_logsumexp, problem.z.softmaxes, found, log_sums)
     return found._replace(log_sums=log_sums)

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from torch.types import IntLikeType
 
+from torchcaps.kernels.gaussian import half_precision
 from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
@@ -32,8 +33,23 @@ class Layer(NamedTuple):
 
 
 def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
-    """Create a `Record` of contiguous tensors of one dtype, with None for empty tensors."""
-    return Record(*(None if x is None or not x.numel() else x.to(dtype).contiguous() for x in entries))
+    """Create a `Record` for the kernels: contiguous tensors of one dtype, with None for empty tensors.
+
+    `quadratic` becomes the factor of d² in the logits, and `variance_grad` includes the gradient through Σ log σ. The
+    kernels do not need the variance itself: `variance` becomes Σ variance · variance_grad, ``[B, P, J]``.
+    """
+    record = Record(*(None if x is None or not x.numel() else x.to(dtype).contiguous() for x in entries))
+    quadratic, variance, variance_grad = record.quadratic, record.variance, record.variance_grad
+    if record.numbers is not None:
+        floor, *gaussian = record.numbers
+        if quadratic is not None:
+            quadratic = torch.where(gaussian[1] == 0, quadratic, half_precision(quadratic, *gaussian))
+        if record.log_volume_grad is not None:
+            added = record.log_volume_grad[..., None, None] / (2 * (variance + floor))
+            variance_grad = added if variance_grad is None else variance_grad + added
+    if variance is not None and variance_grad is not None:
+        variance = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
+    return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
 
 @dataclass(frozen=True)
