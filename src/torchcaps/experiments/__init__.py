@@ -17,6 +17,7 @@ from torchcaps.experiments import (
     dimensions,
     em_mnist,
     em_table1,
+    epoch_selection,
     health,
     multimnist,
     novel_viewpoints,
@@ -151,6 +152,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Training time to a validation accuracy of 99.5 % on MNIST",
         "Our own experiment",
         standard=True,
+    ),
+    "epoch-selection": Experiment(
+        epoch_selection.run,
+        "Efficient-CapsNet on MNIST: accuracy if the epoch is chosen on the test digits",
+        "Mazzia, Salvetti & Chiaberge 2021",
     ),
     "health": Experiment(
         health.run,
