@@ -224,15 +224,6 @@ def test_the_decoder_uses_the_capsule_of_the_label_or_else_the_longest_capsule()
     assert not torch.equal(free.reconstruction, model(images, (longest + 1) % 10).reconstruction)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13), ("matrix-capsnet", 16)]
-)
-def test_an_image_that_is_too_small_is_refused(name, size):
-    with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
-        create_model(name, image_shape=(1, size, size))
-    create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
-
-
 def test_unknown_models_and_options_are_refused_with_the_nearest_name():
     with pytest.raises(BadInput, match="did you mean 'capsnet'"):
         create_model("capsnett")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer, ConvCaps
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import AttentionRouting, Routing, with_defaults
@@ -67,7 +67,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = ATTENTION,
     ) -> None:
         super().__init__()
-        image_channels, height, width = check_image_shape("AttentionCapsNet", image_shape, smallest=13)
+        image_channels, height, width = self.image_shape = check_image_shape(
+            "AttentionCapsNet", image_shape, smallest=13
+        )
         routing = with_defaults(routing, ATTENTION)
         pose_size = (pose_side, pose_side)
         self.features = nn.Sequential(nn.Conv2d(image_channels, channels, 3, 2, padding=1), nn.ReLU())
@@ -94,6 +96,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         capsules = self.primary_capsules(self.features(images))
         pose = capsules.pose.to(self.primary_norm.weight.dtype).flatten(3)
         pose = self.primary_norm(pose).view(capsules.pose.shape)

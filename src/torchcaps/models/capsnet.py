@@ -10,7 +10,7 @@ from torchcaps.capsules import Prediction, wide
 from torchcaps.convolution import Im2colConv2d
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing
@@ -69,7 +69,7 @@ class CapsNet(nn.Module, Pretrained):
         stem: bool = False,
     ) -> None:
         super().__init__()
-        channels, height, width = shape = check_image_shape("CapsNet", image_shape, smallest=17)
+        channels, height, width = shape = self.image_shape = check_image_shape("CapsNet", image_shape, smallest=17)
         if stem:
             if convolution_channels % 4 or im2col:
                 raise ValueError(
@@ -99,6 +99,7 @@ class CapsNet(nn.Module, Pretrained):
         The decoder reconstructs each image from the capsule of the class in ``labels``. Without ``labels``, it uses the
         most active class capsule.
         """
+        check_images(images, self.image_shape)
         capsules = self.class_capsules(self.primary_capsules(self.convolution(images)))
         return prediction_of(capsules, self.decoder, labels)
 
@@ -146,7 +147,7 @@ class BaselineCNN(nn.Module, Pretrained):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        image_channels, height, width = check_image_shape("BaselineCNN", image_shape, smallest=1)
+        image_channels, height, width = self.image_shape = check_image_shape("BaselineCNN", image_shape, smallest=1)
         layers: list[nn.Module] = []
         for below, above in zip([image_channels, *channels], channels, strict=False):
             layers += [nn.Conv2d(below, above, 5, padding=2), nn.ReLU()]
@@ -159,4 +160,5 @@ class BaselineCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
+        check_images(images, self.image_shape)
         return Prediction(wide(self.layers(images)))

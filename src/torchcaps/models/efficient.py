@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, Prediction, lengths, squash, wide
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing
 
@@ -56,7 +56,9 @@ class EfficientCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "self_attention",
     ) -> None:
         super().__init__()
-        below, height, width = shape = check_image_shape("EfficientCapsNet", image_shape, smallest=11)
+        below, height, width = shape = self.image_shape = check_image_shape(
+            "EfficientCapsNet", image_shape, smallest=11
+        )
         if len(channels) != 4 or channels[3] % primary_pose_size:
             raise ValueError(
                 f"channels is {list(channels)}: use four numbers; the last one must be a multiple of primary_pose_size="
@@ -86,6 +88,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
         The decoder reconstructs each image from the capsule of the class in ``labels``. Without ``labels``, it uses the
         most active class capsule.
         """
+        check_images(images, self.image_shape)
         numbers = wide(self.primary_capsules(self.features(images)))
         pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))

@@ -12,7 +12,7 @@ from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import check_choice
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing
@@ -64,7 +64,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         super().__init__()
         check_choice("padding", padding, (0, 1))
         smallest = 1 if padding else 29
-        image_channels, height, width = check_image_shape("GenerativeCapsNet", image_shape, smallest)
+        image_channels, height, width = self.image_shape = check_image_shape("GenerativeCapsNet", image_shape, smallest)
         layers: list[nn.Module] = []
         below = image_channels + 2
         for stride in (1, 2) * 3:
@@ -94,6 +94,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         rows, columns = (torch.linspace(-1, 1, side, device=images.device) for side in images.shape[2:])
         places = torch.stack(torch.meshgrid(rows, columns, indexing="ij")).to(images.dtype)
         features = self.features(torch.cat([images, places.expand(images.shape[0], -1, -1, -1)], dim=1))

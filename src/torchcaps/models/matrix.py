@@ -12,7 +12,7 @@ from torchcaps.capsules import Prediction, wide
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
 from torchcaps.routing import Routing, with_defaults
@@ -103,7 +103,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         around_identity: bool = True,
     ) -> None:
         super().__init__()
-        channels, height, width = check_image_shape(
+        channels, height, width = self.image_shape = check_image_shape(
             "MatrixCapsNet", image_shape, smallest=21 if stem_stride == 2 else 17
         )
         for option, value, allowed in (("size", size, get_args(Size)), ("pose", pose, ("matrix", "vector"))):
@@ -183,6 +183,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         capsules = self.primary_capsules(self.convolution(images))
         capsules = self.class_capsules(self.second_capsules(self.first_capsules(capsules)))
         return prediction_of(capsules)
@@ -240,7 +241,9 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        image_channels, height, width = check_image_shape("MatrixBaselineCNN", image_shape, smallest=4)
+        image_channels, height, width = self.image_shape = check_image_shape(
+            "MatrixBaselineCNN", image_shape, smallest=4
+        )
         layers: list[nn.Module] = []
         for below, above in zip([image_channels, *channels], channels, strict=False):
             layers += [nn.Conv2d(below, above, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
@@ -252,4 +255,5 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores, which are logits. The labels are not used."""
+        check_images(images, self.image_shape)
         return Prediction(wide(self.layers(images)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, Prediction, lengths, wide
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import SharedCaps
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing, with_defaults
 
@@ -58,7 +58,7 @@ class PooledCNN(nn.Module, Pretrained):
 
     def __init__(self, image_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
-        channels, _, _ = check_image_shape("PooledCNN", image_shape, smallest=14)
+        channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, smallest=14)
         self.trunk = _trunk(channels)
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, num_classes), nn.Sigmoid())
         self.apply(_glorot)
@@ -67,6 +67,7 @@ class PooledCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1]. The labels are not used."""
+        check_images(images, self.image_shape, any_size=True)
         return Prediction(wide(self.head(self.trunk(images).mean(dim=(2, 3)))))
 
 
@@ -102,7 +103,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = SU,
     ) -> None:
         super().__init__()
-        channels, _, _ = check_image_shape("PooledCapsNet", image_shape, smallest=14)
+        channels, _, _ = self.image_shape = check_image_shape("PooledCapsNet", image_shape, smallest=14)
         self.trunk = _trunk(channels)
         self.apply(_glorot)
         routing = deepcopy(with_defaults(routing, SU))
@@ -112,6 +113,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape, any_size=True)
         pose = wide(self.trunk(images)).flatten(2).mT[:, :, None, None, :]
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
         return prediction_of(capsules)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from torchcaps.capsules import Prediction
 from torchcaps.models.head import CapsuleHead
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.routing import Routing
 
@@ -48,7 +48,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "attention",
     ) -> None:
         super().__init__()
-        channels, height, width = check_image_shape("ResidualCapsNet", image_shape, smallest=1)
+        channels, height, width = self.image_shape = check_image_shape("ResidualCapsNet", image_shape, smallest=1)
         stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         blocks = [_Block(below, above) for below, above in pairwise(widths)]
         self.backbone = nn.Sequential(stem, nn.BatchNorm2d(widths[0]), nn.ReLU(), *blocks)
@@ -60,6 +60,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         return self.head(self.backbone(images))
 
 

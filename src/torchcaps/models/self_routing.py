@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import ConvCaps, DenseCaps
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import Routing
@@ -63,7 +63,9 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "self_routing",
     ) -> None:
         super().__init__()
-        below, height, width_of_image = check_image_shape("SelfRoutingCapsNet", image_shape, smallest=5)
+        below, height, width_of_image = self.image_shape = check_image_shape(
+            "SelfRoutingCapsNet", image_shape, smallest=5
+        )
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
             convolution = nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False)
@@ -100,5 +102,6 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         capsules = self.class_capsules(self.capsules(self.primary_capsules(self.features(images))))
         return prediction_of(capsules)

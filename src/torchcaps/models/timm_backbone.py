@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction
 from torchcaps.errors import BadInput, first_line
 from torchcaps.models.head import CapsuleHead
-from torchcaps.models.image_shape import check_image_shape
+from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import WEIGHTS, Pretrained, local_folder
 from torchcaps.routing import Routing
 
@@ -65,7 +65,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "attention",
     ) -> None:
         super().__init__()
-        channels, height, width = check_image_shape("TimmCapsNet", image_shape, smallest=1)
+        channels, height, width = self.image_shape = check_image_shape("TimmCapsNet", image_shape, smallest=1)
         # While timm creates a network, it may read values of tensors. Tensors on the meta device have no values.
         with torch.device("cpu"):
             self._recreate = _features_of(backbone, stride, (channels, height, width))
@@ -117,6 +117,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
+        check_images(images, self.image_shape)
         return self.head(self._features(images))
 
     def _features(self, images: Tensor) -> Tensor:

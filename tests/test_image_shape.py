@@ -1,0 +1,38 @@
+"""Image shapes that networks accept and refuse."""
+
+import pytest
+import torch
+
+from test_models import NETWORKS, SMALL
+from torchcaps import BadInput, create_model
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13), ("matrix-capsnet", 16)]
+)
+def test_an_image_that_is_too_small_is_refused(name, size):
+    with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
+        create_model(name, image_shape=(1, size, size))
+    create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_images_that_do_not_fit_the_network_are_refused(name):
+    shape = (1, 20, 24)
+    model = create_model(name, image_shape=shape, num_classes=3, **SMALL[name]).eval()
+    sides = "height, width" if "pooled" in name else "20, 24"
+    for images, message in (
+        (torch.rand(shape), rf"images must be .* \[B, 1, {sides}\]; got .* \[1, 20, 24\]: add .* images\[None\]"),
+        (torch.rand(2, 3, 20, 24), r"got a float32 tensor \[2, 3, 20, 24\]: .*with image_shape=\(3, 20, 24\)"),
+        (torch.rand(20, 24), r"got a float32 tensor \[20, 24\]: reshape the images"),
+        (torch.zeros(2, *shape, dtype=torch.uint8), r"got a uint8 tensor .*: scale the pixels .* images / 255"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(images)
+    larger = torch.rand(2, 1, 24, 24)
+    if "pooled" in name:
+        assert model(larger).scores.shape == (2, 3)
+    else:
+        with pytest.raises(ValueError, match=r"got a float32 tensor \[2, 1, 24, 24\]"):
+            model(larger)
