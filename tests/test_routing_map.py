@@ -57,10 +57,15 @@ def test_huge_logits_give_finite_couplings():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"kernel_size": 0}, {"kernel_size": 2, "padding": 2}, {"kernel_size": 1, "stride": 0}]
+    ("sizes", "message"),
+    [
+        ({"kernel_size": 0}, "kernel_size must be an integer of at least 1; got int 0"),
+        ({"kernel_size": 2, "padding": 2}, r"padding must be an integer in \[0, 1\], smaller than .*; got int 2"),
+        ({"kernel_size": 1, "stride": 0}, "stride must be an integer of at least 1; got int 0"),
+    ],
 )
-def test_impossible_conv_maps_are_refused(sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
+def test_impossible_conv_maps_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
         RoutingMap.conv((4, 4), **sizes)
 
 

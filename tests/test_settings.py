@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from conftest import SMALL_CAPSNET
 from torchcaps import ROUTINGS, BadInput, Routing, UniformRouting, create_model
+from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 
 
@@ -169,3 +171,12 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
     assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
     assert "unknown setting 'data.size'; none are known" in refused("train", "capsnet-mnist", "--set", "data.size=3")
+
+
+def test_training_is_refused_if_pytorch_creates_parameters_in_another_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(BadInput, match=r"default dtype is torch.float64, .* set_default_dtype\(torch.float32\)"):
+            resolve_precision("auto")
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -196,3 +196,14 @@ def test_wrong_images_are_refused_in_one_line():
         short(epochs=1).fit(X, y).predict(X[:, :10])
     with pytest.raises(Diverged, match="use a lower learning_rate"):
         short(learning_rate=1e30).fit(X, y)
+
+
+def test_the_default_dtype_of_pytorch_does_not_change_the_network():
+    X, y = halves()
+    torch.set_default_dtype(torch.float64)
+    try:
+        fitted = short(epochs=1).fit(X, y)
+        assert np.isfinite(fitted.decision_function(X)).all()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in fitted.model_.parameters()} == {torch.float32}

@@ -77,6 +77,31 @@ def check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
 
 
+def check_padding(padding: Any, most: int | None = None) -> None:
+    """Check that a padding is an integer of at least 0 and, if ``most`` is given, of at most ``most``.
+
+    Raises:
+        ValueError: ``padding`` is not such an integer.
+    """
+    if not _is_integer(padding) or padding < 0 or (most is not None and padding > most):
+        allowed = "of at least 0" if most is None else f"in [0, {most}], smaller than kernel_size"
+        raise ValueError(f"padding must be an integer {allowed}; got {described(padding)}")
+
+
+def check_shape(name: str, shape: Any, dimensions: str) -> None:
+    """Check that a shape has one integer of at least 1 for each dimension.
+
+    Raises:
+        ValueError: ``shape`` is not a sequence of this form.
+
+    Example:
+        >>> check_shape("image_shape", (1, 28, 28), "channels, height, width")
+    """
+    count = len(dimensions.split(", "))
+    if not isinstance(shape, Sequence) or len(shape) != count or any(not _is_integer(n) or n < 1 for n in shape):
+        raise ValueError(f"{name} must be ({dimensions}), with integers of at least 1; got {described(shape)}")
+
+
 def check_iterations(iterations: Any) -> None:
     """Check that the number of routing iterations is an integer from 1 to 1,000.
 

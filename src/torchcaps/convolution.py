@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.checks import check_sizes, described
+from torchcaps.checks import check_padding, check_sizes
 from torchcaps.kernels import in_torch_func
 
 
@@ -46,8 +46,7 @@ class Im2colConv2d(nn.Conv2d):
         bias: bool = True,
     ) -> None:
         check_sizes(kernel_size=kernel_size, stride=stride)
-        if not isinstance(padding, int) or padding < 0:
-            raise ValueError(f"padding must be an integer of at least 0; got {described(padding)}")
+        check_padding(padding)
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias=bias)
 
     def forward(

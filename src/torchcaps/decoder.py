@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, one_hot
-from torchcaps.checks import described
+from torchcaps.checks import check_shape, check_sizes, described
 
 
 class Decoder(nn.Module):
@@ -38,7 +38,9 @@ class Decoder(nn.Module):
         hidden_sizes: Sequence[int] = (512, 1024),
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, pose_size=pose_size)
         self.num_classes = num_classes
+        check_shape("image_shape", image_shape, "channels, height, width")
         self.image_shape = tuple(image_shape)
         pixels = image_shape[0] * image_shape[1] * image_shape[2]
         sizes = [num_classes * pose_size, *hidden_sizes]

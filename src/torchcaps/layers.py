@@ -205,8 +205,9 @@ class ClassCaps(CapsuleLayer):
         around_identity: bool = True,
         routing: nn.Module | Routing | str = "em",
     ) -> None:
-        if coordinates.ndim != 2 or coordinates.shape[1] != 2 or coordinates.is_meta:
-            cure = ' on the meta device, without values: create it with device="cpu"' if coordinates.is_meta else ""
+        is_meta = isinstance(coordinates, Tensor) and coordinates.is_meta
+        if not isinstance(coordinates, Tensor) or coordinates.shape[1:] != (2,) or is_meta:
+            cure = ' on the meta device, without values: create it with device="cpu"' if is_meta else ""
             raise ValueError(f"coordinates must be [S, 2], row and column per site; got {described(coordinates)}{cure}")
         check_sizes(child_types=child_types, num_classes=num_classes)
         transform = initial_transform(1, child_types, num_classes, columns_of(pose_size), initial_std, around_identity)

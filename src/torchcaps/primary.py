@@ -1,13 +1,14 @@
 """Primary capsules, and BatchNorm of poses."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, SquashForm, lengths, squash, wide
-from torchcaps.checks import check_choice, check_sizes
+from torchcaps.checks import check_choice, check_padding, check_shape, check_sizes
 from torchcaps.convolution import Im2colConv2d
 
 
@@ -31,7 +32,8 @@ class PrimaryCaps(nn.Module):
             (without learned parameters) or ``affine`` (with a learned scale and offset).
 
     Raises:
-        ValueError: ``activation`` or ``normalise`` is not one of the known values.
+        ValueError: ``activation`` or ``normalise`` is not one of the known values, a size is not an integer of at least
+            1, or ``padding`` is not an integer of at least 0.
 
     Example:
         >>> import torch
@@ -56,8 +58,10 @@ class PrimaryCaps(nn.Module):
         super().__init__()
         check_choice("activation", activation, ("length", "sigmoid"))
         check_choice("normalise", normalise, ("none", "plain", "affine"))
+        check_sizes(in_channels=in_channels, types=types, kernel_size=kernel_size, stride=stride)
+        check_padding(padding)
         self.types = types
-        self.pose_shape = (1, pose_size) if isinstance(pose_size, int) else tuple(pose_size)
+        self.pose_shape = _pose_shape(pose_size)
         self.squash_form: SquashForm = squash_form
         below = (in_channels, types * math.prod(self.pose_shape))
         convolution = Im2colConv2d if im2col else nn.Conv2d
@@ -78,6 +82,15 @@ class PrimaryCaps(nn.Module):
             return Capsules(pose, lengths(pose))
         logits = wide(_normalised(self.activation_norm, self.activation(features)))
         return Capsules(pose, _at_sites(logits).sigmoid())
+
+
+def _pose_shape(pose_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and columns of a pose."""
+    if isinstance(pose_size, Sequence):
+        check_shape("pose_size", pose_size, "rows, columns")
+        return pose_size[0], pose_size[1]
+    check_sizes(pose_size=pose_size)
+    return 1, pose_size
 
 
 def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
@@ -109,8 +122,7 @@ class PoseNorm(nn.Module):
     def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
         super().__init__()
         check_sizes(types=types)
-        numbers = pose_size if isinstance(pose_size, int) else math.prod(pose_size)
-        self.norm = nn.BatchNorm1d(types * numbers, affine=affine)
+        self.norm = nn.BatchNorm1d(types * math.prod(_pose_shape(pose_size)), affine=affine)
 
     def forward(self, capsules: Capsules) -> Capsules:
         """Normalise the poses; the activations stay the same."""

@@ -249,8 +249,13 @@ def resolve_precision(precision: str) -> str:
         precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.
 
     Raises:
-        BadInput: `precision` is not auto, bf16 or float32.
+        BadInput: `precision` is not auto, bf16 or float32, or PyTorch creates parameters in another dtype than float32.
     """
+    if torch.get_default_dtype() != torch.float32:
+        raise BadInput(
+            f"PyTorch's default dtype is {torch.get_default_dtype()}, but networks are trained with parameters in "
+            "float32: call torch.set_default_dtype(torch.float32)"
+        )
     if precision != "auto":
         if precision not in PRECISIONS:
             raise BadInput(f"precision is {precision!r}: use one of auto, {', '.join(PRECISIONS)}")

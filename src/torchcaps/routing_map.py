@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor, nn
 
-from torchcaps.checks import INTEGERS, check_device, check_floating, check_sizes, described, has_values
+from torchcaps.checks import (
+    INTEGERS,
+    check_device,
+    check_floating,
+    check_padding,
+    check_shape,
+    check_sizes,
+    described,
+    has_values,
+)
 from torchcaps.kernels import in_onnx_export
 
 
@@ -239,15 +248,13 @@ class RoutingMap:
             padding: width of the empty border around the child grid, in child sites, in [0, kernel_size).
 
         Raises:
-            ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), or the window exceeds the padded
-                grid.
+            ValueError: a size is not an integer of at least 1, ``padding`` is not an integer in [0, kernel_size), or
+                the window exceeds the padded grid.
         """
+        check_shape("child_grid", child_grid, "height, width")
+        check_sizes(kernel_size=kernel_size, stride=stride)
+        check_padding(padding, most=kernel_size - 1)
         height, width = child_grid
-        if min(height, width, kernel_size, stride) < 1 or not 0 <= padding < kernel_size:
-            raise ValueError(
-                "child_grid, kernel_size and stride must be at least 1 and padding in [0, kernel_size); "
-                f"got child_grid {height}×{width}, kernel_size {kernel_size}, stride {stride} and padding {padding}"
-            )
         if min(height, width) + 2 * padding < kernel_size:
             raise ValueError(
                 f"kernel_size {kernel_size} is larger than the {height}×{width} child_grid with padding {padding}: "

@@ -141,7 +141,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             torch.manual_seed(seed)
             network = self._network(images.shape[1:], recipe)
             try:
-                network = network.to(self.device)
+                network = network.to(self.device, torch.float32)
             except (RuntimeError, AssertionError) as error:
                 raise BadInput(f"device is {self.device!r}, which cannot be used: {first_line(error)}") from error
             self.loss_curve_ = _train(network, images, torch.from_numpy(labels), weights, recipe, self.verbose)

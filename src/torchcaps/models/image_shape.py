@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchcaps.checks import described
+from torchcaps.checks import check_shape, described
 from torchcaps.errors import BadInput
 
 
@@ -17,13 +17,13 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
         smallest: smallest height and width that the network supports.
 
     Raises:
-        BadInput: ``image_shape`` does not have three numbers, or has less than 1 channel, or the height or width is
-            below ``smallest``.
+        BadInput: ``image_shape`` does not consist of three integers of at least 1, or the height or width is below
+            ``smallest``.
     """
-    if len(image_shape) != 3 or image_shape[0] < 1:
-        raise BadInput(
-            f"image_shape must be (channels, height, width) with at least 1 channel; got {tuple(image_shape)}"
-        )
+    try:
+        check_shape("image_shape", image_shape, "channels, height, width")
+    except ValueError as error:
+        raise BadInput(str(error)) from None
     channels, height, width = image_shape
     if min(height, width) < smallest:
         raise BadInput(
