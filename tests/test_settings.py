@@ -176,7 +176,7 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
 def test_training_is_refused_if_pytorch_creates_parameters_in_another_dtype():
     torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(BadInput, match=r"default dtype is torch.float64, .* set_default_dtype\(torch.float32\)"):
+        with pytest.raises(BadInput, match=r"default dtype is torch.float64, .*set_default_dtype\(torch.float32\)"):
             resolve_precision("auto")
     finally:
         torch.set_default_dtype(torch.float32)
