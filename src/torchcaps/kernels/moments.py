@@ -302,17 +302,10 @@ def couplings(
     return output
 
 
-def _zeros(shapes: "Shapes", passes: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    fields = [shape for shape, _ in shapes.record.values()]
-    return [torch.zeros(1, dtype=dtype, device=device).expand(shape) for shape in passes * fields]
-
-
-_kept_zeros = lru_cache(maxsize=256)(_zeros)
-
-
 def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
-    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    return _zeros(shapes, passes, statistics_dtype(pose.dtype), pose.device)
+    shapes, dtype = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
+    zero = partial(torch.zeros, 1, dtype=dtype, device=pose.device)
+    return [zero().expand(shape) for _ in range(passes) for shape, _ in shapes.record.values()]
 
 
 @operator(_tokens, _tokens)
@@ -320,12 +313,8 @@ def open_votes(
     pose: Tensor, activation: Tensor | None, transform: Tensor, edge_lists: Tensor, parent_sites: int, passes: int,
     types: bool, none_of_the_above: bool, by_sample: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return a token for each pass and each field of `Record`. A token stores only one number.
-
-    The memory of the tokens is kept for later calls, because nothing writes to it.
-    """
-    shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
-    return [token.detach() for token in _kept_zeros(shapes, passes, statistics_dtype(pose.dtype), pose.device)]
+    """Return a token for each pass and each field of `Record`. A token stores only one number."""
+    return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
 
 
 def _keep_children(ctx, inputs, output) -> None:
