@@ -84,22 +84,27 @@ def check_padding(padding: Any, most: int | None = None) -> None:
         ValueError: ``padding`` is not such an integer.
     """
     if not _is_integer(padding) or padding < 0 or (most is not None and padding > most):
-        allowed = "of at least 0" if most is None else f"in [0, {most}], smaller than kernel_size"
+        allowed = "of at least 0" if most is None else f"from 0 to kernel_size - 1 = {most}"
         raise ValueError(f"padding must be an integer {allowed}; got {described(padding)}")
 
 
 def check_shape(name: str, shape: Any, dimensions: str) -> None:
-    """Check that a shape has one integer of at least 1 for each dimension.
+    """Check that a shape is a tuple or list with one integer of at least 1 for each dimension.
+
+    Arguments:
+        name: name of the argument in the error message.
+        shape: the shape.
+        dimensions: names of the dimensions, separated by ", ".
 
     Raises:
-        ValueError: ``shape`` is not a sequence of this form.
+        ValueError: ``shape`` is not a tuple or list of this form.
 
     Example:
         >>> check_shape("image_shape", (1, 28, 28), "channels, height, width")
     """
     count = len(dimensions.split(", "))
     if not isinstance(shape, Sequence) or len(shape) != count or any(not _is_integer(n) or n < 1 for n in shape):
-        raise ValueError(f"{name} must be ({dimensions}), with integers of at least 1; got {described(shape)}")
+        raise ValueError(f"{name} must be a tuple ({dimensions}) of integers of at least 1; got {described(shape)}")
 
 
 def check_iterations(iterations: Any) -> None:

@@ -23,6 +23,9 @@ class Decoder(nn.Module):
         image_shape: (channels, height, width) of the image.
         hidden_sizes: number of units of each hidden layer.
 
+    Raises:
+        ValueError: a size is not an integer of at least 1, or ``image_shape`` does not have three numbers.
+
     Example:
         >>> import torch
         >>> decoder = Decoder(10, 16, (3, 32, 20))
@@ -41,7 +44,7 @@ class Decoder(nn.Module):
         check_sizes(num_classes=num_classes, pose_size=pose_size)
         self.num_classes = num_classes
         check_shape("image_shape", image_shape, "channels, height, width")
-        self.image_shape = tuple(image_shape)
+        self.image_shape = tuple(map(int, image_shape))
         pixels = image_shape[0] * image_shape[1] * image_shape[2]
         sizes = [num_classes * pose_size, *hidden_sizes]
         hidden = [module for pair in pairwise(sizes) for module in (nn.Linear(*pair), nn.ReLU())]

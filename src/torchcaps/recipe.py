@@ -243,7 +243,7 @@ def batch_starts(images: int, batch_size: int) -> range:
 
 
 def resolve_precision(precision: str) -> str:
-    """Resolve ``auto`` to bf16 if the hardware supports bf16 natively, else to float32.
+    """Resolve ``auto`` to bf16 if the hardware supports bf16 natively, else to float32. Check the default dtype.
 
     Arguments:
         precision: auto, bf16 or float32. Both bf16 and float32 are returned unchanged.

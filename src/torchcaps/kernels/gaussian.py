@@ -9,5 +9,8 @@ def log_volume(variance: Tensor, floor: float) -> Tensor:
 
 
 def half_precision(variance: Tensor, floor: float | Tensor, inverse_temperature: float | Tensor) -> Tensor:
-    """Return ``inverse_temperature / 2σ²``, with ``σ² = variance + floor``."""
-    return 0.5 * inverse_temperature / (variance + floor)
+    """Return ``inverse_temperature / 2σ²``, with ``σ² = variance + floor``.
+
+    Numbers and tensors give the same bits, so that a backward pass computes the same logits as the forward pass.
+    """
+    return (variance + floor).reciprocal() * (0.5 * inverse_temperature)

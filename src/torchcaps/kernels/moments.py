@@ -37,14 +37,15 @@ from torchcaps.kernels.operator import PLAIN, differentiate, operator
 
 
 class Record(NamedTuple):
-    """Tensors of a pass that `votes_backward` needs. None means 0 or not computed, unless stated otherwise.
+    """Tensors of a pass that the backward operators need. None means 0 or not computed, unless stated otherwise.
 
     G is the number of softmaxes per child type and sample; see `Shapes`. If the SIMD lanes hold samples, B′ is the
     batch size B, rounded up to a multiple of the lanes; otherwise B′ = B. `torchcaps.capsules` explains the other
     dimension letters.
 
     Arguments:
-        constant, linear, quadratic, centre: tensors of the `Agreement` of the pass.
+        constant, linear, quadratic, centre: tensors of the `Agreement` of the pass. If the inverse temperature in
+            ``numbers`` is not 0, ``quadratic`` contains variances.
         log_sums: ``[B′, 2, G, C]``: the largest logit of each softmax, and ``log Σ exp(logit - largest)``. None if the
             couplings are uniform, that is, all couplings of a child are equal.
         coupling_grads: ``[B′, G, C]``: for each softmax, ``Σ coupling · weight_grad`` over its parents, with weight =
@@ -55,7 +56,8 @@ class Record(NamedTuple):
         variance: variances of the votes, with the shape of mean. None if neither variance nor Σ log σ has a gradient.
         mass_grad, mean_grad, variance_grad, log_volume_grad: gradients of the outputs of the pass.
         numbers: ``[3]``: the floor of Σ log σ, and the floor and the inverse temperature of an agreement with
-            variances. 0 for a number that the pass does not have, None if the pass has none of them.
+            variances, or 0 if the agreement has no variances. None if the agreement has no variances and Σ log σ has no
+            gradient.
     """
 
     constant: Tensor | None = None
@@ -154,7 +156,7 @@ def _call(
     """Check the shapes of the tensors and run a CPU kernel. The last entries of layer and records may be left out.
 
     An output that is not needed is None or an empty tensor; the address of both is 0. ``numbers`` are those of
-    `Record`, for kernels whose records do not contain them.
+    `Record`. Only the forward kernels use this argument; the backward kernels read the numbers from the records.
     """
     dtype = cast(Tensor, layer[0]).dtype
     keep: list[Tensor] = []
@@ -228,7 +230,7 @@ def moments_backward(
     """Compute coupling_grads (see `Record`), and the gradients of constant, linear, quadratic and centre.
 
     ``record`` contains the tensors of the `Record` of a pass, with an empty tensor for None and for coupling_grads. A
-    gradient of the agreement is empty if its tensor is empty or ``agreement_grads`` is False.
+    gradient of the agreement is empty if the record has no such tensor or ``agreement_grads`` is False.
     """
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
@@ -356,11 +358,12 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, lo
     log_volume_grad = None if ctx.floor is None else log_volume_grad
     second = variance_grad is not None or log_volume_grad is not None
     mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
-    numbers = ctx.floor or 0.0, *ctx.gaussian
+    numbers = None
+    if log_volume_grad is not None or ctx.gaussian[1]:
+        numbers = torch.stack([mean.new_full((), number) for number in (ctx.floor or 0.0, *ctx.gaussian)])
     record = Record(
         constant, linear, quadratic, centre, log_sums if routed else None, None, mean, log_mass,
-        variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad,
-        torch.stack([mean.new_full((), number) for number in numbers]) if any(numbers) else None,
+        variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
     )  # fmt: skip
     agreement_grads = [None] * 4
     if differentiated:

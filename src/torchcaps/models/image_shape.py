@@ -24,7 +24,7 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
         check_shape("image_shape", image_shape, "channels, height, width")
     except ValueError as error:
         raise BadInput(str(error)) from None
-    channels, height, width = image_shape
+    channels, height, width = map(int, image_shape)
     if min(height, width) < smallest:
         raise BadInput(
             f"images of {height}×{width} are too small for {network}: its kernels need at least "
@@ -45,15 +45,25 @@ def check_images(images: Tensor, image_shape: tuple[int, int, int], any_size: bo
         ValueError: ``images`` is not a floating-point tensor of this shape.
     """
     known = 1 if any_size else 3
-    if images.ndim == 4 and images.shape[1 : 1 + known] == image_shape[:known] and images.is_floating_point():
+    is_tensor = isinstance(images, Tensor)
+    right_shape = is_tensor and images.ndim == 4 and images.shape[1 : 1 + known] == image_shape[:known]
+    if right_shape and images.is_floating_point():
         return
-    expected = f"[B, {image_shape[0]}, height, width]" if any_size else f"[B, {', '.join(map(str, image_shape))}]"
-    if images.ndim == 3:
-        cure = "add the dimension of the batch, as in images[None]"
-    elif not images.is_floating_point():
+    channels, height, width = image_shape
+    expected = f"[B, {channels}, height, width]" if any_size else f"[B, {channels}, {height}, {width}]"
+    shape = tuple(images.shape) if is_tensor else ()
+    if not is_tensor:
+        cure = "convert them, as in torch.as_tensor(images)"
+    elif right_shape:
         cure = "scale the pixels to [0, 1], as in images / 255"
-    elif images.ndim == 4:
-        cure = f"convert the images, or create the network with image_shape={tuple(images.shape[1:])}"
+    elif shape == image_shape:
+        cure = "add the dimension of the batch, as in images[None]"
+    elif channels == 1 and shape[1:] == (height, width):
+        cure = "add the dimension of the channels, as in images[:, None]"
+    elif shape[1:] == (height, width, channels):
+        cure = "move the dimension of the channels, as in images.permute(0, 3, 1, 2)"
+    elif len(shape) == 4:
+        cure = f"convert the images, or create the network with image_shape={shape[1:]}"
     else:
         cure = "reshape the images"
     raise ValueError(f"images must be a floating-point tensor {expected}; got {described(images)}: {cure}")

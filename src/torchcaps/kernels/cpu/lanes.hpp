@@ -13,7 +13,6 @@
 #include <memory>
 #include <new>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 namespace TORCHCAPS_TARGET {

@@ -8,8 +8,8 @@
 //   centre_grad   = 2 quadratic Σ logit_grad d - linear Σ logit_grad
 //   vote_grad  = (w / mass) (mean_grad + 2 variance_grad e) + logit_grad (linear - 2 quadratic d)
 //
-// One sweep over children computes γ and the gradients of the agreement for each pass. After that, a single sweep for
-// all passes computes each vote once, sums its gradients over the passes, and computes the gradients of pose and
+// For each pass whose couplings are differentiated, one sweep over children computes γ and the gradients of the
+// agreement. After that, a single sweep for all passes computes each vote once, sums its gradients over the passes, and computes the gradients of pose and
 // transform.
 #pragma once
 

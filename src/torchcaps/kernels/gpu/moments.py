@@ -104,8 +104,8 @@ def moments(
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.z
-    agreement = constant, linear, quadratic, centre, variance_floor, inverse_temperature
-    agreement = Record() if uniform else _with_log_sums(problem, *agreement)
+    numbers = variance_floor, inverse_temperature
+    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre, *numbers)
     tops, masses = problem.parent_sums(), problem.parent_sums()
     means = problem.parent_sums(z.rows, z.columns)
     variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
@@ -123,8 +123,8 @@ def couplings(
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
-    agreement = constant, linear, quadratic, centre, variance_floor, inverse_temperature
-    agreement = _with_log_sums(problem, *agreement)
+    numbers = variance_floor, inverse_temperature
+    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, *numbers)
     problem.per_child(_write_couplings, problem.z.edges, agreement, out)
     return out
 

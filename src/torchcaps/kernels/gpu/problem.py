@@ -47,9 +47,10 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
         if record.log_volume_grad is not None:
             added = record.log_volume_grad[..., None, None] / (2 * (variance + floor))
             variance_grad = added if variance_grad is None else variance_grad + added
+    offset = None
     if variance is not None and variance_grad is not None:
-        variance = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
-    return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
+        offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
+    return record._replace(quadratic=quadratic, variance=offset, variance_grad=variance_grad)
 
 
 @dataclass(frozen=True)
