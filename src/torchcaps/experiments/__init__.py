@@ -157,6 +157,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         epoch_selection.run,
         "Efficient-CapsNet on MNIST: accuracy if the epoch is chosen on the test digits",
         "Mazzia, Salvetti & Chiaberge 2021",
+        standard=True,
     ),
     "health": Experiment(
         health.run,
