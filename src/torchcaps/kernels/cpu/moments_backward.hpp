@@ -9,8 +9,8 @@
 //   vote_grad  = (w / mass) (mean_grad + 2 variance_grad e) + logit_grad (linear - 2 quadratic d)
 //
 // For each pass whose couplings are differentiated, one sweep over children computes γ and the gradients of the
-// agreement. After that, a single sweep for all passes computes each vote once, sums its gradients over the passes, and computes the gradients of pose and
-// transform.
+// agreement. After that, a single sweep for all passes computes each vote once, sums its gradients over the passes, and
+// computes the gradients of pose and transform.
 #pragma once
 
 #include "moments.hpp"

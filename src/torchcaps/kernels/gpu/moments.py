@@ -51,9 +51,7 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
     """Compute, for each group of children: the largest log w, (Σ w) / (largest w), and mean and variance of the votes.
 
-    w is the weight of a vote: activation times coupling.
-
-    Each step updates the running mean and variance, which avoids cancellation.
+    The weight w of a vote is activation times coupling. Updating a running mean and variance avoids cancellation.
     """
     dtype: tl.constexpr = tops.dtype.element_ty
     parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
@@ -123,8 +121,7 @@ def couplings(
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
-    numbers = variance_floor, inverse_temperature
-    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, *numbers)
+    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature)
     problem.per_child(_write_couplings, problem.z.edges, agreement, out)
     return out
 
@@ -140,8 +137,7 @@ def _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor,
 
 def _over_groups(tops, masses, means, variances):
     """Combine the results of `_m_step` for all groups into mass, mean, variance and log_mass of each parent."""
-    top = tops.amax(dim=0)
-    top = top.masked_fill(top == -torch.inf, 0)
+    top = tops.amax(dim=0).clamp_min(torch.finfo(tops.dtype).min)  # not -∞, because -∞ - -∞ is NaN
     masses = masses * (tops - top).exp()
     mass = masses.sum(dim=0)
     off = mass == 0

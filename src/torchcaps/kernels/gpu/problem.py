@@ -47,18 +47,14 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
         if record.log_volume_grad is not None:
             added = record.log_volume_grad[..., None, None] / (2 * (variance + floor))
             variance_grad = added if variance_grad is None else variance_grad + added
-    offset = None
-    if variance is not None and variance_grad is not None:
-        offset = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
-    return record._replace(quadratic=quadratic, variance=offset, variance_grad=variance_grad)
+    if variance is not None:
+        variance = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
+    return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Compile-time constants of a kernel.
-
-    The constants are all dimension sizes except the batch size, the block sizes, and the offset of each edge list.
-    """
+    """Compile-time constants of a kernel: all sizes except the batch size, block sizes, and offsets of edge lists."""
 
     sites: int
     types: int

@@ -10,14 +10,11 @@ class Parents(NamedTuple):
     """The parent capsules at one site, for one block of samples and one block of parent types.
 
     Arguments:
-        sample: index of each sample, ``[samples]``.
-        is_sample: mask of `sample`.
-        parent_type: index of each parent type, ``[parent types]``.
-        is_type: mask of `parent_type`.
-        at: offset of each parent in ``[B, P, J]``, ``[samples, parent types]``.
-        is_parent: mask of `at`.
-        numbers: offset of each parent's numbers in ``[B, P, J, R, N]``, ``[samples, parent types, numbers]``.
-        is_number: mask of `numbers`.
+        sample, is_sample: index of each sample and its mask, ``[samples]``.
+        parent_type, is_type: index of each parent type and its mask, ``[parent types]``.
+        at, is_parent: offset of each parent in ``[B, P, J]`` and its mask, ``[samples, parent types]``.
+        numbers, is_number: offset of each parent's numbers in ``[B, P, J, R, N]`` and its mask, ``[samples, parent
+            types, numbers]``.
     """
 
     sample: Any
@@ -37,10 +34,9 @@ class Tile(NamedTuple):
         softmax: index of the softmax to which the votes belong.
         child_type: index of the child type.
         child: offset of each child in ``[B, S, C]``, ``[samples]``.
-        poses: for each number of the vote, the offset of the pose row that it depends on, ``[samples, numbers]``.
-        is_pose: mask of `poses`.
-        transforms: for each number of the vote, the offset of the transform column, ``[parent types, numbers]``.
-        is_transform: mask of `transforms`.
+        poses, is_pose: offset of the pose row for each number of the vote, and its mask, ``[samples, numbers]``.
+        transforms, is_transform: offset of the transform column for each number of the vote, and its mask, ``[parent
+            types, numbers]``.
         parents: the parents that receive the votes.
     """
 
