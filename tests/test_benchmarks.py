@@ -1,6 +1,7 @@
 """The benchmarks: rows of results, peak memory, and the check that implementations agree before they are timed."""
 
 import csv
+import subprocess
 import sys
 import time
 
@@ -27,6 +28,25 @@ def test_rows_contain_median_times_and_ratios_to_the_first_implementation():
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_bytes_measures_the_memory_of_one_call():
     assert 60 << 20 < peak_bytes(lambda: torch.ones(16 << 20).sum()) < 90 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux")
+def test_a_process_keeps_more_than_two_gibibytes_of_freed_memory():
+    code = """
+import ctypes, resource
+from torchcaps.process_memory import keep_freed_memory
+libc = ctypes.CDLL(None)
+if hasattr(libc, "mallopt"):
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    keep_freed_memory()
+    mapped = lambda: int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    before, blocks = mapped(), [libc.malloc(100 << 20) for _ in range(30)]  # the blocks are never written to
+    for block in blocks:
+        libc.free(block)
+    assert mapped() - before > 29 * (100 << 20), mapped() - before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("create", [lambda: em_stack(1, grid=8, types=(2, 3, 4)), lambda: dynamic_layer(1)])

@@ -20,6 +20,15 @@ def free_memory() -> int | None:
         return free
 
 
+def keep_freed_memory() -> None:
+    """Keep freed memory in this process. Returning it to the operating system slows training down. Linux only."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform.startswith("linux") else None
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, -1)  # never trim; a positive number could be at most 2 GiB
+
+
 def release_free_memory() -> bool:
     """Ask the C library to return the freed memory of this process to the operating system.
 

@@ -13,7 +13,6 @@ from torchcaps.cli.common import (
     Cache,
     DataDir,
     is_inside,
-    keep_heap_warm,
     print_table,
     print_version,
     run_folder,
@@ -27,6 +26,7 @@ from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.cli.predict import predict
 from torchcaps.cli.recipes import recipes
 from torchcaps.errors import BadInput, DataWarning, nearest
+from torchcaps.process_memory import keep_freed_memory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -102,7 +102,7 @@ def train(
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}
     flags |= {"precision": precision, "pretrained": pretrained}
     changes |= {key: str(value) for key, value in flags.items() if value is not None}
-    keep_heap_warm()
+    keep_freed_memory()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:
         raise BadInput(f"{recipe} trains on your own images; give the folder of the images with --data FOLDER")
@@ -204,7 +204,7 @@ def evaluate(
     from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
-    keep_heap_warm()
+    keep_freed_memory()
     if csv is not None:
         writable_file(csv, "--csv", new_folder=True)
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
@@ -326,7 +326,7 @@ def bench(
             writable_file(path, option)
     heap = "plain" if what == "memory" else heap
     if heap == "warm":
-        keep_heap_warm()
+        keep_freed_memory()
     rows = [{**row, "heap": heap} for row in runs[what]()]
     same = {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
     keys = [key for key in rows[0] if key not in same]

@@ -1,9 +1,7 @@
 """Options and helper functions that several commands use."""
 
-import ctypes
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -100,17 +98,6 @@ def setting(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
     return key, value
-
-
-def keep_heap_warm() -> None:
-    """On Linux, keep freed memory in the process, because returning it to the operating system slows training down."""
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -> None:

@@ -6,8 +6,9 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli import Interrupted
-from torchcaps.cli.common import DataDir, keep_heap_warm, print_table, writable
+from torchcaps.cli.common import DataDir, print_table, writable
 from torchcaps.errors import BadInput, nearest
+from torchcaps.process_memory import keep_freed_memory
 
 
 def experiment(
@@ -56,7 +57,7 @@ def experiment(
         return
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")
-    keep_heap_warm()
+    keep_freed_memory()
     writable(out)
     writable(results)
     try:

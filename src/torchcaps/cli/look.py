@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from torchcaps.cli.common import DataDir, keep_heap_warm, splits_for, writable_file
+from torchcaps.cli.common import DataDir, splits_for, writable_file
 from torchcaps.errors import BadInput, nearest
+from torchcaps.process_memory import keep_freed_memory
 
 
 def inspect(
@@ -71,7 +72,7 @@ def export(
     if out.suffix.lower() != ending:
         raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")
     writable_file(out)
-    keep_heap_warm()
+    keep_freed_memory()
     classifier = Classifier.from_pretrained(run)
     images = None
     if data is not None:
