@@ -220,7 +220,10 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ConvCaps((2, 2), 2, 3, 1, pose_size=16), r"pose_size must be \(rows, columns\).*; got int 16"),
+        (
+            lambda: ConvCaps((2, 2), 2, 3, 1, pose_size=16),
+            r"pose_size must be a tuple \(rows, columns\) .*; got int 16",
+        ),
         (lambda: ClassCaps(torch.rand(4), 2, 3), r"coordinates must be \[S, 2\].*got a float32 tensor \[4\]"),
         (lambda: ClassCaps(torch.rand(4, 2, device="meta"), 2, 3), r'coordinates .*meta device.*device="cpu"'),
         (lambda: ClassCaps(6, 2, 3), r"coordinates must be \[S, 2\].*got int 6"),

@@ -1,6 +1,5 @@
 """Capsule layers made of a routing map, transforms and a routing rule."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules, coordinate_addition
-from torchcaps.checks import check_sizes, described, has_values
+from torchcaps.checks import check_shape, check_sizes, described, has_values
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap, TransformModule
 
@@ -239,9 +238,7 @@ class ClassCaps(CapsuleLayer):
 
 def columns_of(pose_size: tuple[int, int]) -> int:
     """Check that a pose size (rows, columns) consists of integers of at least 1, and return the number of columns."""
-    if not isinstance(pose_size, Sequence) or len(pose_size) != 2:
-        raise ValueError(f"pose_size must be (rows, columns), such as (4, 4) or (1, 16); got {described(pose_size)}")
-    check_sizes(rows=pose_size[0], columns=pose_size[1])
+    check_shape("pose_size", pose_size, "rows, columns")
     return pose_size[1]
 
 
