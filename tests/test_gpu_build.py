@@ -52,12 +52,12 @@ def run(dtype, parent_types, rows, inner, columns, types):
     layer, options = (pose, activation, transform, routing_map.edge_lists.values, 4), (types, not types, False)
     even = moments.moments([], *layer, *(None,) * 4, 0.0, 0.0, True, *options, not types, False, None)
     forward = (*layer, *agreement, 0.1, 0.5 * (not types), False, *options, not types, False, None)
-    mass, mean, variance, log_mass, log_sums, *_ = moments.moments([], *forward)
-    nothing, found = torch.empty(0), (mean, log_mass, None if types else variance)
+    mass, mean, variance, largest, log_mass, log_sums, *_ = moments.moments([], *forward)
+    nothing, found = torch.empty(0), (mean, largest, log_mass, None if types else variance)
     numbers = None if types else torch.tensor([0.0, 0.1, 0.5])
     record = [nothing if x is None else x for x in (*agreement, log_sums, None, *found, *given, None, numbers)]
     record[5], *_ = moments.moments_backward(*layer, record, *options, not types)
-    uniform = [*(nothing,) * 6, even[1], even[3], nothing, nothing, even[1], *(nothing,) * 3]
+    uniform = [*(nothing,) * 6, even[1], even[3], even[4], nothing, nothing, even[1], *(nothing,) * 3]
     moments.votes_backward(*layer, [*uniform, *record], *options)
     if not types:
         moments.couplings(pose, *layer[2:], *agreement, 0.1, 0.5, *options)

@@ -92,7 +92,7 @@ class Fused:
         return Moments(mass, mean, second if variance else None)
 
     def gaussians(self, agreement=None, *, floor):
-        mass, mean, variance, _, _, log_volume = self.run(agreement, True, False, floor)
+        mass, mean, variance, _, _, _, log_volume = self.run(agreement, True, False, floor)
         return Gaussians(mass, mean, variance, log_volume)
 
     def couplings(self, agreement):
@@ -299,6 +299,27 @@ def test_the_log_volume_without_floor_equals_the_reference(device):
     for used in ([], ["constant", "quadratic", "centre"]):
         given = {name: x for name, x in case.items() if name in (*CHILDREN, *used)}
         compare(device, given, routing_map, lambda votes, agreement: votes.gaussians(agreement, floor=0.0)[3:])
+
+
+def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(device):
+    case = problem(MAPS["shared"])
+    case = {name: case[name] for name in ("pose", "transform", "constant")}
+    case["constant"][..., 0] = -1e9
+    exact = everything(Reference, case, MAPS["shared"], without_variance)
+    found = everything(Fused, case, MAPS["shared"], without_variance, device, dtype=torch.float32)
+    assert max(map(far, found[1:4], exact[1:4])) < 1e-5
+
+
+def test_gradients_through_a_variance_do_not_underflow(device):
+    def rule(votes, agreement):
+        _, mean, variance = votes.moments()
+        return votes.moments(Agreement(centre=mean, variance=variance, variance_floor=1e-3))[1:2]
+
+    case = problem(MAPS["conv"])
+    case = {"pose": 1e12 * case["pose"], "transform": case["transform"]}
+    exact = everything(Reference, case, MAPS["conv"], rule)
+    found = everything(Fused, case, MAPS["conv"], rule, device, dtype=torch.float32)
+    assert max(map(far, found, exact)) < 1e-3
 
 
 def test_forward_and_backward_compute_the_same_large_logits(device):

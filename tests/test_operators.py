@@ -25,10 +25,10 @@ def calls():
     agreement = [torch.randn(scalar), *(0.1 * torch.randn(*scalar, *vector) for _ in range(3))]
     options, plain = (False, True, False), (0.0, 0.0)
     tokens = operators.open_votes(*layer, 1, *options)
-    mass, mean, variance, log_mass, log_sums, *_ = operators.moments(
+    mass, mean, variance, largest, log_mass, log_sums, *_ = operators.moments(
         [], *layer, *agreement, *plain, False, *options, True, False, None
     )
-    found, nothing = (mean, log_mass, variance), torch.empty(0)
+    found, nothing = (mean, largest, log_mass, variance), torch.empty(0)
     gradients = [torch.randn_like(x) for x in (mass, mean, variance)]
     record = [*agreement, log_sums, nothing, *found, *gradients, nothing, nothing]
     coupling_grads, *_ = operators.moments_backward(*layer, record, *options, True)
@@ -77,7 +77,7 @@ def test_edges_out_of_range_are_refused(name):
 def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
-        (records[:-1], "must be a multiple of 14; got 13"),
+        (records[:-1], "must be a multiple of 15; got 14"),
         ([records[1], *records[1:]], "constant must be"),
     ):
         with pytest.raises(ValueError, match=message):

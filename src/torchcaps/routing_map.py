@@ -342,17 +342,17 @@ class RoutingMap:
             none_of_the_above: include an extra parent with logit 0 in each softmax, but not in the result (leaky
                 routing).
         """
-        total = logits.logsumexp(dim=1)
+        largest = logits.detach().amax(dim=1)
+        child, shape = None, (largest.shape[0], self.child_sites, largest.shape[2])
         if self.most_edges != 1:
-            child = self.edges_on(logits.device)[:, 0].expand_as(total.mT).mT
-            shape = (total.shape[0], self.child_sites, total.shape[2])
-            largest = total.new_full(shape, -torch.inf).scatter_reduce(1, child, total.detach(), "amax")
-            largest = largest.gather(1, child)
-            sums = total.new_zeros(shape).scatter_add(1, child, (total - largest).exp())
-            total = largest + sums.gather(1, child).log()
-        if none_of_the_above:
-            total = torch.logaddexp(total, torch.zeros_like(total))
-        return logits - total.unsqueeze(1)
+            child = self.edges_on(logits.device)[:, 0].expand_as(largest.mT).mT
+            largest = largest.new_full(shape, -torch.inf).scatter_reduce(1, child, largest, "amax").gather(1, child)
+        largest = largest.clamp_min(0) if none_of_the_above else largest
+        relative = logits - largest.unsqueeze(1)  # logits - (largest + log) would round the logarithm away
+        total = relative.exp().sum(dim=1)
+        if child is not None:
+            total = total.new_zeros(shape).scatter_add(1, child, total).gather(1, child)
+        return relative - (total + (-largest).exp() if none_of_the_above else total).log().unsqueeze(1)
 
     def sum_at_parents(self, values: Float[Tensor, "B J E *rest"]) -> Float[Tensor, "B J P *rest"]:
         """Sum values over the incoming edges of each parent site."""

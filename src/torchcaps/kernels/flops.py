@@ -1,8 +1,9 @@
 """FLOP formulas of the fused operators for `torch.utils.flop_counter.FlopCounterMode`.
 
 The formulas count the multiply-adds of the reference implementation, which computes the votes only once. The
-computation of the votes is counted in the pass with uniform couplings, usually the first routing iteration. The fused
-kernels compute the votes again in each later iteration; the formulas do not count these computations.
+computation of the votes is counted in the pass with uniform couplings, usually the first routing iteration. A rule
+without such a pass, such as self-routing, is therefore counted without the computation of its votes. The fused kernels
+compute the votes again in each later iteration; the formulas do not count these computations.
 """
 
 import sys

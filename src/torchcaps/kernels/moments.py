@@ -51,8 +51,10 @@ class Record(NamedTuple):
         coupling_grads: ``[B′, G, C]``: for each softmax, ``Σ coupling · weight_grad`` over its parents, with weight =
             activation · coupling. None if the couplings are treated as constants.
         mean: ``[B, P, J, R, N]``, means of the votes.
-        log_mass: ``[B, P, J]``, logarithm of the mass; set to ∞ instead of -∞ for a parent whose children all have
-            activation 0, so that the exponential of ``log weight - log_mass`` is 0 there.
+        largest, log_mass: ``[B, P, J]``: the logarithm of the mass is the sum of both. They are stored separately,
+            because largest may be so large that the sum would round log_mass away: it is the largest log weight of a
+            child, or 0. For a parent whose children all have activation 0, log_mass is ∞ instead of -∞, so that the
+            exponential of ``log weight - largest - log_mass`` is 0.
         variance: variances of the votes, with the shape of mean. None if neither variance nor Σ log σ has a gradient.
         mass_grad, mean_grad, variance_grad, log_volume_grad: gradients of the outputs of the pass.
         numbers: ``[3]``: the floor of Σ log σ, and the floor and the inverse temperature of an agreement with
@@ -67,6 +69,7 @@ class Record(NamedTuple):
     log_sums: Tensor | None = None
     coupling_grads: Tensor | None = None
     mean: Tensor | None = None
+    largest: Tensor | None = None
     log_mass: Tensor | None = None
     variance: Tensor | None = None
     mass_grad: Tensor | None = None
@@ -128,7 +131,7 @@ class Shapes:
             "transform": contiguous(transforms, child_types, parent_types, inner, columns),
         }
         agreement, softmaxes = (scalar, *3 * (vector,)), (self.log_sums, self.coupling_grads)
-        found, gradients = (vector, scalar, vector), (scalar, vector, vector, scalar)
+        found, gradients = (vector, scalar, scalar, vector), (scalar, vector, vector, scalar)
         fields = *agreement, *softmaxes, *found, *gradients, contiguous(3)
         self.record = dict(zip(Record._fields, fields, strict=True))
 
@@ -178,7 +181,7 @@ def _outputs(pose: Tensor, layouts: Iterable[Layout | None]) -> Any:
 def _moments_layouts(shapes: "Shapes", uniform: bool, with_variance: bool, volume: bool) -> tuple[Layout | None, ...]:
     scalar, vector = shapes.scalar, shapes.vector
     log_sums, variance = None if uniform else shapes.log_sums, vector if with_variance else None
-    return scalar, vector, variance, scalar, log_sums, scalar if volume else None
+    return scalar, vector, variance, scalar, scalar, log_sums, scalar if volume else None
 
 
 def _like_moments(
@@ -195,8 +198,8 @@ def moments(
     parent_sites: int, constant: Tensor | None, linear: Tensor | None, quadratic: Tensor | None, centre: Tensor | None,
     variance_floor: float, inverse_temperature: float, uniform: bool, types: bool, none_of_the_above: bool,
     by_sample: bool, with_variance: bool, constant_couplings: bool, floor: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute mass, mean and variance of the votes for each parent, and log_mass and log_sums; see `Record`.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute mass, mean and variance of the votes for each parent, and largest, log_mass and log_sums of the `Record`.
 
     If ``inverse_temperature`` is not 0, ``quadratic`` contains variances, and the factor of d² in the logits is
     inverse_temperature / 2 (quadratic + variance_floor). With a ``floor``, the last output is Σ log σ, with
@@ -351,8 +354,8 @@ def _keep_pass(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, log_volume_grad):
-    *children, constant, linear, quadratic, centre, mean, variance, log_mass, log_sums = ctx.saved_tensors
+def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, ___, log_volume_grad):
+    *children, constant, linear, quadratic, centre, mean, variance, largest, log_mass, log_sums = ctx.saved_tensors
     routed, differentiated, *options = ctx.couplings
     variance_grad = variance_grad if ctx.with_variance else None
     log_volume_grad = None if ctx.floor is None else log_volume_grad
@@ -362,8 +365,8 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, lo
     if log_volume_grad is not None or ctx.gaussian[1]:
         numbers = torch.stack([mean.new_full((), number) for number in (ctx.floor or 0.0, *ctx.gaussian)])
     record = Record(
-        constant, linear, quadratic, centre, log_sums if routed else None, None, mean, log_mass,
-        variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
+        constant, linear, quadratic, centre, log_sums if routed else None, None, mean, largest,
+        log_mass, variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
     )  # fmt: skip
     agreement_grads = [None] * 4
     if differentiated:

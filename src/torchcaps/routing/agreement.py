@@ -88,7 +88,8 @@ class Gaussians(NamedTuple):
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
         mean: Σ w V / Σ w, ``[B, P, J, R, N]``; 0 if all children have activation 0.
         variance: Σ w (V - mean)² / Σ w, ``[B, P, J, R, N]``, without the floor.
-        log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``.
+        log_volume: Σ log σ over the elements of a vote, ``[B, P, J]``. In this sum, σ² is at least the smallest normal
+            number of its dtype, so that a floor of 0 gives finite numbers.
 
     Example:
         >>> import torch

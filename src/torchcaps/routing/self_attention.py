@@ -43,6 +43,7 @@ class SelfAttentionRouting(Rule):
 
     weighs_activations = False
     competition: Competition = "types"
+    passes = 2
 
     def __init__(self, transforms: int, child_types: int, parent_types: int) -> None:
         super().__init__()

@@ -21,6 +21,8 @@ from torchcaps.routing_map import RoutingMap, added_at, check_children
 __all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
 
 
+LEAST_INVERSE_TEMPERATURE = 1e-37
+
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 """Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
 
@@ -41,11 +43,14 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
-    """Arguments of the operators: variance takes the place of quadratic, and inverse_temperature 0 means quadratic."""
+    """Arguments of the operators: variance takes the place of quadratic, and inverse_temperature 0 means quadratic.
+
+    An inverse temperature that float32 would round to 0 becomes a small number; both make the couplings uniform.
+    """
     constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
     if variance is None:
         return constant, linear, quadratic, centre, 0.0, 0.0
-    return constant, linear, variance, centre, floor, inverse_temperature
+    return constant, linear, variance, centre, floor, max(inverse_temperature, LEAST_INVERSE_TEMPERATURE)
 
 
 def _plain(agreement: Agreement) -> Agreement:
@@ -67,6 +72,12 @@ def _check_variance(agreement: Agreement) -> None:
             )
     elif agreement.quadratic is not None:
         raise ValueError("the agreement has both quadratic and variance: give one of them")
+    elif not isinstance(floor, float | int) or not isinstance(inverse_temperature, float | int):
+        raise ValueError(
+            "variance_floor and inverse_temperature in the agreement must be numbers; "
+            f"got {described(floor)} and {described(inverse_temperature)}: to learn one of them, give quadratic = "
+            "inverse_temperature / (2 (variance + variance_floor)) instead of variance"
+        )
     elif not 0 <= floor < math.inf or not 0 < inverse_temperature < math.inf:
         raise ValueError(
             "in the agreement, variance_floor must be a finite number of at least 0, and inverse_temperature a finite "
@@ -214,7 +225,7 @@ class Votes:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
         self._last = agreement
-        mass, mean, variance, _, _, volume = self._fused(self._checked(agreement), floor=floor)
+        mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=floor)
         if observer is not None:
             observer(self, agreement, Moments(mass, mean, variance))
         return Gaussians(mass, mean, variance, volume)

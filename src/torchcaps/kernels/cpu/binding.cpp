@@ -124,9 +124,9 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first) {
   const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
   Numbers numbers{};
-  if (const T* given = entry(13)) std::copy_n(given, numbers.size(), numbers.begin());
+  if (const T* given = entry(14)) std::copy_n(given, numbers.size(), numbers.begin());
   const Record<T> record{agreement_at<T>(x, first, numbers), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9),
-                         entry(10), entry(11), entry(12), T(numbers[0])};
+                         entry(10), entry(11), entry(12), entry(13), T(numbers[0])};
   if (record.coupling_grads && !record.log_sums)
     throw std::invalid_argument("coupling_grads needs log_sums: give log_sums too");
   if ((record.variance_grad || record.log_volume_grad) && !record.variance)
@@ -145,7 +145,8 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     });
   };
   define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
-    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5), T(numbers[0])};
+    const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5),
+                            at<T>(x, 6), T(numbers[0])};
     if (out.log_volume && !out.variance) throw std::invalid_argument("log_volume needs variance: request the variance too");
     kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
   });
@@ -157,7 +158,7 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0), out);
   });
   define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers&) {
-    constexpr std::size_t ENTRIES = 14;
+    constexpr std::size_t ENTRIES = 15;
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
     kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});

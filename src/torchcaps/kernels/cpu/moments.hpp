@@ -77,6 +77,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
         found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
+      store_scalar(found.largest, out.largest, place);
       store_scalar(found.log_mass, out.log_mass, place);
       if (with_variance) store_vector(found.variance, out.variance, place);
       if (with_variance && out.log_volume) store_scalar(log_volume<T>(found.variance, numbers(), out.floor), out.log_volume, place);
@@ -102,7 +103,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
 
  protected:
   struct Found {
-    V mass, log_mass, mean[MOST], variance[MOST];
+    V mass, largest, log_mass, mean[MOST], variance[MOST];
   };
 
   const Child* children_of(const T* from, int tile, long each, Arena& arena) const {
@@ -325,6 +326,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     const V inverse = T(1) / mass;
     typename Lane<T>::bits lost{};
     found.mass = mass;
+    found.largest = V{};
     found.log_mass = logarithm(mass);
     for (int h = 0; h < numbers(); ++h) {
       const V first = sum[1 + h] * inverse, moved = first * first;
@@ -387,7 +389,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     }
     const V root = exponential(T(0.5) * largest);  // e^largest may underflow although the mass does not
     found.mass = product_below_normal(total * root, root);
-    found.log_mass = alive ? logarithm(total) + largest : splat(-lowest<T>);
+    found.largest = largest;
+    found.log_mass = alive ? logarithm(total) : splat(-lowest<T>);
     return found;
   }
 };

@@ -35,9 +35,9 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_scalar, Base::load_vector, Base::place,
       Base::store_scalar, Base::store_vector, Base::log_sums_size;
 
-  // One record per block of parents: agreement, mean, gradients of mean and variance [H], log mass, 1 / mass, gradient
-  // of mass, Σ variance_grad · variance, and whether the mass of any parent is small. The gradient of the variance
-  // includes the gradient through log_volume.
+  // One record per block of parents: agreement, mean, gradients of mean and variance [H], the two parts of log mass,
+  // 1 / mass, gradient of mass, Σ variance_grad · variance, and whether the mass of any parent is small. The gradient of
+  // the variance includes the gradient through log_volume.
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
@@ -46,17 +46,20 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   long mass_grad_at() const { return log_mass_at() + 2; }
   long offset_at() const { return log_mass_at() + 3; }
   long small_mass_at() const { return log_mass_at() + 4; }
-  long record_size() const { return log_mass_at() + 5; }
+  long largest_at() const { return log_mass_at() + 5; }
+  long record_size() const { return log_mass_at() + 6; }
   void load_pass(int tile, const Record<T>& pass, V* records) const {
     this->load_agreement(tile, pass.agreement, records, record_size());
     for (int at = 0; at < PB; ++at, records += record_size()) {
       const auto place = this->place(tile, at);
       load_vector(pass.mean, place, records + mean_at());
       load_vector(pass.mean_grad, place, records + mean_grad_at());
+      records[largest_at()] = load_scalar(pass.largest, place);
       records[log_mass_at()] = load_scalar(pass.log_mass, place);
       records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
-      records[inverse_at()] = exponential(-records[log_mass_at()]);
-      records[small_mass_at()] = splat(T(any(records[log_mass_at()] < SMALL_LOG_MASS)));
+      const V whole = records[largest_at()] + records[log_mass_at()];
+      records[inverse_at()] = exponential(-whole);
+      records[small_mass_at()] = splat(T(any(whole < SMALL_LOG_MASS)));
       records[offset_at()] = V{};
       if (with_variance) load_variance_grad(pass, place, records);
     }
@@ -67,7 +70,10 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     load_vector(pass.variance, place, variance);
     if (pass.log_volume_grad) {
       const V half = T(0.5) * load_scalar(pass.log_volume_grad, place);  // 0 in lanes without a parent
-      for (int h = 0; h < numbers(); ++h) grad[h] += half == T(0) ? V{} : half / (variance[h] + pass.floor);
+      for (int h = 0; h < numbers(); ++h) {
+        const V square = variance[h] + pass.floor;
+        grad[h] += (half == T(0)) | (square < TINY<T>) ? V{} : half / square;
+      }
     }
     for (int h = 0; h < numbers(); ++h) record[offset_at()] += variance[h] * grad[h];
   }
@@ -205,10 +211,9 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   };
   WeightGrad weight_grad(Child a, const V* record, V moments_grad, V c, V log_c) const {
     const Child scale = gradient_scale(a);
-    const V log_mass = record[log_mass_at()];
     V share = scale * c * record[inverse_at()];
     if (record[small_mass_at()][0] != 0) {
-      const V log_share = log_c - log_mass, log_scaled_share = log_share + logarithm(Layout::broadcast(scale));
+      const V log_share = (log_c - record[largest_at()]) - record[log_mass_at()], log_scaled_share = log_share + logarithm(Layout::broadcast(scale));
       share = exponential(Layout::broadcast(a) < TINY<T> ? smaller<T>(log_share, splat(MOST_LOG_SHARE)) : log_scaled_share);
     }
     return {share, share * (moments_grad - record[offset_at()]) + scale * c * record[mass_grad_at()]};
@@ -246,7 +251,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       for (int h = 0; h < numbers(); ++h) {
         const V factor = quadratic ? record[quadratic_at() + h] : V{};
         negative[h] = quadratic ? -sum[1 + numbers() + h] : V{};
-        if (inverse_temperature != 0) negative[h] *= T(-2) / inverse_temperature * factor * factor;
+        // The square of a small factor would underflow.
+        if (inverse_temperature != 0) negative[h] = negative[h] * factor * (T(-2) / inverse_temperature * factor);
         centre_grad[h] = quadratic ? T(2) * factor * sum[1 + h] : V{};
         if (linear) centre_grad[h] -= record[linear_at() + h] * sum[0];
       }

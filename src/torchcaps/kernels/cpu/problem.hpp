@@ -35,9 +35,9 @@ template <class T> struct Children {
 };
 
 // log_sums is null if the couplings of a child are equal. variance and log_volume are null if they are not requested.
-// log_volume is Σ log σ, with σ² = variance + floor.
+// log_volume is Σ log σ, with σ² = variance + floor. The logarithm of the mass is largest + log_mass.
 template <class T> struct MomentsOut {
-  T *mass, *mean, *variance, *log_mass, *log_sums, *log_volume, floor;
+  T *mass, *mean, *variance, *largest, *log_mass, *log_sums, *log_volume, floor;
 };
 
 // The tensors of a pass that its gradients need. A null gradient is 0. log_sums is null if the couplings of a child are
@@ -45,7 +45,8 @@ template <class T> struct MomentsOut {
 // has a gradient.
 template <class T> struct Record {
   Agreement<T> agreement;
-  const T *log_sums, *coupling_grads, *mean, *log_mass, *variance, *mass_grad, *mean_grad, *variance_grad, *log_volume_grad;
+  const T *log_sums, *coupling_grads, *mean, *largest, *log_mass, *variance, *mass_grad, *mean_grad, *variance_grad,
+      *log_volume_grad;
   T floor;
 };
 

@@ -57,7 +57,7 @@ def _coupling_grads(votes, log_c, a, record, tile):
 
     `record` comes from `record_of`, so its variance is Σ_h ḡ_variance variance.
     """
-    scale, log_share = _gradient_scale(a), log_c - scalars(record.log_mass, tile)
+    scale, log_share = _gradient_scale(a), (log_c - scalars(record.largest, tile)) - scalars(record.log_mass, tile)
     bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
     share = tl.where(tile.parents.is_parent, share, 0.0)
@@ -227,8 +227,8 @@ def moments_backward(
             quadratic_grad = -second
             if record.numbers is not None:
                 inverse_temperature = record.numbers[2]
-                of_variance = -2 / inverse_temperature * quadratic.square()
-                quadratic_grad *= torch.where(inverse_temperature == 0, 1, of_variance)
+                of_variance = quadratic_grad * quadratic * (-2 / inverse_temperature * quadratic)
+                quadratic_grad = torch.where(inverse_temperature == 0, quadratic_grad, of_variance)
     return coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad
 
 

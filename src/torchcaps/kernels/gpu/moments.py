@@ -108,10 +108,10 @@ def moments(
     means = problem.parent_sums(z.rows, z.columns)
     variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
     problem.per_parent(_m_step, agreement, tops, masses, means, variances)
-    mass, mean, variance, log_mass = _over_groups(tops, masses, means, variances)
+    mass, mean, variance, largest, log_mass = _over_groups(tops, masses, means, variances)
     log_sums = problem.empty(0) if uniform else agreement.log_sums
     volume = problem.empty(0) if floor is None else log_volume(variance, floor)
-    return mass, mean, problem.empty(0) if variance is None else variance, log_mass, log_sums, volume
+    return mass, mean, problem.empty(0) if variance is None else variance, largest, log_mass, log_sums, volume
 
 
 def couplings(
@@ -136,12 +136,11 @@ def _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor,
 
 
 def _over_groups(tops, masses, means, variances):
-    """Combine the results of `_m_step` for all groups into mass, mean, variance and log_mass of each parent."""
+    """Combine the results of `_m_step` for all groups into mass, mean, variance, largest and log_mass of parents."""
     top = tops.amax(dim=0).clamp_min(torch.finfo(tops.dtype).min)  # not -∞, because -∞ - -∞ is NaN
     masses = masses * (tops - top).exp()
-    mass = masses.sum(dim=0)
-    off = mass == 0
+    off = (mass := masses.sum(dim=0)) == 0
     shares = (masses / mass.masked_fill(off, 1))[..., None, None]
     mean = (shares * means).sum(dim=0)
     variance = None if variances is None else (shares * (variances + (means - mean).square())).sum(dim=0)
-    return mass * top.exp(), mean, variance, (mass.log() + top).masked_fill(off, torch.inf)
+    return mass * top.exp(), mean, variance, top, mass.log().masked_fill(off, torch.inf)

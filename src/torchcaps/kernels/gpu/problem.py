@@ -45,9 +45,11 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
         if quadratic is not None:
             quadratic = torch.where(gaussian[1] == 0, quadratic, half_precision(quadratic, *gaussian))
         if record.log_volume_grad is not None:
-            added = record.log_volume_grad[..., None, None] / (2 * (variance + floor))
+            square = variance + floor
+            square = square.masked_fill(square < torch.finfo(dtype).tiny, torch.inf)  # the gradient is 0 there
+            added = record.log_volume_grad[..., None, None] / (2 * square)
             variance_grad = added if variance_grad is None else variance_grad + added
-    if variance is not None:
+    if variance is not None and variance_grad is not None:
         variance = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
     return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
@@ -110,8 +112,8 @@ class Problem:
         edges = shapes.edges
         block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
         block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
-        block_samples = max(1, TILE // (block_types * block_rows * block_columns))
-        block_samples = min(block_samples, triton.next_power_of_2(max(1, batch)))
+        room = max(1, TILE // (block_types * block_rows * block_columns))
+        block_samples = min(room, triton.next_power_of_2(max(1, batch)))
         sizes = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
         blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))

@@ -13,8 +13,7 @@ class Parents(NamedTuple):
         sample, is_sample: index of each sample and its mask, ``[samples]``.
         parent_type, is_type: index of each parent type and its mask, ``[parent types]``.
         at, is_parent: offset of each parent in ``[B, P, J]`` and its mask, ``[samples, parent types]``.
-        numbers, is_number: offset of each parent's numbers in ``[B, P, J, R, N]`` and its mask, ``[samples, parent
-            types, numbers]``.
+        numbers, is_number: offset of each number in ``[B, P, J, R, N]`` and its mask, ``[samples, types, numbers]``.
     """
 
     sample: Any
