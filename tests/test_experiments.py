@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
+from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, run_experiment, two_digits
 from torchcaps.experiments.adversarial import LOSSES
-from torchcaps.experiments.attacks import bim, fgsm, gradient_health
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid

@@ -27,6 +27,7 @@ FLOORS = {
     "layers": 2,
     "primary": 2,
     "testing": 2,
+    "attacks": 2,
     "loggers": 4,
     "losses": 2,
     "models": 3,
@@ -136,3 +137,5 @@ def test_a_rule_is_named_only_in_its_own_file_and_in_the_table_of_rules(name):
 def test_every_exported_name_exists():
     assert all(hasattr(torchcaps, name) for name in torchcaps.__all__)
     assert sorted(torchcaps.__all__) == sorted(torchcaps._MODULE_OF)
+    reference = set(re.findall(r":: torchcaps\.(\w+)\n", (REPOSITORY / "docs" / "api.md").read_text()))
+    assert not set(torchcaps.__all__) - reference

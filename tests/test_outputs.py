@@ -211,8 +211,11 @@ def test_names_of_unknown_users_empty_weights_and_other_readmes_are_refused(refu
     assert "~nobody-here" in refused(*words, "--data", "~nobody-here")
     assert "--from is empty" in refused(*words, "--data", images, "--from", "")
     (tmp_path / "README.md").write_text("# My project")
-    assert "README.md is not a model card and would be replaced" in refused("publish", finished[0], tmp_path)
+    assert "README.md does not belong to a network of torchcaps" in refused("publish", finished[0], tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert "would be replaced: give another folder" in refused("publish", finished[0], tmp_path)
     assert (tmp_path / "README.md").read_text() == "# My project"
+    assert (tmp_path / "config.json").read_text() == '{"model_type": "bert"}'
 
 
 def test_no_output_replaces_a_file_of_a_run(call, refused, images, finished, tmp_path):

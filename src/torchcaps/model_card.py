@@ -10,6 +10,7 @@ from typing import Any
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, printable
+from torchcaps.models.pretrained import CONFIG, read_config
 from torchcaps.run_folder import finished, read_run
 
 CARD = """# {name}
@@ -68,13 +69,19 @@ def publish(run: Path, folder: Path) -> Path:
         The path of README.md.
 
     Raises:
-        BadInput: the run is not finished or is damaged; or `folder` is a run folder, has a README.md of
-            something else, or cannot be written to.
+        BadInput: the run is not finished or is damaged; or `folder` is a run folder, has a README.md or config.json
+            of something else, or cannot be written to.
     """
     if (folder / "recipe.json").exists():
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
-    if (folder / "README.md").exists() and not (folder / "config.json").exists():
-        raise BadInput(f"{folder / 'README.md'} is not a model card and would be replaced: give another folder")
+    if others := [name for name in ("README.md", CONFIG) if (folder / name).exists()]:
+        try:
+            read_config(folder)
+        except BadInput as error:
+            raise BadInput(
+                f"{folder / others[0]} does not belong to a network of torchcaps and would be replaced: give another "
+                "folder"
+            ) from error
     saved = read_run(run)
     metrics = finished(run, saved.recipe)
     if metrics is None:

@@ -142,7 +142,7 @@ DATASETS: dict[str, Dataset] = {
     "toys": Dataset(
         load=load_toys,
         description="Rendered substitute for smallNORB with the same structure and format, 5 classes, 48 x 48 stereo.",
-        source="Rendered by `torchcaps data render toys`; the same seed gives the same bytes.",
+        source="Rendered by `torchcaps data render toys`; the same seed gives the same toys.",
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as in smallNORB.",
         verify=verify_toys,
         options=("size", "stereo", "render_seed"),

@@ -40,9 +40,9 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     """Render toys with the structure and file format of smallNORB: 24,300 stereo pairs each for training and test.
 
     There are five categories with ten toys each. Every toy is rendered from 9 elevations and 18 azimuths under 6
-    lightings. The same `size` and `seed` always give the same bytes. The rows of a file cycle through the five
-    categories; within a category, they are ordered by instance, elevation, azimuth and lighting. A file of checksums is
-    written last. If this file is missing, the rendering is incomplete, and `load_toys` repeats it.
+    lightings. The same `size` and `seed` give the same bytes on processors of the same kind. The rows of a file cycle
+    through the five categories; within a category, they are ordered by instance, elevation, azimuth and lighting. A
+    file of checksums is written last. If this file is missing, the rendering is incomplete, and `load_toys` repeats it.
 
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.

@@ -195,12 +195,15 @@ def run_experiment(
         The outcome, and the path of the figure.
 
     Raises:
-        BadInput: `name` or `budget` is unknown, `data` is empty, or the experiment does not support `data` or `seeds`.
+        BadInput: `name` or `budget` is unknown, `seeds` is below 1, `data` is empty, or the experiment does not support
+            `data` or `seeds`.
     """
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
+    if seeds < 1:
+        raise BadInput(f"seeds must be at least 1; got {seeds}")
     if data is not None:
         check_source(data)
     label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()

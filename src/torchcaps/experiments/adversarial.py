@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcaps.attacks import Classifier, Loss, bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation
-from torchcaps.experiments.attacks import Classifier, Loss, bim, fgsm, gradient_health
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 from torchcaps.recipe import Recipe
@@ -136,9 +136,10 @@ def run(
         rows.append(Row(f"{name}, pixels with a gradient of exactly 0", [one["zero gradients"] for one in results]))
         rows.append(Row(f"{name}, mean gradient norm per image", [one["gradient length"] for one in results], unit=""))
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. Attacks on {len(attacked):,} test images maximise "
-        "the cross-entropy of the CNN and the spread loss of the capsules. The margin of the spread loss is 1 in the "
-        "attacks, because with the training margin of 0.9 the loss has no gradient for confident predictions."
+        f"Trained on {images:,} images for {epochs} epochs. Attacks on {len(attacked):,} test images follow the "
+        "gradients of the cross-entropy of the CNN and of the spread loss of the capsules. The spread loss has the "
+        "margin 1 in the attacks, with whatever loss the capsules were trained: with a smaller margin, it has no "
+        "gradient for confident predictions."
     ]
     return Outcome(rows, draw(found), [*notes, *study.notes_on_toys()])
 

@@ -11,7 +11,7 @@ from torchcaps.recipes import create_recipe
 from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 OTHER_TOYS = 2
-"""Seed with which the test toys are rendered. The training toys have seed 0; the README reports results for seed 1."""
+"""Seed with which the test toys are rendered. The training toys have seed 0."""
 PAPER_ROUTING = {"routing.variance_floor": "0.01", "routing.initial_beta_a": "-15", "routing.tempering": "1"}
 CHANGES: dict[str, dict[str, str]] = {
     "the recipe": {},

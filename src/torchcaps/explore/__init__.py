@@ -13,11 +13,11 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcaps.attacks import fgsm
 from torchcaps.classifier import Classifier
 from torchcaps.data import read_image
 from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS, render_toy
 from torchcaps.errors import BadInput
-from torchcaps.experiments.attacks import fgsm
 from torchcaps.inspection import Inspection, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of

@@ -36,6 +36,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "residual-capsnet": ResidualCapsNet,
     "timm-capsnet": TimmCapsNet,
 }
+"""All networks by name. Add a network of your own to train it with `torchcaps train`."""
 
 
 def create_model(name: str, **options: Any) -> nn.Module:

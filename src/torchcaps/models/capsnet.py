@@ -34,8 +34,8 @@ class CapsNet(nn.Module, Pretrained):
         decoder: add a decoder that reconstructs the image from a class capsule.
         routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
             which is copied.
-        im2col: compute convolutions as matrix products (`Im2colConv2d`). On some CPUs this is twice as fast in float32,
-            but it needs 3 MB more memory per 28×28 image. It cannot be combined with ``stem``.
+        im2col: compute convolutions as matrix products (`Im2colConv2d`). This is faster in float32 on some CPUs, and
+            slower on others. It needs 3 MB more memory per 28×28 image. It cannot be combined with ``stem``.
         stem: replace the convolution with four convolutions (one 5×5, then three 3×3), each followed by BatchNorm and
             ReLU. The numbers of output channels are 1/4, 1/2, 1/2 and 1 times ``convolution_channels``. The second and
             the fourth convolution have stride 2. With the stem, the primary capsules have 3×3 kernels with stride 1,

@@ -78,7 +78,10 @@ def matrix_capsnet_toys() -> Recipe:
 
 
 def matrix_capsnet_toys_paper() -> Recipe:
-    """Matrix capsules on the rendered toys with the paper's settings, as in `matrix_capsnet_smallnorb`."""
+    """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`.
+
+    The description of `matrix_capsnet_smallnorb` says how these settings differ from the paper's settings.
+    """
     return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys-paper", data="toys")
 
 
@@ -107,9 +110,9 @@ def matrix_capsnet_mnist() -> Recipe:
 
 
 def matrix_capsnet_mnist_paper() -> Recipe:
-    """Matrix capsules on MNIST with the paper's settings, two routing iterations and shifts of up to 2 pixels.
+    """Matrix capsules on MNIST: `matrix_capsnet_smallnorb` with two routing iterations and shifts of up to 2 pixels.
 
-    Training takes 8 epochs. Besides the number of iterations, two routing options differ from
+    Training takes 8 epochs, and the learning rate decays every 100 steps. Two more routing options differ from
     `matrix_capsnet_smallnorb`, because all positions in the blank margin of an image cast similar votes: the variance
     floor is Gritzman's 1e-4 instead of 0.01, and the initial β_a is -25 instead of -15 (see `EMRouting`). Both
     values were chosen on images of the training split.
