@@ -197,6 +197,13 @@ def test_parquet_files_are_read_with_and_without_the_librarys_own_types(tmp_path
     assert test.labels.tolist() == [1, 0] * 3
 
 
+def test_splits_whose_names_mean_validation_are_merged(tmp_path):
+    for name, count in (("train", 6), ("val", 4), ("validation", 2), ("test", 3)):
+        dataset(count).to_parquet(tmp_path / f"{name}.parquet")
+    splits = load_splits(str(tmp_path), tmp_path)
+    assert [len(images) for images in vars(splits).values()] == [6, 6, 3]
+
+
 def test_a_column_split_of_a_parquet_file_causes_a_warning(tmp_path):
     content = {"image": [one["bytes"] for one in rows(6)["image"]], "label": [0, 1] * 3, "split": ["train", "test"] * 3}
     datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")

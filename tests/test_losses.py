@@ -18,7 +18,7 @@ from torchcaps.losses import LOSSES, balanced_weights, check_loss, margin_loss, 
 from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
-from torchcaps.training_module import TrainingModule, mean_recall_percent
+from torchcaps.training_module import TrainingModule, mean_recall_percent, validation_rank
 
 
 def test_a_loss_of_activations_is_refused_for_logits():
@@ -173,3 +173,9 @@ def test_class_weights_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
         fit(recipe, Splits(several, several, several), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert all("weights" in inspect.signature(loss).parameters for name, loss in LOSSES.items() if name != "own")
+
+
+def test_the_loss_ranks_epochs_only_if_their_accuracies_are_equal():
+    assert validation_rank(95.0025, 0.6) > validation_rank(95.0024, 0.3)
+    assert validation_rank(95.0025, 1e9) > validation_rank(95.0024, 0.0)
+    assert validation_rank(95.0025, 0.3) > validation_rank(95.0025, 0.300001)

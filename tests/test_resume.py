@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,13 +96,56 @@ def test_among_epochs_with_the_same_accuracy_the_one_with_the_lowest_loss_is_the
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_with_more_epochs_a_run_that_stopped_early_waits_for_as_many_epochs_again(tmp_path):
+def test_with_more_epochs_a_run_that_stopped_early_waits_for_as_many_epochs_again(tmp_path, capsys):
     recipe = replace(tiny(12), patience=3)
     epochs = [
         fit(replace(recipe, epochs=count), SPLITS, tmp_path, resume=True, module_class=EqualAccuracies)["epochs"]
         for count in (12, 14, 8)
     ]
     assert epochs == [4, 7, 8]
+    assert capsys.readouterr().out.count("the validation accuracy has not improved since epoch 1\n") == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_stopped_early_and_was_trained_further_is_not_finished(tmp_path):
+    recipe = replace(tiny(12), patience=3)
+    fit(recipe, SPLITS, tmp_path, module_class=EqualAccuracies)
+
+    def interrupt(model):
+        if len(read_rows(tmp_path / "metrics.csv")) == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            replace(recipe, epochs=20),
+            SPLITS,
+            tmp_path,
+            resume=True,
+            module_class=EqualAccuracies,
+            on_epoch_end=interrupt,
+        )
+    metrics = fit(recipe, SPLITS, tmp_path, resume=True, module_class=EqualAccuracies)
+    assert metrics["epochs"] == len(read_rows(tmp_path / "metrics.csv")) > 6
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_finished_run_of_one_epoch_without_its_checkpoint_does_not_start_again(tmp_path):
+    fit(tiny(1), SPLITS, tmp_path)
+    (tmp_path / "last.ckpt").unlink()
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(BadInput, match=r"last\.ckpt is missing: restore it"):
+        fit(tiny(2), SPLITS, tmp_path, resume=True)
+    assert (tmp_path / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_of_numpy_in_a_recipe_are_saved_and_the_rate_of_the_last_step_is_logged(tmp_path):
+    recipe = replace(tiny(1), seed=np.int64(3), learning_rate=np.float32(0.5), schedule="cosine")
+    fit(recipe, SPLITS, tmp_path)
+    assert read_run(tmp_path).recipe == replace(recipe, seed=3, learning_rate=0.5)
+    (row,) = read_rows(tmp_path / "metrics.csv")
+    assert float(row["learning_rate"]) == pytest.approx(0.5 * 0.25)  # the third of three steps
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -186,10 +186,13 @@ def test_wrong_images_are_refused_in_one_line():
         (X[:, None, None], r"X has shape \[40, 1, 1, 12, 12\]: give", {}),
         (np.stack([X] * 3, axis=1), r"looks like channels first.*set image_shape=\(3, 12, 12\)", {}),
         (X[:, None], "looks like channels first", {"image_shape": (12, 12)}),
+        (X, r"image_shape is 8, but the images have shape \(12, 12, 1\): leave it out", {"image_shape": 8}),
+        (X, r"image_shape is \(28, 28\), but the images have shape", {"image_shape": (28, 28)}),
     ):
         with pytest.raises(BadInput, match=message):
             short(**settings).fit(given, y)
     short(epochs=1, image_shape=(1, 12, 12)).fit(X[:, None], y)
+    short(epochs=1, image_shape=[12, 12]).fit(X, y)
     with pytest.raises(BadInput, match="one class, 'left'"):
         short().fit(X, ["left"] * 40)
     with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give images of shape \(12, 12, 1\)"):

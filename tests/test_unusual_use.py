@@ -1,13 +1,15 @@
 """Uses of networks, losses and layers that are legitimate but rare: they work, or are refused in one line."""
 
 import math
+import subprocess
+import sys
 from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, jvp, replace_all_batch_norm_modules_, vmap
 from torch.testing._internal.two_tensor import TwoTensor
 
 from problems import full_problem
@@ -31,6 +33,7 @@ from torchcaps.convolution import Im2colConv2d
 from torchcaps.layers import DenseCaps
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss
 from torchcaps.models import Pretrained
+from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting, UniformRouting
 from torchcaps.routing.votes import Agreement, Votes
 
@@ -120,6 +123,40 @@ def test_im2col_convolution_supports_forward_mode_differentiation_and_vmap():
     change = torch.randn_like(images)
     torch.testing.assert_close(jvp(layer, (images,), (change,))[1], jvp(plain, (images,), (change,))[1])
     torch.testing.assert_close(vmap(lambda x: layer(x[None])[0])(images), plain(images))
+
+
+def test_compiled_functions_support_the_transforms_of_torch_func():
+    """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
+    code = """
+from functools import partial
+import torch
+from torch.func import grad, jvp, vmap
+from torchcaps import Capsules, DenseCaps
+
+activation, pose, change = torch.rand(2, 6, 4), torch.randn(2, 6, 4, 1, 8), torch.randn(2, 6, 4, 1, 8)
+for rule in ("dynamic", "em"):
+    layer = DenseCaps(6, 4, 8, 3, 16, routing=rule).eval()
+    run = lambda pose: layer(Capsules(pose, activation)).activation
+    derivative = lambda function: lambda pose: jvp(function, (pose,), (change,))[1]
+    gradient, shifted = grad(lambda pose: run(pose).sum()), vmap(lambda shift: run(pose + shift).sum())
+    expected, shifts = derivative(run)(pose), torch.linspace(0, 1, 3)
+    assert expected.norm() > 0
+    for backend in ("eager", "aot_eager"):
+        compiled = partial(torch.compile, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(derivative(run))(pose), expected)
+        torch.testing.assert_close(derivative(torch.compile(run, backend=backend))(pose), expected)
+        torch.testing.assert_close(compiled(gradient)(pose), gradient(pose))
+        torch.testing.assert_close(compiled(shifted)(shifts), shifted(shifts))
+        torch.compiler.reset()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_layers_with_batch_norm_run_without_running_statistics():
+    capsules = replace_all_batch_norm_modules_(PrimaryCaps(1, 4, 8, 5, normalise="affine"))
+    norm = replace_all_batch_norm_modules_(PoseNorm(4, (1, 8)))
+    found = vmap(lambda image: norm(capsules(image[None])).pose, randomness="error")(torch.randn(3, 1, 9, 9))
+    assert found.isfinite().all()
 
 
 def test_self_routing_runs_under_vmap_over_its_own_parameters():

@@ -114,7 +114,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         none           v = s
 
     s is the pose before squashing, and v is the pose after it. The length of v in ``su`` is up to twice its length in
-    ``sabour``. Values and gradients are finite everywhere, including at zero.
+    ``sabour``. Values and first-order gradients are finite everywhere, including at zero.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. The squared length of a pose

@@ -6,7 +6,7 @@ from pathlib import Path
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_metrics, read_rows
-from torchcaps.training_module import ranking_metric, validation_rank
+from torchcaps.training_module import WEIGHT_OF_LOSS, ranking_metric, validation_rank
 
 
 def best_epoch(folder: Path, recipe: Recipe) -> int:
@@ -40,7 +40,7 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     kept, ranks = best_epoch(folder, recipe), _ranks(read_rows(folder / "metrics.csv")[:trained], recipe)
     later = ranks[int(read_metrics(folder).get("epochs", trained)) :]
     # Losses in metrics.csv are rounded to 1e-6, so a smaller difference does not tell which epoch was better.
-    if later and max(later) > ranks[kept - 1] + 1e-9:
+    if later and max(later) > ranks[kept - 1] + 2e-6 * WEIGHT_OF_LOSS:
         raise BadInput(
             f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch (epoch "
             f"{1 + ranks.index(max(later))}). model.safetensors does not contain them: its weights are those of epoch "

@@ -101,8 +101,9 @@ def _at_sites(maps: Float[Tensor, "B C H W"]) -> Float[Tensor, "B S C"]:
 
 
 def _normalised(norm: nn.Module, values: Tensor) -> Tensor:
-    """Convert values to the dtype of the norm's statistics, and normalise them."""
-    return norm(values.to(getattr(norm, "running_mean", values).dtype))
+    """Convert values to the dtype of the norm's statistics or weights, if it has any, and normalise them."""
+    own = [x for x in (getattr(norm, "running_mean", None), getattr(norm, "weight", None)) if x is not None]
+    return norm(values.to(own[0].dtype) if own else values)
 
 
 class PoseNorm(nn.Module):

@@ -1,6 +1,5 @@
 """`Recipe`: the settings of a training run."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,7 +11,7 @@ from torchcaps.data import Preparation
 from torchcaps.data.preparation import Standardise
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, NOT_SETTINGS
-from torchcaps.options import check_kind, check_options, kinds_of
+from torchcaps.options import check_kind, check_options, kinds_of, plain_options
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -85,8 +84,8 @@ class Recipe:
         learning_rate: initial learning rate, above 0.
         weight_decay: weight decay of the optimiser, at least 0.
         schedule: schedule of the learning rate, ``exponential`` or ``cosine``. ``exponential`` multiplies the initial
-            learning rate by decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine to 0 at the last
-            step.
+            learning rate by decay_rate^(step / decay_steps); ``cosine`` lowers it along half a cosine, so that it would
+            be 0 after the last step.
         decay_rate: factor by which the exponential schedule multiplies the learning rate every ``decay_steps`` steps,
             above 0.
         decay_steps: number of steps over which the exponential schedule multiplies the learning rate by ``decay_rate``,
@@ -218,7 +217,7 @@ class Recipe:
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""
-        return json.loads(json.dumps(asdict(self)))
+        return plain_options(f"recipe {self.name}", asdict(self))
 
     def preparation(self) -> Preparation:
         """Return the image preparation that the settings describe."""

@@ -165,8 +165,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     before = existing_run(folder, resume)
     last, rows = folder / "last.ckpt", read_rows(folder / "metrics.csv")
     # A run with one row and no checkpoint starts again: the process was killed after it wrote the row of epoch 1 and
-    # before it wrote the checkpoint.
-    first = len(rows) < 2 and not last.exists()
+    # before it wrote the checkpoint. If metrics.json exists, the checkpoint was deleted.
+    first = len(rows) < 2 and not last.exists() and not (folder / "metrics.json").exists()
     data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
     if before is not None:
@@ -232,16 +232,17 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
 def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Return the content of metrics.json if the run in a folder is finished, else None.
 
-    A run is finished if metrics.json, model.safetensors and config.json exist, and if the planned number of epochs in
-    metrics.json equals ``recipe.epochs``.
+    A run is finished if metrics.json, model.safetensors and config.json exist, if the planned number of epochs in
+    metrics.json equals ``recipe.epochs``, and if the run was not trained further since.
 
     Raises:
-        BadInput: metrics.json is damaged.
+        BadInput: metrics.json or metrics.csv is damaged.
     """
     if not all((folder / name).is_file() for name in ("metrics.json", "model.safetensors", "config.json")):
         return None
-    metrics = read_metrics(folder)
-    return metrics if metrics["epochs_planned"] == recipe.epochs else None
+    metrics, rows = read_metrics(folder), read_rows(folder / "metrics.csv")
+    same = metrics["epochs_planned"] == recipe.epochs and len(rows) <= metrics.get("epochs", len(rows))
+    return metrics if same else None
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -298,13 +299,18 @@ class EpochLog(Callback):
         self.images = images
         self.measure = measure
         self.rows: list[dict[str, Any]] = []
-        self.start = self.printed = self.train_seconds = 0.0
+        self.start = self.printed = self.train_seconds = self.learning_rate = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.rows = [row for row in read_rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.start = self.printed = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Any, batch_index: int
+    ) -> None:
+        self.learning_rate = trainer.optimizers[0].param_groups[0]["lr"]
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_index: int
@@ -332,7 +338,7 @@ class EpochLog(Callback):
             "validation_loss": f"{float(seen['validation_loss']):.6f}",
             "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
             "validation_recall_percent": f"{float(seen['validation_recall_percent']):.4f}",
-            "learning_rate": f"{trainer.optimizers[0].param_groups[0]['lr']:.8f}",
+            "learning_rate": f"{self.learning_rate:.8f}",
             "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
             "seconds": f"{time.perf_counter() - self.start:.2f}",
         }

@@ -51,25 +51,37 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
         raise unreadable(path, error, "restore it from a copy") from error
 
 
-def warn_of_seen_images(folders: Sequence[Path], test: Images) -> None:
-    """Warn if test images are among the training or validation images of a run.
+def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Images | None = None) -> None:
+    """Warn if test or validation images are among the images that a run has used.
 
     Arguments:
         folders: run folders. Other folders, such as folders of published weights, are skipped.
         test: the test images.
+        validation: the validation images of a training; None if there is no training.
 
     Raises:
         BadInput: the image digests of a run are missing or damaged.
 
     Warns:
-        DataWarning: test images are among the training or validation images of a run.
+        DataWarning: test images are among the training or validation images of a run, or validation images are among
+            the training images of a run.
     """
     for folder in folders:
-        seen = seen_in_training(folder, test) if (folder / "recipe.json").is_file() else {}
+        if not (folder / "recipe.json").is_file():
+            continue
+        seen = seen_in_training(folder, test)
         if counts := " and ".join(f"{mask.sum():,} {split}" for split, mask in seen.items() if mask.any()):
             warnings.warn(
                 f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
                 "be lower",
+                DataWarning,
+                stacklevel=2,
+            )
+        trained = None if validation is None else seen_in_training(folder, validation).get("train")
+        if trained is not None and trained.any():
+            warnings.warn(
+                f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
+                f"{folder}: the validation accuracy, which chooses the epoch, can be too high",
                 DataWarning,
                 stacklevel=2,
             )

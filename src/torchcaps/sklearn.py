@@ -222,12 +222,15 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             raise BadInput(f"X has shape {list(X.shape)}: give [N, height, width] or [N, height, width, channels]")
         height, width, channels = X.shape[1:]
         shape = (height, width, channels)
-        stated = flat or (self.image_shape is not None and tuple(self.image_shape) == shape)
+        given = None if flat or self.image_shape is None else tuple(np.ravel(self.image_shape))
+        stated = flat or given == shape
         if height in (1, 3) and channels > 4 and not stated:
             raise BadInput(
                 f"the images have shape {shape}, which looks like channels first: give (height, width, channels), "
                 f"such as X.transpose(0, 2, 3, 1); if the shape is right, set image_shape={shape}"
             )
+        if given not in (None, shape, shape[:2]):
+            raise BadInput(f"image_shape is {self.image_shape!r}, but the images have shape {shape}: leave it out")
         return X
 
     def _prepared(self, X: np.ndarray) -> Tensor:

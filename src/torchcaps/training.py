@@ -95,7 +95,7 @@ def fit(
 
     Warns:
         DataWarning: test images are among the training or validation images of this run or of the run in
-            ``recipe.pretrained``.
+            ``recipe.pretrained``; or validation images are among the training images of one of these runs.
     """
     folder = Path(folder)
     check_devices(devices, recipe)
@@ -124,7 +124,8 @@ def fit(
             return done
         check_best(folder, recipe, begun.trained)
         begin_run(folder, begun)
-        warn_of_seen_images([folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])], splits.test)
+        folders = [folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])]
+        warn_of_seen_images(folders, splits.test, splits.validation)
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)

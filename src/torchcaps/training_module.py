@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import lightning
 import numpy as np
@@ -19,7 +19,8 @@ from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spre
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
 
-Number = TypeVar("Number", float, Tensor)
+WEIGHT_OF_LOSS = 1e-5
+"""Factor of the loss in `validation_rank`: less than the smallest difference between two rounded accuracies."""
 
 
 class TrainingModule(lightning.LightningModule):
@@ -160,8 +161,8 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
-        # float32 cannot resolve small differences of the loss; some devices have no float64.
-        self.log("validation_rank", validation_rank(reached.cpu().double(), loss.cpu().double()))
+        rank = validation_rank(float(reached), float(loss))
+        self.log("validation_rank", torch.tensor(rank, dtype=torch.float64))  # float32 would round the loss away
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
@@ -254,12 +255,12 @@ def ranking_metric(recipe: Recipe) -> str:
     return "validation_accuracy_percent" if recipe.class_weights == "none" else "validation_recall_percent"
 
 
-def validation_rank(reached_percent: Number, loss: Number) -> Number:
+def validation_rank(reached_percent: float, loss: float) -> float:
     """Compute the rank of an epoch; the epoch with the highest rank is the best.
 
-    The accuracy (with class weights: the mean recall) decides; among equals, the loss decides.
+    The accuracy (with class weights: the mean recall), rounded to 0.0001 %, decides; among equals, the loss decides.
     """
-    return -(100 - reached_percent) - 0.001 * loss / (1 + loss)
+    return round(reached_percent, 4) - 100 - WEIGHT_OF_LOSS * loss / (1 + loss)
 
 
 def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:

@@ -223,7 +223,7 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
                 " with --set data.image_column=NAME, or replace the file"
             ) from error
         parts.append(part if column == "image" else part.rename_column(column, "image"))
-        splits[SPLITS[split]] = [*range(len(names), len(names) + len(dataset))]
+        splits.setdefault(SPLITS[split], []).extend(range(len(names), len(names) + len(dataset)))
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
     if any("split" in dataset.column_names for dataset in found.values()):
         remarks.append(f"{name}: the column split is not read; save each split in its own file, such as test.parquet")

@@ -89,10 +89,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def in_torch_func() -> bool:
-    """Return whether a transform of torch.func or forward-mode differentiation is active outside a compiler."""
-    return not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    )
+    """Return whether a transform of torch.func or forward-mode differentiation is active, also while compiling."""
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def in_onnx_export() -> bool:

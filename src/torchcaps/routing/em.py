@@ -202,7 +202,7 @@ def em_routing(
                 mass, mean, variance, volume = votes.gaussians(agreement, floor=variance_floor)
             if parent_activation == "logistic":
                 scale = -inverse_temperature / mean_data
-                logit = torch.addcmul(inverse_temperature * beta_a, cost + volume, mass, value=scale)
+                logit = torch.add(inverse_temperature * beta_a, (cost + volume) * mass, alpha=scale)
                 log_activation = functional.logsigmoid(logit)
             else:
                 log_activation = _log_proportions(mass)

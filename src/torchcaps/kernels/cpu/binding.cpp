@@ -70,6 +70,10 @@ template <> const Kernels<double>& kernels<double>() { return chosen->in_double;
 
 using Addresses = std::vector<std::uintptr_t>;
 template <class T> T* at(const Addresses& x, std::size_t i) { return reinterpret_cast<T*>(x.at(i)); }
+void expect(const Addresses& x, std::size_t count) {
+  if (x.size() != count)
+    throw std::invalid_argument("the compiled kernels belong to another version of the Python files: install torchcaps again");
+}
 
 // B, S, C, P, J, K, R, Q, N, E, whether only types at one parent site compete, whether the softmax includes a parent
 // "none of the above" with logit 0, whether the lanes hold samples, and the number of threads.
@@ -121,10 +125,11 @@ template <class T> Agreement<T> agreement_at(const Addresses& x, std::size_t fir
   return {entry(0), entry(1), entry(2), entry(3), T(numbers[1]), T(numbers[2])};
 }
 // The entries of torchcaps.kernels.moments.Record.
+constexpr std::size_t ENTRIES = 15;
 template <class T> Record<T> record_at(const Addresses& x, std::size_t first) {
   const auto entry = [&](std::size_t i) { return at<const T>(x, first + i); };
   Numbers numbers{};
-  if (const T* given = entry(14)) std::copy_n(given, numbers.size(), numbers.begin());
+  if (const T* given = entry(ENTRIES - 1)) std::copy_n(given, numbers.size(), numbers.begin());
   const Record<T> record{agreement_at<T>(x, first, numbers), entry(4), entry(5), entry(6), entry(7), entry(8), entry(9),
                          entry(10), entry(11), entry(12), entry(13), T(numbers[0])};
   if (record.coupling_grads && !record.log_sums)
@@ -145,20 +150,23 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     });
   };
   define("moments", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
+    expect(agreement, 4), expect(x, 7);
     const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5),
                             at<T>(x, 6), T(numbers[0])};
     if (out.log_volume && !out.variance) throw std::invalid_argument("log_volume needs variance: request the variance too");
     kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
   });
   define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
+    expect(agreement, 4), expect(x, 1);
     kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), at<T>(x, 0));
   });
   define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, const Numbers&) {
+    expect(record, ENTRIES), expect(x, 5);
     const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4)};
     kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0), out);
   });
   define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers&) {
-    constexpr std::size_t ENTRIES = 15;
+    expect(x, 3), expect(records, records.size() / ENTRIES * ENTRIES);
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
     kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
