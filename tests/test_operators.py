@@ -74,6 +74,14 @@ def test_edges_out_of_range_are_refused(name):
             getattr(torch.ops.torchcaps, name)(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
+@pytest.mark.parametrize("name", OF_VOTES)
+def test_kernels_compiled_for_another_version_are_refused(name, monkeypatch):
+    arguments, real = calls()[name], operators.addresses
+    monkeypatch.setattr(operators, "addresses", lambda *given: [*real(*given), 0])
+    with pytest.raises(ValueError, match="belong to another version of the Python files: install torchcaps again"):
+        getattr(operators, name)(*arguments)
+
+
 def test_records_of_passes_with_a_wrong_number_or_shape_of_tensors_are_refused():
     *arguments, records, types, none_of_the_above, by_sample = calls()["votes_backward"]
     for wrong, message in (
