@@ -1,5 +1,6 @@
 """Agreements with extreme logits, temperatures and variances: both backends against float64, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,34 +15,49 @@ pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not 
 BACKENDS = ("fused", "reference")
 
 
-def gradients(backend, tensors, agreement_of, routing_map, loss, dtype=torch.float32):
-    """Compute the gradients of a loss on the moments under an agreement, for all tensors."""
+def gradients(backend, tensors, agreement_of, routing_map, loss, dtype=torch.float32, activated=False):
+    """Compute the gradients of a loss on the moments under an agreement, for all tensors.
+
+    Tensors are the pose, the transform, parts of the agreement, and, if `activated`, the activation.
+    """
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
-    votes = Votes(leaves[0], None, leaves[1], routing_map, passes=2, backend=backend)
+    activation = leaves.pop() if activated else None
+    votes = Votes(leaves[0], activation, leaves[1], routing_map, passes=2, backend=backend)
     loss(votes.moments(agreement_of(votes, *leaves[2:]))).backward()
+    leaves += [activation] if activated else []
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 @pytest.mark.parametrize("instruction_set", cpu_instruction_sets())
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("activation", [None, 1.0, 1e-15])
 @pytest.mark.parametrize("masked", [-1e4, -1e6, -1e9, -1e30])
-def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(backend, batch, masked, instruction_set):
+def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(
+    backend, batch, masked, activation, instruction_set
+):
     _cpu.use(instruction_set)
     pose, transform = torch.randn(batch, 8, 1, 1, 3), torch.randn(1, 1, 3, 3, 4)
     constant = torch.tensor([masked, 0.0, 0.0]).expand(batch, 1, 3)
+    tensors = [pose, transform, constant]
+    if activation is not None:
+        tensors.append(activation * torch.rand(batch, 8, 1))
 
     def of(backend, dtype):
+        means = []
+
         def agreement(votes, constant):
             return Agreement(constant=constant)
 
         def loss(found):
+            means.append(found.mean.detach())
             return (found.mean[..., 0, 0] * torch.tensor([1.0, 2.0, 3.0])).sum()
 
-        return gradients(backend, (pose, transform, constant), agreement, RoutingMap.shared(8), loss, dtype)
+        found = gradients(backend, tensors, agreement, RoutingMap.shared(8), loss, dtype, len(tensors) == 4)
+        return [*means, *found[:2], *found[3:]]
 
     exact = of("reference", torch.float64)
-    for found, right in zip(of(backend, torch.float32)[:2], exact, strict=False):
+    for found, right in zip(of(backend, torch.float32), exact, strict=True):
         assert far(found, right) < 1e-5
     _cpu.use(cpu_instruction_sets()[0])
 
@@ -101,11 +117,13 @@ def test_gradients_through_a_variance_do_not_underflow(backend, scale, batch):
         assert far(found / right.abs().max(), right / right.abs().max()) < 1e-3
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("name", ["variance_floor", "inverse_temperature"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_learned_number_in_an_agreement_with_a_variance_is_refused(backend, name):
     votes = Votes(torch.randn(1, 4, 2, 1, 3), None, torch.randn(4, 2, 3, 3, 4), RoutingMap.dense(4), backend=backend)
     _, mean, variance = votes.moments()
+    votes.moments(Agreement(centre=mean, variance=variance, **{name: np.float32(0.5)}))
     learned = {name: nn.Parameter(torch.tensor(0.5))}
     with pytest.raises(ValueError, match=r"must be numbers; got .*a float32 tensor \[\].*give quadratic = "):
         votes.moments(Agreement(centre=mean, variance=variance, **learned))

@@ -99,7 +99,7 @@ def test_test_images_that_were_training_images_cause_a_warning(call, finished, i
     assert code == 0, error
     assert error.count("warning: ") == 2
     assert re.search(rf"\d+ train .*images of {run} are among the 16 test images", error)
-    assert re.search(rf"\d+ of the \d+ validation images are among the training images of {run}: the validation", error)
+    assert re.search(rf"\d+ of the \d+ validation images are among the training images of {run}: the val", error)
     for path in (split / "test").rglob("*.png"):
         Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
     code, _, error = train(call, split, tmp_path / "clean", "--epochs", 1)

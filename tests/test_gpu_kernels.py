@@ -302,12 +302,19 @@ def test_the_log_volume_without_floor_equals_the_reference(device):
 
 
 def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(device):
-    case = problem(MAPS["shared"])
-    case = {name: case[name] for name in ("pose", "transform", "constant")}
-    case["constant"][..., 0] = -1e9
-    exact = everything(Reference, case, MAPS["shared"], without_variance)
-    found = everything(Fused, case, MAPS["shared"], without_variance, device, dtype=torch.float32)
-    assert max(map(far, found[1:4], exact[1:4])) < 1e-5
+    for activation in (None, 1.0, 1e-15):
+        case = problem(MAPS["shared"])
+        names = (
+            ["pose", "transform", "constant"] if activation is None else ["pose", "activation", "transform", "constant"]
+        )
+        case = {name: case[name] for name in names}
+        case["constant"][..., 0] = -1e9
+        if activation is not None:
+            case["activation"] *= activation
+        exact = everything(Reference, case, MAPS["shared"], without_variance)
+        found = everything(Fused, case, MAPS["shared"], without_variance, device, dtype=torch.float32)
+        for name, one, other in zip(["mass", "mean", *names[:-1]], found, exact, strict=False):
+            assert far(one / other.norm(), other / other.norm()) < 1e-5, name
 
 
 def test_gradients_through_a_variance_do_not_underflow(device):

@@ -291,6 +291,57 @@ def test_the_position_of_a_feature_map_is_the_centre_of_its_receptive_fields():
     assert found.shape[2:] == maps[-1].grid
 
 
+class PaddedLikeTensorFlow(nn.Conv2d):
+    """Pads in `forward`, as `Conv2dSame` in timm does."""
+
+    def forward(self, images):
+        sides = []
+        for size, kernel, stride in zip(images.shape[2:], self.kernel_size, self.stride, strict=True):
+            both = max(0, (-(-size // stride) - 1) * stride + kernel - size)
+            sides = [both // 2, both - both // 2, *sides]
+        return functional.conv2d(functional.pad(images, sides), self.weight, self.bias, self.stride)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [PaddedLikeTensorFlow(1, 1, 3, 2), nn.ReLU(), PaddedLikeTensorFlow(1, 1, 5), PaddedLikeTensorFlow(1, 1, 4, 3)],
+        [nn.Conv2d(1, 1, 3, stride=4), nn.Conv2d(1, 1, 2, padding="same"), nn.Conv2d(1, 1, 4, padding="same")],
+        [nn.Conv2d(1, 1, 3, padding="same", dilation=2), nn.MaxPool2d(3, 2, ceil_mode=True), nn.AvgPool2d(2)],
+    ],
+)
+@pytest.mark.parametrize("side", [64, 67])
+def test_positions_after_padding_that_is_not_symmetrical_are_right(layers, side):
+    model, images = nn.Sequential(*layers).double(), torch.rand(1, 1, side, side, dtype=torch.float64).requires_grad_()
+    for parameter in model.parameters():
+        parameter.data.abs_()
+    with feature_maps(model, [], images) as maps:
+        found = model(images)
+    row = found.shape[2] // 2
+    (pixels,) = torch.autograd.grad(found[0, 0, row, row], images)
+    seen = (pixels[0, 0] != 0).nonzero()
+    if not any(isinstance(layer, nn.MaxPool2d) for layer in layers):
+        centre = (seen.amin(dim=0) + seen.amax(dim=0)) / 2
+        assert centre.tolist() == [
+            first + row * step for first, step in zip(maps[-1].first, maps[-1].step, strict=True)
+        ]
+    assert maps[-1].grid == found.shape[2:]
+
+
+def test_padding_of_unknown_size_is_refused():
+    class Odd(nn.Conv2d):
+        def forward(self, images):
+            return super().forward(functional.pad(images, (5, 5, 5, 5)))
+
+    convolution, images = Odd(1, 1, 3), torch.rand(1, 1, 20, 20)
+    with (
+        feature_maps(convolution, [], images),
+        pytest.raises(BadInput, match="Odd turned a 20×20 map into a 28×28 map, which its padding does not explain"),
+    ):
+        convolution(images)
+
+
 def test_a_feature_map_of_unknown_position_is_refused():
     convolution, images = nn.Conv2d(1, 1, 1), torch.rand(1, 1, 20, 20)
     with (

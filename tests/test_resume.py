@@ -141,11 +141,14 @@ def test_a_finished_run_of_one_epoch_without_its_checkpoint_does_not_start_again
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.filterwarnings("ignore")
 def test_numbers_of_numpy_in_a_recipe_are_saved_and_the_rate_of_the_last_step_is_logged(tmp_path):
-    recipe = replace(tiny(1), seed=np.int64(3), learning_rate=np.float32(0.5), schedule="cosine")
+    numbers = {"seed": np.int64(3), "epochs": np.int64(1), "patience": np.int64(4), "shift": np.int64(1)}
+    numbers |= {"learning_rate": np.float32(0.5), "gradient_clip": np.float32(1), "weight_decay": np.float64(0.01)}
+    recipe = replace(tiny(1), schedule="cosine", **numbers)
     fit(recipe, SPLITS, tmp_path)
     assert read_run(tmp_path).recipe == replace(recipe, seed=3, learning_rate=0.5)
     (row,) = read_rows(tmp_path / "metrics.csv")
     assert float(row["learning_rate"]) == pytest.approx(0.5 * 0.25)  # the third of three steps
+    assert fit(replace(recipe, epochs=np.int64(2)), SPLITS, tmp_path, resume=True)["epochs"] == 2
 
 
 @pytest.mark.filterwarnings("ignore")

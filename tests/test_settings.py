@@ -80,6 +80,14 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
         ({"schedule": "cosine", "decay_rate": "0.5"}, "decay_rate is 0.5, which has no effect with schedule=cosine"),
         ({"schedule": "cosine", "decay_steps": "50"}, "decay_steps is 50, which has no effect with schedule=cosine"),
+        (
+            {"standardise": "last", "reconstruction_weight": "0", "contrast": "0.5"},
+            "contrast is 0.5, which has no effect with standardise",
+        ),
+        (
+            {"standardise": "last", "reconstruction_weight": "0", "brightness": "0.5"},
+            "brightness is 0.5, which has no effect with standardise=last",
+        ),
         ({"decay_rate": "1", "decay_steps": "50"}, "no effect with decay_rate=1: leave it out, or set decay_rate"),
         ({"early_iterations": "2"}, "no effect with early_epochs=0: leave it out, or set early_epochs to 1 or more"),
         ({"model.decoder": "false", "reconstruction_weight": "0.1"}, "because model capsnet has no decoder"),

@@ -119,8 +119,9 @@ def gradient_health(
     If these gradients vanish, gradient attacks fail, but other attacks can still succeed.
 
     Arguments:
-        classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
-        images: images in [0, 1].
+        classifier: any differentiable function of images that returns scores ``[B, classes]``. It should be the network
+            alone, without the preparation of the images: standardisation would give every pixel a gradient.
+        images: input of the network.
         labels: class indices ``[B]``.
         loss: function of scores and labels that returns the mean loss of the batch.
 

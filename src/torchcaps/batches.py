@@ -110,8 +110,8 @@ class SplitBatches(lightning.LightningDataModule):
 
     If several devices train together, each device loads its own part of every split.
 
-    The order of the training images depends only on the seed and the epoch. The augmentation of a training image
-    depends only on the seed, the epoch and the index of the image.
+    The order of the training images depends only on the seed, the epoch and the number of training images. The
+    augmentation of a training image depends only on these three numbers and the index of the image.
 
     Arguments:
         splits: training, validation and test images.

@@ -44,5 +44,5 @@ class EarlyStopping(lightning_callbacks.EarlyStopping):
             self.best_epoch = trainer.current_epoch + 1
         if self.wait_count >= self.patience and trainer.is_global_zero and trainer.current_epoch + 1 < self.epochs:
             now, name = trainer.current_epoch + 1, self.monitor.removesuffix("_percent").replace("_", " ")
-            best = self.best_epoch
+            best = self.best_epoch or now - self.wait_count  # older checkpoints do not contain the best epoch
             print(f"stopped early after epoch {now}: the {name} has not improved since epoch {best}", flush=True)

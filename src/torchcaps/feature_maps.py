@@ -50,8 +50,7 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
         if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
             kernel, stride, spread = (_pair(getattr(module, one, 1)) for one in ("kernel_size", "stride", "dilation"))
             kernel = [spread[axis] * (kernel[axis] - 1) + 1 for axis in (0, 1)]
-            same = [(size - 1) / 2 if module.padding == "same" else 0.0 for size in kernel]
-            padding = same if isinstance(module.padding, str) else _pair(module.padding)
+            padding = _padding(module, images.shape[2:], result.shape[2:], kernel, stride)
             first = tuple(first[axis] + step[axis] * ((kernel[axis] - 1) / 2 - padding[axis]) for axis in (0, 1))
             step = tuple(step[axis] * stride[axis] for axis in (0, 1))
         maps.append(FeatureMap(tuple(result.shape[2:]), first, step))
@@ -63,6 +62,36 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _padding(
+    module: nn.Module, given: Sequence[int], found: Sequence[int], kernel: Sequence[int], stride: Sequence[int]
+) -> list[int]:
+    """Return the padding above and to the left of the input of a convolution or pooling.
+
+    A subclass of `nn.Conv2d` may pad its input itself. The padding is then known only if it is that of "same": the
+    output has ⌈input / stride⌉ rows, and half of the padding, rounded down, is above.
+    """
+    declared: Any = module.padding
+    padding = []
+    for axis in (0, 1):
+        whole = max(0, (found[axis] - 1) * stride[axis] + kernel[axis] - given[axis])
+        fixed = 0 if isinstance(declared, str) else _pair(declared)[axis]
+        inside = given[axis] + 2 * fixed - kernel[axis]
+        sizes = {
+            inside // stride[axis] + 1,
+            -(-inside // stride[axis]) + 1 if getattr(module, "ceil_mode", False) else 0,
+        }
+        if declared != "same" and found[axis] in sizes:
+            padding.append(fixed)
+        elif found[axis] == -(-given[axis] // stride[axis]):
+            padding.append(whole // 2)
+        else:
+            raise BadInput(
+                f"{type(module).__name__} turned a {given[0]}×{given[1]} map into a {found[0]}×{found[1]} map, which "
+                "its padding does not explain, so positions in the image are unknown: use torch.nn.Conv2d(padding=...)"
+            )
+    return padding
 
 
 def _of_size(size: Sequence[int], maps: Sequence[FeatureMap]) -> FeatureMap:

@@ -10,7 +10,7 @@ from typing import Any
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, printable
-from torchcaps.models.pretrained import CONFIG, read_config
+from torchcaps.models.pretrained import CONFIG
 from torchcaps.run_folder import finished, read_run
 
 CARD = """# {name}
@@ -76,12 +76,14 @@ def publish(run: Path, folder: Path) -> Path:
         raise BadInput(f"{folder} is the folder of a run: give another folder for the weights")
     if others := [name for name in ("README.md", CONFIG) if (folder / name).exists()]:
         try:
-            read_config(folder)
-        except BadInput as error:
+            config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            config = None
+        if not isinstance(config, dict) or not {"format", "model"} <= config.keys():
             raise BadInput(
                 f"{folder / others[0]} does not belong to a network of torchcaps and would be replaced: give another "
                 "folder"
-            ) from error
+            )
     saved = read_run(run)
     metrics = finished(run, saved.recipe)
     if metrics is None:

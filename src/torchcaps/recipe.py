@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from torchcaps.data import Preparation
@@ -166,6 +167,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
+            object.__setattr__(self, key, _without_numpy(getattr(self, key)))
             check_kind(key, getattr(self, key), kind)
         if not isinstance(rule := self.model_options.get("routing", ""), str):
             raise BadInput(
@@ -222,6 +224,15 @@ class Recipe:
     def preparation(self) -> Preparation:
         """Return the image preparation that the settings describe."""
         return Preparation.of(vars(self))
+
+
+def _without_numpy(value: Any) -> Any:
+    """Convert NumPy scalars, also inside dicts and lists, to Python numbers."""
+    if isinstance(value, dict):
+        return {key: _without_numpy(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_numpy, value))
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def batch_starts(images: int, batch_size: int) -> range:

@@ -302,7 +302,10 @@ class EpochLog(Callback):
         self.start = self.printed = self.train_seconds = self.learning_rate = 0.0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.rows = [row for row in read_rows(self.path) if int(row["epoch"]) <= trainer.current_epoch]
+        rows = read_rows(self.path)
+        self.rows = [row for row in rows if int(row["epoch"]) <= trainer.current_epoch]
+        if len(self.rows) < len(rows) and trainer.is_global_zero:
+            self._write()
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self.start = self.printed = time.perf_counter()
@@ -347,9 +350,7 @@ class EpochLog(Callback):
             with evaluating(model):
                 row |= {name: f"{value:.4f}" for name, value in (self.measure(model) or {}).items()}
         self.rows.append(row)
-        lines = [",".join(row), *(",".join(str(kept.get(name, "")) for name in row) for kept in self.rows)]
-        with atomically(self.path) as stream:
-            stream.write(("\n".join(lines) + "\n").encode())
+        self._write()
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
         print(
             f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
@@ -357,3 +358,9 @@ class EpochLog(Callback):
             f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
             flush=True,
         )
+
+    def _write(self) -> None:
+        names = self.rows[-1] if self.rows else []
+        lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in self.rows)]
+        with atomically(self.path) as stream:
+            stream.write(("\n".join(lines) + "\n").encode())

@@ -77,11 +77,11 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
                 DataWarning,
                 stacklevel=2,
             )
-        trained = None if validation is None else seen_in_training(folder, validation).get("train")
+        trained = seen_in_training(folder, validation).get("train") if seen and validation is not None else None
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
-                f"{folder}: the validation accuracy, which chooses the epoch, can be too high",
+                f"{folder}: the validation accuracy can be too high",
                 DataWarning,
                 stacklevel=2,
             )

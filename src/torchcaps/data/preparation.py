@@ -57,7 +57,8 @@ class Preparation:
             2017).
         standardise: when to scale each image, over all its channels, to mean 0 and variance 1. "first": before crop,
             brightness and contrast, as in the text of Hinton, Sabour & Frosst 2018; "last": after all other steps, as
-            in the code of the same authors; "none": never.
+            in the code of the same authors; "none": never. "last" removes random brightness and contrast, unless an
+            image is also rotated, squeezed, distorted or erased.
         crop: height and width of the crop, in pixels. The crop is at a random position in training, else in the centre.
             0 keeps the whole image.
         flip: training only; mirror each image left to right with probability 0.5. The two channels of a mirrored stereo

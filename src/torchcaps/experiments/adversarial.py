@@ -46,11 +46,14 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
     return percent(torch.cat(right))
 
 
-def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) -> dict[str, Any]:
-    """Attack the network `target`, and measure the gradients of its loss with respect to the images.
+def measured(
+    model: nn.Module, preparation: Preparation, loss: Loss, images: Images, other: Classifier
+) -> dict[str, Any]:
+    """Attack a network, and measure the gradients of its loss with respect to its input, the prepared images.
 
     In black-box attacks, the images are changed with the gradients of the cross-entropy of the network `other`.
     """
+    target = classifier(model, preparation)
     found: dict[str, Any] = {"untargeted": {}, "black box": {}, "targeted": {}, "targeted, as the paper": {}}
     for name, attack in ATTACKS.items():
         found["untargeted"][name] = [
@@ -63,7 +66,7 @@ def measured(target: Classifier, loss: Loss, images: Images, other: Classifier) 
         found["targeted"][name] = [success(target, loss, images, attack, epsilon) for epsilon in EPSILONS]
         found["targeted, as the paper"][name] = success(target, loss, images, attack, TARGETED_EPSILON)
     health = [
-        gradient_health(target, pixels.float() / 255, labels, loss)
+        gradient_health(lambda x: model(x).scores, preparation.plain_of(pixels.float() / 255), labels, loss)
         for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True)
     ]
     found["zero gradients"] = sum(one.zero for one in health) / len(health)
@@ -113,7 +116,7 @@ def run(
 
             def compute(model=model, preparation=preparation, name=name, images=attacked, second=second) -> Any:
                 loss = LOSSES["CNN" if name == "CNN" else "capsules"]
-                return measured(classifier(model, preparation), loss, images, classifier(second, preparation))
+                return measured(model, preparation, loss, images, classifier(second, preparation))
 
             found[name].append(study.cached(part(name, seed), "attacked", compute))
     rows = []
@@ -133,12 +136,16 @@ def run(
             for index, epsilon in list(enumerate(EPSILONS))[1:]:
                 values = [one["black box"][attack][index] for one in results]
                 rows.append(Row(f"{name}, {attack} transferred from another CNN, ε = {epsilon}: accuracy", values))
-        rows.append(Row(f"{name}, pixels with a gradient of exactly 0", [one["zero gradients"] for one in results]))
-        rows.append(Row(f"{name}, mean gradient norm per image", [one["gradient length"] for one in results], unit=""))
+        rows.append(
+            Row(
+                f"{name}, numbers of the input with a gradient of exactly 0", [one["zero gradients"] for one in results]
+            )
+        )
+        rows.append(Row(f"{name}, mean gradient norm per input", [one["gradient length"] for one in results], unit=""))
     notes = [
         f"Trained on {images:,} images for {epochs} epochs. Attacks on {len(attacked):,} test images follow the "
         "gradients of the cross-entropy of the CNN and of the spread loss of the capsules. The spread loss has the "
-        "margin 1 in the attacks, with whatever loss the capsules were trained: with a smaller margin, it has no "
+        "margin 1 in the attacks, whichever loss trained the capsules: with a smaller margin, it has no "
         "gradient for confident predictions."
     ]
     return Outcome(rows, draw(found), [*notes, *study.notes_on_toys()])

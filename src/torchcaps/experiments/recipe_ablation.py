@@ -22,7 +22,7 @@ CHANGES: dict[str, dict[str, str]] = {
     "T = 1": {"routing.iterations": "1"},
     "crop of 32 pixels": {"crop": "32"},
     "no mixup": {"mixup": "0"},
-    "standardised before crop and brightness": {"standardise": "first"},
+    "standardised first, with random brightness and contrast": {"standardise": "first"},
     "no stem": {"model.stem": "0", "model.stem_stride": "1"},
     "stem without stride, 8 primary types": {"model.stem_stride": "1", "model.widths": "[64,8,16,16]"},
     "no BatchNorm on primary capsules": {"model.normalise": "false"},

@@ -52,8 +52,8 @@ class Record(NamedTuple):
             activation · coupling. None if the couplings are treated as constants.
         mean: ``[B, P, J, R, N]``, means of the votes.
         largest, log_mass: ``[B, P, J]``: the logarithm of the mass is the sum of both. They are stored separately,
-            because largest may be so large that the sum would round log_mass away: it is the largest log weight of a
-            child, or 0. For a parent whose children all have activation 0, log_mass is ∞ instead of -∞, so that the
+            because largest, the log coupling of the child with the largest weight or 0, may be so large that the sum
+            would round log_mass away. If all children have activation 0, log_mass is ∞ instead of -∞, so that the
             exponential of ``log weight - largest - log_mass`` is 0.
         variance: variances of the votes, with the shape of mean. None if neither variance nor Σ log σ has a gradient.
         mass_grad, mean_grad, variance_grad, log_volume_grad: gradients of the outputs of the pass.

@@ -182,10 +182,13 @@ def _check_effects(recipe: Recipe, given: Container[str]) -> None:
     decoder = "decoder" in kinds_of(model) and inspect.signature(model).parameters["decoder"].default
     no_decoder = recipe.reconstruction_weight and not recipe.model_options.get("decoder", decoder)
     schedule, rate, early = recipe.schedule, recipe.decay_rate, recipe.early_epochs
+    undone = recipe.standardise == "last" and not (recipe.rotation or recipe.squeeze or recipe.elastic or recipe.erase)
     for key, without_effect, reason, cure in (
         ("decay_rate", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
+        ("brightness", undone, "with standardise=last, which removes it", "set standardise=first"),
+        ("contrast", undone, "with standardise=last, which removes it", "set standardise=first"),
         ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):

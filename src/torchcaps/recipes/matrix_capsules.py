@@ -48,7 +48,8 @@ def matrix_capsnet_toys() -> Recipe:
     - The network has 16 types of primary capsules instead of 8, and β_a starts at 0 instead of -15.
     - Three convolutions are added after the first one; the middle one of the three has stride 2. BatchNorm follows all
       four convolutions and the primary capsules.
-    - Crops contain the whole toy, images are standardised after augmentation, and mixup is on.
+    - Crops contain the whole toy, images are standardised after augmentation, and mixup is on. Standardising last
+      removes random brightness and contrast, so this recipe trains without them.
     - The loss is the cross-entropy on activation logits, the learning rate has a cosine schedule, and the last epoch is
       kept instead of the best epoch.
     - The inverse temperature of the couplings (``tempering``) is 0.25, and the variance floor is 0.3, as large as the

@@ -108,7 +108,7 @@ def em_routing(
                 μ_j^h = Σ_i r_ij V_ij^h / Σ_i r_ij
                 (σ_j^h)² = Σ_i r_ij (V_ij^h - μ_j^h)² / Σ_i r_ij + floor
                 cost_j = Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data
-                a_j = logistic(λ (β_a - cost_j))
+                a_j = logistic(λ_t (β_a - cost_j))
             E-step, per child (not in the last iteration):
                 log p_ij = -Σ_h [ (V_ij^h - μ_j^h)² / 2(σ_j^h)² + log σ_j^h + ½ log 2π ]
                 R_ij = a_j p_ij / Σ_k a_k p_ik
@@ -138,8 +138,8 @@ def em_routing(
         normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
             ``normalise_data=False``. Gritzman's code uses 1, with ``normalise_data=True``.
-        temperature_schedule: ``constant``: λ in every iteration; ``rising``, the authors' schedule: λ (1 - 0.95^(t+1))
-            in iteration t = 0, 1, ….
+        temperature_schedule: ``constant``: λ_t = λ; ``rising``, the authors' schedule: λ_t = λ (1 - 0.95^(t+1)) in
+            iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
@@ -282,7 +282,7 @@ class EMRouting(nn.Module):
         R_ij = 1 / (number of parents of child i)
         repeat `iterations` times:
             M-step:   r_ij = R_ij a_i       μ_j, σ_j² = mean and variance of the votes V_ij, weighted with r_ij
-                      a_j = logistic(λ (β_a - Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data))
+                      a_j = logistic(λ_t (β_a - Σ_h (β_u + log σ_j^h) · Σ_i r_ij / mean_data))
             E-step:   R_ij = a_j N(V_ij; μ_j, σ_j²) / Σ_k a_k N(V_ij; μ_k, σ_k²)
 
     V_ij is the vote of child i for parent j, R_ij its coupling, and a_i the activation of the child. h runs over the
@@ -298,15 +298,15 @@ class EMRouting(nn.Module):
         normalise_data: if True, mean_data is the layer's number of children divided by its number of parents; if
             False, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0.
-        temperature_schedule: ``constant``: always λ; ``rising``: λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
+        temperature_schedule: ``constant``: λ_t = λ; ``rising``: λ_t = λ (1 - 0.95^(t+1)) in iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
         mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1).
         tempering: factor on log (a_j N(V_ij; μ_j, σ_j²)) in the E-step, in (0, 1]; below 1, the couplings are softer.
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
         initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. A parent to which no
-            child is coupled has the activation logistic(λ β_a). To make this activation low, start with a strongly
-            negative β_a, such as -15: a step of Adam changes β_a by only about the learning rate, so training from 0
-            would reach such a value too slowly.
+            child is coupled has the activation logistic(λ_t β_a), which is 0.1 for β_a = -15 after the default
+            iterations. To make it low, start with a strongly negative β_a: a step of Adam changes β_a by only about the
+            learning rate, so training from 0 would reach such a value too slowly.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.

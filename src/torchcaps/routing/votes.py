@@ -21,8 +21,6 @@ from torchcaps.routing_map import RoutingMap, added_at, check_children
 __all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
 
 
-LEAST_INVERSE_TEMPERATURE = 1e-37
-
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 """Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
 
@@ -45,12 +43,12 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
     """Arguments of the operators: variance takes the place of quadratic, and inverse_temperature 0 means quadratic.
 
-    An inverse temperature that float32 would round to 0 becomes a small number; both make the couplings uniform.
+    An inverse temperature that the dtype would round to 0 becomes the smallest number for which half of it is not 0.
     """
     constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
     if variance is None:
         return constant, linear, quadratic, centre, 0.0, 0.0
-    return constant, linear, variance, centre, floor, max(inverse_temperature, LEAST_INVERSE_TEMPERATURE)
+    return constant, linear, variance, centre, floor, max(inverse_temperature, 4 * torch.finfo(variance.dtype).tiny)
 
 
 def _plain(agreement: Agreement) -> Agreement:
@@ -72,7 +70,7 @@ def _check_variance(agreement: Agreement) -> None:
             )
     elif agreement.quadratic is not None:
         raise ValueError("the agreement has both quadratic and variance: give one of them")
-    elif not isinstance(floor, float | int) or not isinstance(inverse_temperature, float | int):
+    elif isinstance(floor, Tensor) or isinstance(inverse_temperature, Tensor):
         raise ValueError(
             "variance_floor and inverse_temperature in the agreement must be numbers; "
             f"got {described(floor)} and {described(inverse_temperature)}: to learn one of them, give quadratic = "

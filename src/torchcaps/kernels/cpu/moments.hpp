@@ -341,7 +341,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   // Recomputes the moments of a block of parents by a loop over their edges, with weights relative to the largest.
   Found recomputed(const Child* pose, const Child* activation, const V* record, const Child* log_sums, int at) const {
     const int p = at / JB, block = at % JB;
-    V d[MOST], largest = splat(lowest<T>), total{}, centre[MOST]{};
+    V d[MOST], best_c = splat(lowest<T>), best_a{}, total{}, centre[MOST]{};
     const auto each_vote = [&](auto use) {
       for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
         const int e = g.parent_edge[i], group = g.group_of(e);
@@ -353,19 +353,22 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
           V log_c = splat(std::log(uniform_coupling(group)));
           if (log_sums) log_c = log_coupling(logit(v, record, d), log_sums, long(group) * g.C + c);
-          use(off, off ? splat(lowest<T>) : logarithm(a) + log_c, v);
+          use(off, logarithm(off ? splat(T(1)) : a), log_c, v);
         }
       }
     };
-    each_vote([&](auto off, V log_w, const V* v) {
-      for (int h = 0; h < numbers(); ++h) centre[h] = (log_w > largest) & ~off ? v[h] : centre[h];
-      largest = larger<T>(log_w, largest);
+    // A sum of both logarithms would round log a away if log c is huge.
+    const auto log_share = [&](V log_a, V log_c) { return (log_c - best_c) + (log_a - best_a); };
+    each_vote([&](auto off, V log_a, V log_c, const V* v) {
+      const auto better = (log_share(log_a, log_c) > T(0)) & ~off;
+      for (int h = 0; h < numbers(); ++h) centre[h] = better ? v[h] : centre[h];
+      best_c = better ? log_c : best_c, best_a = better ? log_a : best_a;
     });
-    largest = largest == lowest<T> ? V{} : largest;
+    best_c = best_c == lowest<T> ? V{} : best_c;
     Found found{};
     V second[MOST]{};
-    each_vote([&](auto off, V log_w, const V* v) {
-      const V w = off ? V{} : exponential(log_w - largest);
+    each_vote([&](auto off, V log_a, V log_c, const V* v) {
+      const V w = off ? V{} : exponential(log_share(log_a, log_c));
       total += w;
       for (int h = 0; h < numbers(); ++h) found.mean[h] += off ? V{} : w * (v[h] - centre[h]);
     });
@@ -373,8 +376,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     const V inverse = alive ? T(1) / (alive ? total : splat(T(1))) : V{};
     for (int h = 0; h < numbers(); ++h) found.mean[h] = alive ? centre[h] + found.mean[h] * inverse : V{};
     if (with_variance) {
-      each_vote([&](auto off, V log_w, const V* v) {
-        const V w = off ? V{} : inverse * exponential(log_w - largest);
+      each_vote([&](auto off, V log_a, V log_c, const V* v) {
+        const V w = off ? V{} : inverse * exponential(log_share(log_a, log_c));
         for (int h = 0; h < numbers(); ++h) {
           const V x = v[h] - found.mean[h], y = off ? V{} : w * x;
           second[h] += y;
@@ -387,10 +390,9 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
         found.mean[h] += second[h];
       }
     }
-    const V root = exponential(T(0.5) * largest);  // e^largest may underflow although the mass does not
+    const V root = exponential(T(0.5) * (best_c + best_a));  // its square may underflow although the mass does not
     found.mass = product_below_normal(total * root, root);
-    found.largest = largest;
-    found.log_mass = alive ? logarithm(total) : splat(-lowest<T>);
+    found.largest = best_c, found.log_mass = alive ? logarithm(total) + best_a : splat(-lowest<T>);
     return found;
   }
 };

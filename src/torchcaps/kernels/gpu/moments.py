@@ -49,14 +49,15 @@ def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
 
 @triton.jit
 def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
-    """Compute, for each group of children: the largest log w, (Σ w) / (largest w), and mean and variance of the votes.
+    """Compute, for each group of children: the largest log c, Σ a c / (largest c), and mean and variance of the votes.
 
-    The weight w of a vote is activation times coupling. Updating a running mean and variance avoids cancellation.
+    Here, the largest c is that of the vote with the largest weight a c. Updating a running mean avoids cancellation.
     """
     dtype: tl.constexpr = tops.dtype.element_ty
     parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     mass = tl.zeros([z.block_samples, z.block_types], dtype)
+    top_a = tl.zeros_like(mass)
     mean = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
     variance = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
     for step in range(from_step, to_step):
@@ -64,20 +65,20 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
         votes = votes_of(layer, tile, z, dtype)
         log_c, _ = log_couplings(votes, agreement, layer, tile, z)
-        on = (a < tiny_of(dtype)) == 0
-        log_w = tl.where(on & parents.is_parent, log_c + tl.log(tl.where(on, a, 1.0)), -float("inf"))
-        higher = tl.maximum(top, log_w)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        w = tl.exp(log_w - base)
-        mass = mass * tl.exp(top - base) + w
-        top = higher
+        used = ((a < tiny_of(dtype)) == 0) & parents.is_parent & (log_c != -float("inf"))
+        log_a = tl.zeros_like(log_c) + tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
+        rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
+        larger = used & (rise > 0)
+        w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), 0.0)
+        mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
+        top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
         portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
         rest, delta = 1 - portion, votes - mean
         mean += portion[:, :, None] * delta
         if variances is not None:
             variance = rest[:, :, None] * variance + (rest * portion)[:, :, None] * delta * delta
     tl.store(tops + to + parents.at, top, parents.is_parent)
-    tl.store(masses + to + parents.at, mass, parents.is_parent)
+    tl.store(masses + to + parents.at, mass * tl.exp(top_a), parents.is_parent)
     tl.store(means + to * z.numbers + parents.numbers, mean, parents.is_number)
     if variances is not None:
         tl.store(variances + to * z.numbers + parents.numbers, variance, parents.is_number)

@@ -49,8 +49,7 @@ def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
             square = square.masked_fill(square < torch.finfo(dtype).tiny, torch.inf)  # the gradient is 0 there
             added = record.log_volume_grad[..., None, None] / (2 * square)
             variance_grad = added if variance_grad is None else variance_grad + added
-    if variance is not None and variance_grad is not None:
-        variance = (variance * variance_grad).sum(dim=(3, 4)).contiguous()
+    variance = None if variance is None or variance_grad is None else (variance * variance_grad).sum(dim=(3, 4))
     return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
 
