@@ -31,7 +31,7 @@ def gradients(backend, tensors, agreement_of, routing_map, loss, dtype=torch.flo
 @pytest.mark.parametrize("instruction_set", cpu_instruction_sets())
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("activation", [None, 1.0, 1e-15])
+@pytest.mark.parametrize("activation", [None, 1.0, 1e-15, 1e-25])
 @pytest.mark.parametrize("masked", [-1e4, -1e6, -1e9, -1e30])
 def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(
     backend, batch, masked, activation, instruction_set

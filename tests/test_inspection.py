@@ -291,8 +291,8 @@ def test_the_position_of_a_feature_map_is_the_centre_of_its_receptive_fields():
     assert found.shape[2:] == maps[-1].grid
 
 
-class PaddedLikeTensorFlow(nn.Conv2d):
-    """Pads in `forward`, as `Conv2dSame` in timm does."""
+class Conv2dSame(nn.Conv2d):
+    """Pads in `forward`, as the class of the same name in timm does."""
 
     def forward(self, images):
         sides = []
@@ -306,7 +306,7 @@ class PaddedLikeTensorFlow(nn.Conv2d):
 @pytest.mark.parametrize(
     "layers",
     [
-        [PaddedLikeTensorFlow(1, 1, 3, 2), nn.ReLU(), PaddedLikeTensorFlow(1, 1, 5), PaddedLikeTensorFlow(1, 1, 4, 3)],
+        [Conv2dSame(1, 1, 3, 2), nn.ReLU(), Conv2dSame(1, 1, 5), Conv2dSame(1, 1, 4, 3)],
         [nn.Conv2d(1, 1, 3, stride=4), nn.Conv2d(1, 1, 2, padding="same"), nn.Conv2d(1, 1, 4, padding="same")],
         [nn.Conv2d(1, 1, 3, padding="same", dilation=2), nn.MaxPool2d(3, 2, ceil_mode=True), nn.AvgPool2d(2)],
     ],
@@ -332,12 +332,12 @@ def test_positions_after_padding_that_is_not_symmetrical_are_right(layers, side)
 def test_padding_of_unknown_size_is_refused():
     class Odd(nn.Conv2d):
         def forward(self, images):
-            return super().forward(functional.pad(images, (5, 5, 5, 5)))
+            return super().forward(functional.pad(images, (1, 1, 1, 1)))
 
     convolution, images = Odd(1, 1, 3), torch.rand(1, 1, 20, 20)
     with (
         feature_maps(convolution, [], images),
-        pytest.raises(BadInput, match="Odd turned a 20×20 map into a 28×28 map, which its padding does not explain"),
+        pytest.raises(BadInput, match="Odd turned a 20×20 map into a 20×20 map, which its padding does not explain"),
     ):
         convolution(images)
 

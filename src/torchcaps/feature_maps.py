@@ -69,8 +69,8 @@ def _padding(
 ) -> list[int]:
     """Return the padding above and to the left of the input of a convolution or pooling.
 
-    A subclass of `nn.Conv2d` may pad its input itself. The padding is then known only if it is that of "same": the
-    output has ⌈input / stride⌉ rows, and half of the padding, rounded down, is above.
+    Classes of timm whose names end in "Same" pad their input themselves, as little as possible for an output of
+    ⌈input / stride⌉ rows. Half of this padding, rounded down, is above.
     """
     declared: Any = module.padding
     padding = []
@@ -84,7 +84,7 @@ def _padding(
         }
         if declared != "same" and found[axis] in sizes:
             padding.append(fixed)
-        elif found[axis] == -(-given[axis] // stride[axis]):
+        elif declared == "same" or type(module).__name__.endswith("Same"):
             padding.append(whole // 2)
         else:
             raise BadInput(

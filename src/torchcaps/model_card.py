@@ -77,7 +77,7 @@ def publish(run: Path, folder: Path) -> Path:
     if others := [name for name in ("README.md", CONFIG) if (folder / name).exists()]:
         try:
             config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             config = None
         if not isinstance(config, dict) or not {"format", "model"} <= config.keys():
             raise BadInput(

@@ -228,7 +228,7 @@ class Recipe:
 
 def _without_numpy(value: Any) -> Any:
     """Convert NumPy scalars, also inside dicts and lists, to Python numbers."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _without_numpy(one) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_without_numpy, value))

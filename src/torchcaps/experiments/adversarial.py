@@ -118,7 +118,7 @@ def run(
                 loss = LOSSES["CNN" if name == "CNN" else "capsules"]
                 return measured(model, preparation, loss, images, classifier(second, preparation))
 
-            found[name].append(study.cached(part(name, seed), "attacked", compute))
+            found[name].append(study.cached(part(name, seed), "attacks", compute))
     rows = []
     for name, results in found.items():
         for attack in ATTACKS:

@@ -100,9 +100,14 @@ class WrittenVotes:
         tiny = torch.finfo(log_couplings.dtype).tiny
         on = activation >= tiny
         log_activation = torch.where(on, activation, 1).log()
-        logs = (log_couplings + log_activation).detach().masked_fill(~on, -torch.inf)
-        largest = routing_map.largest_at_parents(logs).nan_to_num(neginf=0.0)
-        relative = log_couplings - routing_map.at_edges(largest).unsqueeze(3)
+
+        def without_largest(logs: Tensor, weights: Tensor) -> Tensor:
+            largest = routing_map.largest_at_parents(weights.detach().masked_fill(~on, -torch.inf))
+            return logs - routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
+
+        # In two steps, because the sum of both logarithms would round log_activation away if a coupling is tiny.
+        relative = without_largest(log_couplings, log_couplings)
+        relative = without_largest(relative, relative + log_activation)
         # A child with activation 0 has weight 0, but its activation has a gradient. The clamp bounds this gradient.
         weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
         weights = weights * torch.where(on, 1, activation)
