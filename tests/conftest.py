@@ -38,6 +38,24 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def pytest_generate_tests(metafunc):
+    """Run tests that use the fixture `instruction_set` once for each instruction set of this processor."""
+    if "instruction_set" in metafunc.fixturenames:
+        from torchcaps.kernels import cpu_instruction_sets
+
+        metafunc.parametrize("instruction_set", cpu_instruction_sets(), indirect=True)
+
+
+@pytest.fixture
+def instruction_set(request):
+    """Switch the fused kernels to one instruction set during a test."""
+    from torchcaps.kernels import _cpu, cpu_instruction_sets
+
+    _cpu.use(request.param)
+    yield request.param
+    _cpu.use(cpu_instruction_sets()[0])
+
+
 @pytest.fixture(scope="session")
 def command():
     """Return a function that runs `torchcaps` in its own process."""

@@ -7,7 +7,7 @@ from torch import nn
 
 from problems import MAPS, far
 from torchcaps import ROUTINGS, Agreement, Capsules, EMRouting, RoutingMap, Votes
-from torchcaps.kernels import _cpu, cpu_instruction_sets
+from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.routing import LayerShape
 
@@ -28,15 +28,12 @@ def gradients(backend, tensors, agreement_of, routing_map, loss, dtype=torch.flo
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
-@pytest.mark.parametrize("instruction_set", cpu_instruction_sets())
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("activation", [None, 1.0, 1e-15, 1e-25])
 @pytest.mark.parametrize("masked", [-1e4, -1e6, -1e9, -1e30])
-def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(
-    backend, batch, masked, activation, instruction_set
-):
-    _cpu.use(instruction_set)
+def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(backend, batch, masked, activation):
     pose, transform = torch.randn(batch, 8, 1, 1, 3), torch.randn(1, 1, 3, 3, 4)
     constant = torch.tensor([masked, 0.0, 0.0]).expand(batch, 1, 3)
     tensors = [pose, transform, constant]
@@ -59,7 +56,6 @@ def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(
     exact = of("reference", torch.float64)
     for found, right in zip(of(backend, torch.float32), exact, strict=True):
         assert far(found, right) < 1e-5
-    _cpu.use(cpu_instruction_sets()[0])
 
 
 @pytest.mark.parametrize("none_of_the_above", [False, True])

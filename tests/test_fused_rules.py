@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from problems import MAPS, full_problem
 from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
-from torchcaps.kernels import _cpu, cpu_instruction_sets
+from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.routing import LayerShape
 
@@ -18,13 +18,6 @@ BACKENDS = ("fused", "reference")
 ROWS, INNER, COLUMNS = POSE = (2, 3, 4)
 BATCHES_AND_TYPES = [(3, 2), (3, 17), (17, 2), (17, 17)]
 """The kernels' vectors hold samples, or parent types where there are few samples."""
-
-
-@pytest.fixture(params=cpu_instruction_sets())
-def instruction_set(request):
-    _cpu.use(request.param)
-    yield request.param
-    _cpu.use(cpu_instruction_sets()[0])
 
 
 def both(name, routing_map, parent_types):

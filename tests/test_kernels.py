@@ -39,13 +39,6 @@ def where_on(results, activation):
     return [*results[:3], results[3] * (activation > 0), *results[4:]]
 
 
-@pytest.fixture(params=cpu_instruction_sets())
-def instruction_set(request):
-    _cpu.use(request.param)
-    yield request.param
-    _cpu.use(cpu_instruction_sets()[0])
-
-
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("parent_types", [1, 5, 10, 16, 33])
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])

@@ -75,17 +75,13 @@ def _padding(
     declared: Any = module.padding
     padding = []
     for axis in (0, 1):
-        whole = max(0, (found[axis] - 1) * stride[axis] + kernel[axis] - given[axis])
         fixed = 0 if isinstance(declared, str) else _pair(declared)[axis]
-        inside = given[axis] + 2 * fixed - kernel[axis]
-        sizes = {
-            inside // stride[axis] + 1,
-            -(-inside // stride[axis]) + 1 if getattr(module, "ceil_mode", False) else 0,
-        }
-        if declared != "same" and found[axis] in sizes:
+        steps, rest = divmod(given[axis] + 2 * fixed - kernel[axis], stride[axis])
+        partial_step = bool(rest) and getattr(module, "ceil_mode", False)
+        if declared != "same" and found[axis] - 1 in (steps, steps + partial_step):
             padding.append(fixed)
         elif declared == "same" or type(module).__name__.endswith("Same"):
-            padding.append(whole // 2)
+            padding.append(max(0, (found[axis] - 1) * stride[axis] + kernel[axis] - given[axis]) // 2)
         else:
             raise BadInput(
                 f"{type(module).__name__} turned a {given[0]}×{given[1]} map into a {found[0]}×{found[1]} map, which "

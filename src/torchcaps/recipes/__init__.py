@@ -187,13 +187,8 @@ def _check_effects(recipe: Recipe, given: Container[str]) -> None:
         ("decay_rate", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
-        (
-            "brightness",
-            undone and recipe.brightness,
-            "with standardise=last, which removes it",
-            "set standardise=first",
-        ),
-        ("contrast", undone and recipe.contrast, "with standardise=last, which removes it", "set standardise=first"),
+        ("brightness", undone and recipe.brightness, "with standardise=last", "set standardise=first"),
+        ("contrast", undone and recipe.contrast, "with standardise=last", "set standardise=first"),
         ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):
