@@ -7,8 +7,7 @@ from torch import nn
 
 from problems import MAPS, far
 from torchcaps import ROUTINGS, Agreement, Capsules, EMRouting, RoutingMap, Votes
-from torchcaps.kernels import _cpu
-from torchcaps.kernels import moments as operators
+from torchcaps.kernels import _cpu, autograd
 from torchcaps.routing import LayerShape
 
 pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
@@ -161,8 +160,8 @@ def test_every_rule_states_its_number_of_passes(name, monkeypatch):
         sweeps.append(arguments)
         return real(*arguments)
 
-    real = operators.votes_backward
-    monkeypatch.setattr(operators, "votes_backward", counted)
+    real = autograd.votes_backward
+    monkeypatch.setattr(autograd, "votes_backward", counted)
     rule = ROUTINGS[name].for_layer(LayerShape(4, 2, 3, (1, 3), (1, 4)))
     pose = torch.randn(2, 4, 2, 1, 3).requires_grad_()
     parents = rule(Capsules(pose, torch.rand(2, 4, 2)), torch.randn(4, 2, 3, 3, 4), RoutingMap.dense(4))

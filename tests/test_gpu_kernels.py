@@ -52,7 +52,7 @@ def device():
         with warnings.catch_warnings(action="ignore"):
             for name in ("moments", "moments_backward", "votes_backward", "couplings"):
                 library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
-        patch.setattr("torchcaps.kernels.operator._needs_the_dispatcher", lambda arguments: True)
+        patch.setattr("torchcaps.kernels.operator.needs_the_dispatcher", lambda arguments: True)
         prepare_once(patch)
         yield "cpu"
         library._destroy()

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
 from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, Votes, em_routing
@@ -136,6 +138,23 @@ def test_a_model_with_the_reference_backend_can_be_exported():
     images = torch.rand(2, 2, 20, 20)
     exported = torch.export.export(model, (images,)).module()
     torch.testing.assert_close(exported(images).scores, model(images).scores)
+
+
+@pytest.mark.parametrize("dispatched", [{0}, {1}, {0, 1}])
+def test_passes_through_the_dispatcher_and_direct_passes_have_the_same_gradients(dispatched):
+    gradients, problem = [], full_problem(MAPS["conv"], 5, (4, 4, 4))[:3]
+    for through in (set(), dispatched):
+        leaves = [x.detach().clone().requires_grad_() for x in problem]
+        votes, agreement, loss = Votes(*leaves, MAPS["conv"], passes=2), None, 0
+        for number in range(2):
+            with FlopCounterMode(display=False) if number in through else nullcontext():
+                found = votes.moments(agreement)
+            agreement = Agreement(centre=found.mean, quadratic=0.1 / (1 + found.variance))
+            loss = loss + found.mean.square().sum() + found.variance.sum() + found.mass.square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        gradients.append([x.grad for x in leaves])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

@@ -22,18 +22,17 @@ import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
-from torchcaps.kernels import cpu_kernel, expect_one_device, once
+from torchcaps.kernels import cpu_kernel, expect_one_device
 from torchcaps.kernels.memory import (
     Layout,
     addresses,
     contiguous,
-    laid_out,
     lanes_of,
     padded,
     statistics_dtype,
     vector_strides,
 )
-from torchcaps.kernels.operator import PLAIN, differentiate, operator
+from torchcaps.kernels.operator import PLAIN, operator
 
 
 class Record(NamedTuple):
@@ -320,68 +319,3 @@ def open_votes(
 ) -> list[Tensor]:  # fmt: skip
     """Return a token for each pass and each field of `Record`. A token stores only one number."""
     return _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample)
-
-
-def _keep_children(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.options = inputs[4], *inputs[6:]
-    ctx.set_materialize_grads(False)
-
-
-def _sweep_over_votes(ctx, records):
-    pose, activation, transform, edge_lists = ctx.saved_tensors
-    parent_sites, *options = ctx.options
-    if all(record is None for record in records):
-        children = (pose, activation, transform) if not pose.shape[0] else (None,) * 3
-        return *(None if x is None else torch.zeros_like(x) for x in children), *(None,) * 6
-    nothing = pose.new_empty(0)
-    given = [nothing if record is None else record for record in records]
-    pose_grad, activation_grad, transform_grad = votes_backward(
-        pose, activation, transform, edge_lists, parent_sites, given, *options
-    )
-    return pose_grad, None if activation is None else activation_grad, transform_grad, *(None,) * 6
-
-
-def _keep_pass(ctx, inputs, output) -> None:
-    tokens, pose, activation, transform, edge_lists, ctx.parent_sites, *rest = inputs
-    *agreement, variance_floor, inverse_temperature, uniform, types, none_of_the_above, by_sample = rest[:10]
-    ctx.with_variance, constant_couplings, ctx.floor = rest[10:]
-    _, *found, _ = output
-    ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
-    ctx.tokens, ctx.gaussian = len(tokens), (variance_floor, inverse_temperature)
-    ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
-    ctx.wanted = [x is not None and x.requires_grad for x in agreement]
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, ___, log_volume_grad):
-    *children, constant, linear, quadratic, centre, mean, variance, largest, log_mass, log_sums = ctx.saved_tensors
-    routed, differentiated, *options = ctx.couplings
-    variance_grad = variance_grad if ctx.with_variance else None
-    log_volume_grad = None if ctx.floor is None else log_volume_grad
-    second = variance_grad is not None or log_volume_grad is not None
-    mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
-    numbers = None
-    if log_volume_grad is not None or ctx.gaussian[1]:
-        numbers = torch.stack([mean.new_full((), number) for number in (ctx.floor or 0.0, *ctx.gaussian)])
-    record = Record(
-        constant, linear, quadratic, centre, log_sums if routed else None, None, mean, largest,
-        log_mass, variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
-    )  # fmt: skip
-    agreement_grads = [None] * 4
-    if differentiated:
-        nothing = mean.new_empty(0)
-        entries, wanted = [nothing if entry is None else entry for entry in record], any(ctx.wanted)
-        coupling_grads, *found = moments_backward(*children, ctx.parent_sites, entries, *options, wanted)
-        record = record._replace(coupling_grads=coupling_grads)
-        agreement_grads = [
-            grad if asked and grad.numel() else None for grad, asked in zip(found, ctx.wanted, strict=True)
-        ]
-    record = [None if entry is None or not entry.numel() else entry for entry in record]
-    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 9
-
-
-differentiate("open_votes", _sweep_over_votes, _keep_children)
-differentiate("moments", _differentiate_couplings, _keep_pass)
-differentiate("moments_backward", once)
-differentiate("votes_backward", once)

@@ -1,36 +1,34 @@
 """Definition of this library's PyTorch operators."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "differentiate", "operator"]
+__all__ = ["PLAIN", "differentiate", "needs_the_dispatcher", "operator", "refuse_batched"]
 
 _library = torch.library.Library("torchcaps", "DEF")
-_eager: dict[str, type[torch.autograd.Function]] = {}
+_direct: dict[str, Callable[..., Any]] = {}
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 _ORDINARY = PLAIN | {type(None), bool, int, float, list, tuple}
 
 
-def _needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
+def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
     """Return whether a compiler, a mode, torch.func, a profiler, a Tensor subclass or a GPU must intercept the call.
 
     The pose, which is the first tensor among the arguments, decides about the device.
     """
-    kinds = {*map(type, arguments)}
-    if list in kinds or tuple in kinds:
-        kinds.update(kind for x in arguments if type(x) is list or type(x) is tuple for kind in map(type, x))
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
         or torch._C._get_tracing_state() is not None
-        or not _ORDINARY.issuperset(kinds)
+        or not _ORDINARY.issuperset(map(type, arguments))
+        or not all(_ORDINARY.issuperset(map(type, x)) for x in arguments if isinstance(x, list | tuple))
         or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
     )
 
@@ -47,8 +45,8 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
     """Return a decorator that defines an operator from a CPU function. A function f defines ``torchcaps::f``.
 
     A call through PyTorch's dispatcher and `torch.library` takes longer than the kernels need for one image. If nothing
-    needs the dispatcher, the CPU function is called directly, or inside a `torch.autograd.Function` if the output needs
-    a gradient.
+    needs the dispatcher, the CPU function is called directly. If the output also needs a gradient, the function called
+    is the one that was given to `differentiate` as `direct`.
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
@@ -65,28 +63,24 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:
-            if _needs_the_dispatcher(arguments):
+            if needs_the_dispatcher(arguments):
                 return dispatched(*arguments)
             if not _is_differentiated(arguments):
                 return on_cpu(*arguments)
-            if name not in _eager:
-                return dispatched(*arguments)
-            if isinstance(arguments[0], list | tuple):
-                return _eager[name].apply(on_cpu, len(arguments[0]), *arguments[0], *arguments[1:])
-            return _eager[name].apply(on_cpu, None, *arguments)
+            return _direct.get(name, dispatched)(*arguments)
 
+        call.on_cpu = on_cpu  # type: ignore[attr-defined]
         return call
 
     return define
 
 
-def _is_batched(tensor: Tensor) -> bool:
-    """Return whether a tensor is a batch of tensors in vmap or in ``torch.autograd.grad(is_grads_batched=True)``."""
-    functorch = torch._C._functorch
-    return functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-
-
-def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., Any] | None = None) -> None:
+def differentiate(
+    name: str,
+    backward: Callable[..., Any],
+    keep: Callable[..., Any] | None = None,
+    direct: Callable[..., Any] | None = None,
+) -> None:
     """Register the gradient of an operator.
 
     Arguments:
@@ -95,38 +89,22 @@ def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., A
             inputs.
         keep: function that takes the context, the inputs and the output of the operator. It saves in the context what
             ``backward`` needs.
+        direct: function that takes the arguments of the operator and computes outputs that have a gradient, without the
+            dispatcher. None if such calls go through the dispatcher.
     """
 
     def unbatched(ctx: Any, *gradients: Any) -> Any:
-        if any(isinstance(x, Tensor) and _is_batched(x) for x in gradients):
-            raise RuntimeError('fused routing does not support batched gradients; use backend="reference"')
+        refuse_batched(gradients)
         return backward(ctx, *gradients)
 
     torch.library.register_autograd(f"torchcaps::{name}", unbatched, setup_context=keep, lib=_library)
-    if keep is not None:
-        _eager[name] = _function(unbatched, keep)
+    if direct is not None:
+        _direct[name] = direct
 
 
-def _function(backward: Callable[..., Any], keep: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """Return a `torch.autograd.Function` that takes the CPU function and the arguments of an operator.
-
-    If the first argument of the operator is a list of tensors, the function takes its length and its tensors instead.
-    """
-
-    class Eager(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, on_cpu: Callable[..., Any], listed: int | None, *arguments: Any) -> Any:
-            ctx.listed = listed
-            if listed is not None:
-                arguments = [*arguments[:listed]], *arguments[listed:]
-            output = on_cpu(*arguments)
-            keep(ctx, arguments, output)
-            ctx.returns_list = isinstance(output, list)
-            return tuple(output) if ctx.returns_list else output
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            found = backward(ctx, gradients) if ctx.returns_list else backward(ctx, *gradients)
-            return None, None, *(found if ctx.listed is None else (*found[0], *found[1:]))
-
-    return Eager
+def refuse_batched(gradients: Sequence[Any]) -> None:
+    """Check that no gradient is a batch of tensors in vmap or in ``torch.autograd.grad(is_grads_batched=True)``."""
+    functorch = torch._C._functorch
+    for x in gradients:
+        if isinstance(x, Tensor) and (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)):
+            raise RuntimeError('fused routing does not support batched gradients; use backend="reference"')

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from torchcaps.checks import check_choice, check_device, check_floating, check_sizes, described
 from torchcaps.kernels import Backend, chosen_fused, obstacle
-from torchcaps.kernels import moments as fused
+from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
 from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
+from torchcaps.kernels.operator import needs_the_dispatcher
 from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
 from torchcaps.routing_map import RoutingMap, added_at, check_children
@@ -165,6 +166,7 @@ class Votes:
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[Tensor] = []
+        self._tokens_per_pass, self._direct = 0, False
         self._written: tuple[bool, WrittenVotes] | None = None
         self._last: Agreement | None = None
 
@@ -238,21 +240,18 @@ class Votes:
         if torch.is_grad_enabled():
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
-        constant, linear, quadratic, centre, *numbers = kernel_arguments(parts)
-        uniform = constant is None and linear is None and quadratic is None and centre is None
+        *agreement, variance_floor, inverse_temperature = kernel_arguments(parts)
         return fused.moments(
-            self._next_tokens(),
+            self._next_tokens(agreement),
             pose,
             activation,
             transform,
             self._edge_lists,
             self.routing_map.parent_sites,
-            constant,
-            linear,
-            quadratic,
-            centre,
-            *numbers,
-            uniform,
+            *agreement,
+            variance_floor,
+            inverse_temperature,
+            all(x is None for x in agreement),
             *self._options,
             variance,
             constant_couplings,
@@ -348,14 +347,16 @@ class Votes:
         constant, linear, quadratic, centre, variance = (None if x is None else in_dtype(x, dtype) for x in tensors)
         return Agreement(constant, linear, quadratic, centre, variance, floor, inverse_temperature)
 
-    def _next_tokens(self) -> list[Tensor]:
+    def _next_tokens(self, agreement: list[Tensor | None]) -> list[Tensor]:
         """Return the tokens of the next pass, or [] if no gradient is needed; see `torchcaps.kernels.moments`."""
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []
-        if not self._tokens:
+        direct = not needs_the_dispatcher((*children, *agreement))
+        if not self._tokens or direct != self._direct:
+            opened = fused.open_votes if direct else torch.ops.torchcaps.open_votes
             sizes = self._edge_lists, self.routing_map.parent_sites, self._passes
-            self._tokens = list(fused.open_votes(*children, *sizes, *self._options))
-        entries = len(fused.Record._fields)
-        tokens, self._tokens = self._tokens[:entries], self._tokens[entries:]
+            self._tokens, self._direct = list(opened(*children, *sizes, *self._options)), direct
+            self._tokens_per_pass = len(self._tokens) // self._passes
+        tokens, self._tokens = self._tokens[: self._tokens_per_pass], self._tokens[self._tokens_per_pass :]
         return tokens

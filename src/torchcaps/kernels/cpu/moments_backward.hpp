@@ -165,11 +165,13 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       activations[tile] = x.activation ? this->load_children(x.activation, first_tile + tile, s, s + 1, g.C, room + poses_size)
                                        : this->ones(g.C, arena);
     }
-    V *pose_grads = zeros(count * poses_size + L, arena), *totals = zeros(long(count) * g.C + L, arena);
+    const int begin = g.child_begin[s], end = g.child_begin[s + 1];
+    V* totals = zeros(long(count) * g.C + L, arena);
+    V* pose_grads = begin < end ? arena.take<V>(count * poses_size + L) : zeros(count * poses_size + L, arena);
     V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * CHILDREN * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
-    for (int e = g.child_begin[s]; e < g.child_begin[s + 1]; ++e) {
-      const T uniform_value = uniform_coupling(g.group_of(e)), log_uniform_value = std::log(uniform_value);
+    for (int e = begin; e < end; ++e) {
+      const T uniform_value = uniform_coupling(g.group_of(e));
       for (int block = 0; block < JB; ++block)
         for (int c = 0; c < g.C; c += CHILDREN) {
           const int children = std::min(CHILDREN, g.C - c);
@@ -180,11 +182,11 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
               const int there = std::min(c + i, g.C - 1);
               vote(poses[tile] + there * size, weights(g.edge_kernel[e], there, block), grads[i]);
             }
-            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, log_uniform_value, activations[tile],
+            replace_by_grads(long(g.group_of(e)) * g.C, c, children, at, uniform_value, activations[tile],
                      passes + long(tile) * pass_count, pass_count, totals + long(tile) * g.C + c, factors, grads);
             for (int i = 0; i < children; ++i)
               this->add_pose_grad(weights(g.edge_kernel[e], c + i, block), grads[i],
-                                  pose_grads + tile * poses_size + (c + i) * size);
+                                  pose_grads + tile * poses_size + (c + i) * size, e == begin && block == 0);
           }
           for (int i = 0; i < children; ++i) {
             const long to = weights(g.edge_kernel[e], c + i, block) - this->transform;
@@ -269,7 +271,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   };
 
   // Replaces the votes of several children for one block of parents by their gradients.
-  void replace_by_grads(long group, int c0, int children, long at, T uniform_value, T log_uniform_value, const Child* activation,
+  void replace_by_grads(long group, int c0, int children, long at, T uniform_value, const Child* activation,
                         const Pass* passes, int count, V* totals, Factors* factors, V (*v)[MOST]) const {
     constexpr int N = CHILDREN;
     const long softmax = group + c0;
@@ -299,7 +301,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       for (int i = 0; i < N; ++i) {
         V share{}, logit_grad{};
         if (i < children) {
-          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i) : splat(log_uniform_value);
+          const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i)
+                                        : splat(record[small_mass_at()][0] != 0 ? std::log(uniform_value) : T(0));
           const V c = pass.log_sums ? exponential(log_c) : splat(uniform_value);
           const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, moments_grad[i], c, log_c);
           share = scaled_activation[i] * of_vote;

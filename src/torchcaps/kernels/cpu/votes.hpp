@@ -162,11 +162,11 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
     }
   }
 
-  // Adds Σ_n vote_grad · w to the gradient of the pose. By type, the lanes are summed later.
-  void add_pose_grad(const Weight* __restrict w, const V* __restrict vote_grad, V* __restrict pose_grad) const {
+  // Adds Σ_n vote_grad · w to the gradient of the pose, which is set if `first`. By type, the lanes are summed later.
+  void add_pose_grad(const Weight* __restrict w, const V* __restrict vote_grad, V* __restrict pose_grad, bool first) const {
     for (int r = 0; r < rows(); ++r)
       for (int q = 0; q < inner(); ++q) {
-        V x = pose_grad[r * inner() + q];
+        V x = first ? V{} : pose_grad[r * inner() + q];
         for (int n = 0; n < columns(); ++n) x += vote_grad[r * columns() + n] * w[q * columns() + n];
         pose_grad[r * inner() + q] = x;
       }

@@ -1,0 +1,119 @@
+"""Gradients of the operators in `torchcaps.kernels.moments`.
+
+Most calls on a CPU need no dispatcher (see `torchcaps.kernels.operator`). They use the two `torch.autograd.Function`s
+below. Their tokens are empty, one per pass, and the gradient of a token carries the `Record` of the pass as an
+attribute. Handling a tensor for each field of the record would take longer than the kernels need for one image.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcaps.kernels import once
+from torchcaps.kernels.memory import laid_out
+from torchcaps.kernels.moments import Record, couplings, moments, moments_backward, open_votes, votes_backward
+from torchcaps.kernels.operator import differentiate, refuse_batched
+
+__all__ = ["couplings", "moments", "open_votes"]
+
+
+def _keep_children(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4], *inputs[6:]
+    ctx.set_materialize_grads(False)
+
+
+def _sweep_over_votes(ctx, records):
+    pose, activation, transform, edge_lists = ctx.saved_tensors
+    parent_sites, *options = ctx.options
+    if all(record is None for record in records):
+        children = (pose, activation, transform) if not pose.shape[0] else (None,) * 3
+        return *(None if x is None else torch.zeros_like(x) for x in children), *(None,) * 6
+    nothing = pose.new_empty(0)
+    given = [nothing if record is None else record for record in records]
+    pose_grad, activation_grad, transform_grad = votes_backward(
+        pose, activation, transform, edge_lists, parent_sites, given, *options
+    )
+    return pose_grad, None if activation is None else activation_grad, transform_grad, *(None,) * 6
+
+
+def _keep_pass(ctx, inputs, output) -> None:
+    tokens, pose, activation, transform, edge_lists, ctx.parent_sites, *rest = inputs
+    *agreement, variance_floor, inverse_temperature, uniform, types, none_of_the_above, by_sample = rest[:10]
+    ctx.with_variance, constant_couplings, ctx.floor = rest[10:]
+    _, *found, _ = output
+    ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
+    ctx.tokens, ctx.gaussian = bool(tokens), (variance_floor, inverse_temperature)
+    ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
+    ctx.wanted = [x is not None and x.requires_grad for x in agreement]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, ___, log_volume_grad):
+    *children, constant, linear, quadratic, centre, mean, variance, largest, log_mass, log_sums = ctx.saved_tensors
+    routed, differentiated, *options = ctx.couplings
+    variance_grad = variance_grad if ctx.with_variance else None
+    log_volume_grad = None if ctx.floor is None else log_volume_grad
+    second = variance_grad is not None or log_volume_grad is not None
+    mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
+    numbers = None
+    if log_volume_grad is not None or ctx.gaussian[1]:
+        numbers = mean.new_tensor((ctx.floor or 0.0, *ctx.gaussian))
+    record = Record(
+        constant, linear, quadratic, centre, log_sums if routed else None, None, mean, largest,
+        log_mass, variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
+    )  # fmt: skip
+    agreement_grads = [None] * 4
+    if differentiated:
+        nothing = mean.new_empty(0)
+        entries, wanted = [nothing if entry is None else entry for entry in record], any(ctx.wanted)
+        coupling_grads, *found = moments_backward(*children, ctx.parent_sites, entries, *options, wanted)
+        record = record._replace(coupling_grads=coupling_grads)
+        agreement_grads = [
+            grad if asked and grad.numel() else None for grad, asked in zip(found, ctx.wanted, strict=True)
+        ]
+    record = [None if entry is None or not entry.numel() else entry for entry in record]
+    return record if ctx.tokens else [], *(None,) * 5, *agreement_grads, *(None,) * 9
+
+
+class _OpenVotes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pose: Tensor, activation: Tensor | None, transform: Tensor, *others: Any) -> Any:
+        _keep_children(ctx, (pose, activation, transform, *others), None)
+        passes = others[2]
+        return tuple([pose.new_empty(0) for _ in range(passes)])
+
+    @staticmethod
+    def backward(ctx: Any, *token_grads: Any) -> Any:
+        unused = (None,) * len(Record._fields)
+        return _sweep_over_votes(ctx, [x for grad in token_grads for x in (unused if grad is None else grad.record)])
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor | None, *agreement: Tensor | None) -> Any:
+        output = moments.on_cpu(*arguments)
+        _keep_pass(ctx, arguments, output)
+        ctx.dtype = output[0].dtype
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        refuse_batched(gradients)
+        record, *found = _differentiate_couplings(ctx, *gradients)
+        token_grad: Tensor | None = None
+        if ctx.tokens:
+            token_grad = torch.empty(0, dtype=ctx.dtype)
+            token_grad.record = record  # type: ignore[attr-defined]
+        return None, token_grad, *found[5:9]
+
+
+def _direct_moments(tokens: Any, *arguments: Any) -> Any:
+    return _Moments.apply((tokens, *arguments), *(tokens or [None]), *arguments[5:9])
+
+
+differentiate("open_votes", _sweep_over_votes, _keep_children, _OpenVotes.apply)
+differentiate("moments", _differentiate_couplings, _keep_pass, _direct_moments)
+differentiate("moments_backward", once)
+differentiate("votes_backward", once)
