@@ -165,8 +165,8 @@ class Votes:
             self._activation = None if self._activation is None else self._activation.contiguous()
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
-        self._tokens: list[Tensor] = []
-        self._tokens_per_pass, self._direct = 0, False
+        self._tokens: list[list[Tensor]] = []  # of the passes to come
+        self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
         self._last: Agreement | None = None
 
@@ -356,7 +356,8 @@ class Votes:
         if not self._tokens or direct != self._direct:
             opened = fused.open_votes if direct else torch.ops.torchcaps.open_votes
             sizes = self._edge_lists, self.routing_map.parent_sites, self._passes
-            self._tokens, self._direct = list(opened(*children, *sizes, *self._options)), direct
-            self._tokens_per_pass = len(self._tokens) // self._passes
-        tokens, self._tokens = self._tokens[: self._tokens_per_pass], self._tokens[self._tokens_per_pass :]
-        return tokens
+            tokens = list(opened(*children, *sizes, *self._options))
+            each = len(tokens) // self._passes
+            self._tokens = [tokens[first : first + each] for first in range(0, len(tokens), each)]
+            self._direct = direct
+        return self._tokens.pop(0)
