@@ -18,6 +18,9 @@ def test_settings_are_applied_to_the_recipe():
     assert (recipe.model_options, recipe.routing_options) == ({}, {"iterations": 1})
     assert recipe.learning_rate == 1.0
     assert recipe.loss_options == {"negative_weight": 0.25}
+    columns = create_recipe("capsnet-images", {"data.image_column": "null", "data.label_column": "kind"})
+    assert columns.data_options["image_column"] is None
+    assert columns.data_options["label_column"] == "kind"
 
 
 def test_another_rule_starts_without_the_options_of_the_previous_rule():

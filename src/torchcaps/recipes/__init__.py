@@ -247,7 +247,7 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
 def _value(key: str, text: str, kind: Any, default: Any) -> Any:
     """Parse the text of a setting as a plain word or as JSON, whichever has the right type."""
     value = _parsed(text)
-    for each in (value, text) if kind is Any else (text, value):
+    for each in (value, text) if kind is Any or value is None else (text, value):
         if fits(each, kind):
             return float(each) if isinstance(default, float) else each
     if isinstance(listed := _parsed(f"[{text}]"), list) and fits(listed, kind):
