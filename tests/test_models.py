@@ -124,7 +124,7 @@ def test_the_attention_network_has_the_parameters_of_the_authors():
     assert sum(weights.numel() for weights in model.parameters() if not weights.requires_grad) == 2 * 17
 
 
-def test_the_generative_network_has_the_parameters_of_the_author_except_the_biases_of_votes():
+def test_the_generative_network_has_the_parameters_of_the_author_except_a_batchnorm_and_the_biases_of_votes():
     convolutions = (9 * 4 * 64 + 64 + 2 * 4) + 5 * (9 * 64 * 64 + 64 + 2 * 64)
     primary = 2 * 64 + 65 * 64 * 17
     routed = 64 * (16 + 2) + 64 * 5 * (16 + 2)

@@ -69,11 +69,11 @@ class CapsuleLayer(TransformModule):
 class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
-    Sabour, Frosst & Hinton 2017, section 4. For J parents of pose size N and S·C children, the initial transforms have
-    standard deviation 1.36 J / √(S·C·N). With this formula and uniform couplings, the initial length of the parents
-    depends on neither the number of children nor the number of parents. For the paper's network on MNIST, the standard
-    deviation is 0.1, as in the authors' code. A standard deviation of 0.1 for many children and few parents would
-    saturate the squash.
+    Sabour, Frosst & Hinton 2017, section 4. For J parents of pose size N and S·C children, the initial transforms are
+    normally distributed with standard deviation 1.36 J / √(S·C·N), truncated at two standard deviations. With this
+    formula and uniform couplings, the initial length of the parents depends on neither the number of children nor the
+    number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in the authors' code. A
+    standard deviation of 0.1 for many children and few parents would saturate the squash.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -125,7 +125,8 @@ class ConvCaps(CapsuleLayer):
         padding: number of sites by which a window may extend beyond each border of the grid. The part of a window
             beyond the border contains no children.
         pose_size: rows and columns of every pose: (4, 4) for 4×4 transforms, or (1, 16) for 16×16 transforms.
-        initial_std: standard deviation of the initial transforms.
+        initial_std: standard deviation of the normal distribution of the initial transforms, which is truncated at two
+            standard deviations.
         around_identity: initialise transforms around the identity instead of zero. With transforms around zero, votes
             cancel out: poses shrink from layer to layer, and each routing iteration amplifies small changes of poses.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
@@ -179,7 +180,8 @@ class ClassCaps(CapsuleLayer):
         num_classes: number of classes (J).
         pose_size: rows and columns of every pose, for example (4, 4) or (1, 16).
         add_coordinates: add the coordinates to the votes. If False, the positions of the children have no effect.
-        initial_std: standard deviation of the initial transforms.
+        initial_std: standard deviation of the normal distribution of the initial transforms, which is truncated at two
+            standard deviations.
         around_identity: initialise the transforms around the identity instead of zero.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 

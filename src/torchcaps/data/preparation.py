@@ -50,7 +50,7 @@ class Preparation:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
     Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
-    and erase are the augmentation of Mazzia, Salvetti & Chiaberge 2021.
+    and erase follow the augmentation of Mazzia, Salvetti & Chiaberge 2021.
 
     Arguments:
         shift: training only; largest shift in each direction, in pixels, with zero padding (Sabour, Frosst & Hinton

@@ -22,13 +22,14 @@ from torchcaps.routing_map import RoutingMap
 class GenerativeCapsNet(nn.Module, Pretrained):
     """Capsule network with generative routing: six convolutions, primary capsules, part capsules and class capsules.
 
-    Heinsen 2019, section 4.1: image and two channels with the coordinates of the pixels → six blocks (BatchNorm,
+    Heinsen 2019: image and two channels with the coordinates of the pixels → six blocks (BatchNorm,
     unpadded convolution 3×3, SiLU) → BatchNorm, primary capsules 1×1 → part capsules → one capsule per class. Every
     second block has stride 2. Each part capsule has one transform, which all primary capsules share. All poses are 4×4.
     The score of a class is the activation of its capsule. The loss `activation_logit_cross_entropy` computes logits
-    from the scores; it is the paper's softmax cross-entropy. On stereo images with five classes the network has 265,416
-    parameters. The paper reports 272 thousand; 6,144 of these are biases added to votes, which this implementation does
-    not have.
+    from the scores; it is the paper's softmax cross-entropy, as long as all logits are between -13.8 and 13.8. On
+    stereo images with five classes the network has 265,416 parameters. The author's network has 271,688: 6,144 more are
+    biases added to votes, and 128 are a second BatchNorm, because poses and activations of the primary capsules have
+    one each. The second BatchNorm makes no difference to what the network can compute.
 
     Arguments:
         image_shape: (channels, height, width); at least 29×29 pixels, or 1×1 with ``padding=1``.

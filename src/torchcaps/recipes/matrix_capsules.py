@@ -10,16 +10,22 @@ VARIATIONAL = {
     "class_initial_std": 0.04,
     "around_identity": False,
 }
-"""Model options that select variational Bayes routing and the initial transforms of its authors."""
+"""Model options that select variational Bayes routing, and initial transforms close to 0, as in its authors' code.
+
+The standard deviations are smaller than the authors' 0.02 (ConvCaps layers) and 0.08 (class capsules).
+"""
 
 
 def matrix_capsnet_smallnorb() -> Recipe:
     """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5.
 
-    Optimiser, loss, batch size, weight decay and augmentation follow the paper. The paper multiplies the learning rate
-    by 0.96 every 20,000 steps and does not state the number of epochs. This recipe trains for 20 epochs and applies the
-    factor every 160 steps. ``--set model.size=base`` selects the paper's numbers of channels and capsule types,
-    32/32/32/32 instead of 64/8/16/16.
+    Optimiser, loss, batch size and weight decay follow the authors, who multiply the learning rate by 0.96 every 20,000
+    steps and do not state the number of epochs. This recipe trains for 20 epochs and applies the factor every 160
+    steps. ``--set model.size=base`` selects the paper's numbers of channels and capsule types, 32/32/32/32 instead of
+    64/8/16/16.
+
+    Images are standardised before crop, brightness and contrast, as the text of the paper says. The amounts of
+    brightness and contrast are from the authors' code, which changes the brightness before it standardises the images.
     """
     return Recipe(
         name="matrix-capsnet-smallnorb",
@@ -136,11 +142,16 @@ def matrix_capsnet_mnist_paper() -> Recipe:
 def variational_capsnet_smallnorb() -> Recipe:
     """Matrix capsules with variational Bayes routing on smallNORB: Ribeiro, Leontidis & Kollias 2020.
 
-    Network, loss, batch size and initial learning rate follow the authors' code. The loss is the cross-entropy, with
-    the activations of the class capsules as logits. The authors train for 300 epochs at a constant learning rate; this
-    recipe trains for 30 epochs with a cosine schedule. As in the authors' code, the initial transforms are close to 0.
-    If the initial transforms were close to the identity, all parents would start nearly equal, BatchNorm would amplify
-    the small differences between parents, and the network would learn nothing.
+    Layer sizes, loss, batch size and initial learning rate follow the authors' code. The loss is the cross-entropy,
+    with the activations of the class capsules as logits. The authors train for 300 epochs at a constant learning rate;
+    this recipe trains for 30 epochs with a cosine schedule. As in the authors' code, the initial transforms are close
+    to 0. If the initial transforms were close to the identity, all parents would start nearly equal, BatchNorm would
+    amplify the small differences between parents, and the network would learn nothing.
+
+    Three details of the network differ from the authors' code. The coordinates that are added to the votes for the
+    classes are larger: they run from 0 to 1 across the image, and the authors' from 0.025 to 0.1. BatchNorm of the
+    primary poses has no learned parameters and normalises each element of a pose separately; the authors' has learned
+    parameters and normalises each capsule type. The first convolution has a bias.
     """
     return Recipe(
         name="variational-capsnet-smallnorb",

@@ -11,7 +11,7 @@ def self_routing_capsnet_smallnorb() -> Recipe:
     Network, loss, optimiser, batch size, crops and contrast follow the authors. There are three differences:
 
     - A random brightness is added to the pixels; the authors multiply the pixels by a random brightness.
-    - Both images of a stereo pair are used; the authors use one image of each pair.
+    - The two images of a stereo pair are the channels of one input; in the authors' code, they are separate samples.
     - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors' learning rate falls in steps over 200
       epochs.
     """
@@ -82,9 +82,14 @@ def self_routing_capsnet_fashion_mnist() -> Recipe:
 def attention_capsnet_cifar10() -> Recipe:
     """Capsules with inverted dot-product attention on CIFAR-10: Tsai et al. 2020, simple backbone.
 
-    Network, optimiser, batch size and augmentation follow the authors. There are two differences:
+    Layer sizes, optimiser, batch size and augmentation follow the authors. There are four differences:
 
-    - Each image is standardised with its own mean; the authors use the mean of the dataset.
+    - Routing is sequential (see `AttentionCapsNet`); the default of the authors' code is concurrent routing, in which
+      each iteration updates all layers.
+    - A ConvCaps layer reads the pose of each child as a matrix. The released code reshapes windows of children in
+      another order, so that its matrices mix elements of several positions.
+    - Each image is standardised with its own mean and standard deviation; the authors use those of the dataset, for
+      each channel.
     - The learning rate falls from 0.1 along a cosine in 20 epochs; the authors train for 350 epochs and divide the
       learning rate by 10 twice.
     """
@@ -108,10 +113,11 @@ def attention_capsnet_cifar10() -> Recipe:
 def generative_capsnet_smallnorb() -> Recipe:
     """Generative routing capsules on smallNORB at its full size of 96×96 pixels: Heinsen 2019.
 
-    Network, optimiser, batch size and number of epochs follow the author. There are three differences:
+    Optimiser, batch size, number of epochs and network follow the author; `GenerativeCapsNet` lists the parameters that
+    the author's network also has. There are three more differences:
 
-    - The learning rate rises linearly in the first tenth of the epochs and then falls along a cosine; the author uses a
-      one-cycle schedule.
+    - The learning rate starts and ends near 0, and its cosine starts at the first step; the author's starts and ends at
+      1e-5, and its cosine starts after the warm-up. The author also changes β₁ of the optimiser during training.
     - Mixup draws one mixing proportion per batch; the author draws one mixing proportion per image.
     - This recipe does not shift the images; the author shifts them with random crops.
     """

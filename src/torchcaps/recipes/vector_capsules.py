@@ -8,11 +8,11 @@ from torchcaps.recipe import Recipe
 def capsnet_mnist() -> Recipe:
     """CapsNet on MNIST: Sabour, Frosst & Hinton 2017, section 5, with smaller batches and faster decay.
 
-    Optimiser, shifts and losses follow the paper. The paper uses batches of 128, multiplies the learning rate by 0.96
-    every 2,000 steps, and does not state the number of epochs. This recipe trains for only 10 epochs. A short
-    training needs more steps per epoch and a low learning rate at the end. The recipe therefore uses batches of 64 and
-    multiplies the learning rate by 0.96 every 160 steps. For the paper's batches and decay, use ``--batch-size 128
-    --set decay_steps=2000 --epochs 100``.
+    Optimiser, shifts and losses follow the paper, which does not state the number of epochs. The authors' code uses
+    batches of 128 and multiplies the learning rate by 0.96 every 2,000 steps. This recipe trains for only 10 epochs. A
+    short training needs more steps per epoch and a low learning rate at the end. The recipe therefore uses batches of
+    64 and multiplies the learning rate by 0.96 every 160 steps. For the authors' batches and decay, use ``--batch-size
+    128 --set decay_steps=2000 --epochs 100``.
     """
     return Recipe(
         name="capsnet-mnist",
@@ -69,14 +69,18 @@ def capsnet_fashion_mnist() -> Recipe:
 def efficient_capsnet_mnist() -> Recipe:
     """Efficient-CapsNet on MNIST: Mazzia, Salvetti & Chiaberge 2021, with larger batches and fewer epochs.
 
-    Losses and augmentation follow the authors, except that this recipe also shifts digits by up to 2 pixels. The
-    authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch. The
-    learning rate of this recipe falls from 5e-3 along a cosine. In training runs of 5 epochs, 3e-3 and 8e-3 both gave
-    lower validation losses than 1e-3; 5e-3 lies between 3e-3 and 8e-3. This recipe keeps the last epoch, because the
-    last epoch had the lowest validation loss in a training run that held out a tenth of the images for validation.
+    Losses, rotation, squeeze and erased squares follow the authors. The authors also shift each digit at random, but
+    never out of the image; this recipe shifts by up to 2 pixels. BatchNorm and the initial values of the primary
+    capsules and the biases have PyTorch's defaults; the authors use those of Keras.
 
-    For the authors' settings, use ``--batch-size 16 --epochs 150 --lr 5e-4 --set schedule=exponential
-    --set decay_rate=0.97 --set decay_steps=3675``.
+    The authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch,
+    down to 5e-5. The learning rate of this recipe falls from 5e-3 along a cosine. In training runs of 5 epochs, 3e-3
+    and 8e-3 both gave lower validation losses than 1e-3; 5e-3 lies between 3e-3 and 8e-3. This recipe keeps the last
+    epoch, because the last epoch had the lowest validation loss in a training run that held out a tenth of the images
+    for validation.
+
+    For the authors' batches, epochs and decay, without their lowest learning rate, use ``--batch-size 16 --epochs 150
+    --lr 5e-4 --set schedule=exponential --set decay_rate=0.97 --set decay_steps=3675``.
     """
     return Recipe(
         name="efficient-capsnet-mnist",

@@ -118,8 +118,8 @@ def em_routing(
 
     The defaults include three corrections of Gritzman 2019 (arXiv 1907.00652). A floor is added to the variance,
     because a single vote has variance 0. The cost is divided by mean_data = number of children / number of parents of
-    the layer; otherwise the activations of a layer with few parents would saturate. All parents of a child compete for
-    the child.
+    the layer; otherwise the activations of a layer with few parents would saturate. (Gritzman's code counts only the
+    children of one parent and the parent types of one site.) All parents of a child compete for the child.
 
     A child with activation 0 has no effect. A parent whose children all have activation 0 has mean 0 and cost 0. The
     result has the widest dtype of pose, activation and transform; autocast has no effect.
@@ -133,15 +133,16 @@ def em_routing(
         iterations: number of routing iterations, from 1 to 1,000.
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
             1 over the parent types at each parent site, as in most implementations, and start at 1 / J.
-        variance_floor: constant added to σ², at least 0. Gritzman uses 1e-4, the authors' code 5e-4. The paper has no
-            floor. Without a floor, a parent with a single vote becomes NaN.
+        variance_floor: constant added to σ², at least 0: 1e-4 in Gritzman's paper (1e-9 in his code), 5e-4 in the code
+            of Hinton et al., none in their paper. Without a floor, a parent with a single vote becomes NaN.
         normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
-            ``normalise_data=False``. Gritzman's code uses 1, with ``normalise_data=True``.
+            ``normalise_data=False``. Gritzman's code corresponds to 1, with β_a divided by 100.
         temperature_schedule: ``constant``: λ_t = λ; ``rising``, the authors' schedule: λ_t = λ (1 - 0.95^(t+1)) in
             iteration t = 0, 1, ….
         parent_activation: ``logistic``: a_j as in the M-step; ``mixing``: a_j ∝ Σ_i r_ij, with sum 1 over the layer.
-        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1.
+        mean_damping: weight of the previous iteration's mean in the new mean, in [0, 1); the authors' code uses 0.1,
+            and also multiplies the first mean by 0.9.
         tempering: factor on log (a_j p_ij) in the E-step, in (0, 1]; 1 in the paper. The elements of a pose are treated
             as independent, which makes the couplings overconfident; a smaller factor makes the couplings softer.
         return_passes: also return the result of every iteration. If the couplings need a gradient, computing them
@@ -179,10 +180,8 @@ def em_routing(
     check_activation(children.activation, children.pose)
     _check_betas(beta_u, beta_a, children.pose, transform.shape[2])
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
-    mean_data = 1.0
-    if normalise_data:
-        capsules_below = routing_map.child_sites * transform.shape[1]
-        mean_data = capsules_below / (routing_map.parent_sites * transform.shape[2])
+    capsules_below, parents = routing_map.child_sites * transform.shape[1], routing_map.parent_sites * transform.shape[2]
+    mean_data = capsules_below / parents if normalise_data else 1.0
     inverse_temperatures = [
         inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
         for t in range(iterations)
@@ -217,8 +216,8 @@ def em_routing(
                     variance_floor=variance_floor,
                     inverse_temperature=tempering,
                 )
-        parents = Capsules(in_dtype(mean, dtype), in_dtype(log_activation.exp(), dtype))
-    return (parents, passes) if return_passes else parents
+        found = Capsules(in_dtype(mean, dtype), in_dtype(log_activation.exp(), dtype))
+    return (found, passes) if return_passes else found
 
 
 OPTIONS = [

@@ -23,8 +23,8 @@ class SelfRouting(Rule):
 
     u_i and a_i are the pose and the activation of child i, û_ij is its vote for parent j, and c_ij its coupling. p_j
     and a_j are the pose and the activation of the parent. W and b are learned. Child sites that share transforms also
-    share W and b. Initially W and b are 0, which gives uniform couplings. The authors also use BatchNorm on poses and
-    activations between layers, and train on the log of the activations; neither is part of this rule.
+    share W and b. Initially W and b are 0, which gives uniform couplings. The authors also use BatchNorm on poses
+    between layers, and train on the log of the activations; neither is part of this rule.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).
