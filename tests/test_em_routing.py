@@ -21,7 +21,12 @@ OPTIONS = {
     "constant": {"inverse_temperature": 0.5, "temperature_schedule": "constant"},
     "mixing": {"parent_activation": "mixing"},
     "tempered": {"tempering": 0.25},
-    "as in the released code": {"mean_damping": 0.1, "variance_floor": 5e-4, "competition": "types", "normalise_data": False},
+    "options of the released code": {
+        "mean_damping": 0.1,
+        "variance_floor": 5e-4,
+        "competition": "types",
+        "normalise_data": False,
+    },
 }
 
 

@@ -52,7 +52,8 @@ def device():
         with warnings.catch_warnings(action="ignore"):
             for name in ("moments", "moments_backward", "votes_backward", "couplings"):
                 library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
-        patch.setattr("torchcaps.kernels.operator.needs_the_dispatcher", lambda arguments: True)
+        for module in ("kernels.operator", "routing.votes"):
+            patch.setattr(f"torchcaps.{module}.needs_the_dispatcher", lambda arguments: True)
         prepare_once(patch)
         yield "cpu"
         library._destroy()

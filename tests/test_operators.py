@@ -4,13 +4,14 @@ import subprocess
 import sys
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
-from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, Votes, em_routing
+from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 
@@ -155,6 +156,37 @@ def test_passes_through_the_dispatcher_and_direct_passes_have_the_same_gradients
         loss.backward()
         gradients.append([x.grad for x in leaves])
     torch.testing.assert_close(*gradients)
+
+
+class ParameterOfAnotherClass(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("options", [{}, {"variance_floor": np.float64(1e-3)}, {"iterations": np.int64(2)}])
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, ParameterOfAnotherClass])
+def test_numpy_numbers_and_subclasses_of_parameter_have_the_gradients_of_the_reference(options, kind):
+    pose, activation, transform, *betas = full_problem(MAPS["conv"], 5, (4, 4, 4))
+    gradients = []
+    for backend in ("fused", "reference"):
+        leaves = [kind(x.detach().clone()) for x in (transform, *betas)]
+        em_routing(
+            Capsules(pose, activation), leaves[0], MAPS["conv"], *leaves[1:], backend=backend, **options
+        ).activation.square().sum().backward()
+        gradients.append([x.grad for x in leaves])
+    torch.testing.assert_close(*gradients)
+
+
+def test_hooks_that_replace_gradients_between_the_operators_are_refused():
+    pose = torch.randn(2, 4, 3, 1, 3, requires_grad=True)
+    moments = Votes(pose, None, torch.randn(4, 3, 2, 3, 4), RoutingMap.dense(4)).moments()
+    of_votes = next(function for function, _ in moments.mean.grad_fn.next_functions if function is not None)
+    hook = of_votes.register_prehook(lambda gradients: tuple(None if x is None else x * 1 for x in gradients))
+    with pytest.raises(RuntimeError, match='let the hook return None for empty gradients, or use backend="reference"'):
+        moments.mean.sum().backward(retain_graph=True)
+    hook.remove()
+    moments.mean.sum().backward()
+    assert pose.grad is not None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

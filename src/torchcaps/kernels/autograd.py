@@ -1,8 +1,9 @@
 """Gradients of the operators in `torchcaps.kernels.moments`.
 
-Most calls on a CPU need no dispatcher (see `torchcaps.kernels.operator`). They use the two `torch.autograd.Function`s
-below. Their tokens are empty, one per pass, and the gradient of a token carries the `Record` of the pass as an
-attribute. Handling a tensor for each field of the record would take longer than the kernels need for one image.
+`direct_open_votes` and `direct_moments` do the same as the operators `open_votes` and `moments`, but without PyTorch's
+dispatcher (see `torchcaps.kernels.operator`), and only on a CPU. Their tokens are empty, one per pass, and the gradient
+of a token carries the `Record` of the pass as an attribute. Handling a tensor for each field of the record would take
+longer than the kernels need for one image.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from torchcaps.kernels.memory import laid_out
 from torchcaps.kernels.moments import Record, couplings, moments, moments_backward, open_votes, votes_backward
 from torchcaps.kernels.operator import differentiate, refuse_batched
 
-__all__ = ["couplings", "moments", "open_votes"]
+__all__ = ["couplings", "direct_moments", "direct_open_votes", "moments", "open_votes"]
 
 
 def _keep_children(ctx, inputs, output) -> None:
@@ -86,13 +87,23 @@ class _OpenVotes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *token_grads: Any) -> Any:
-        unused = (None,) * len(Record._fields)
-        return _sweep_over_votes(ctx, [x for grad in token_grads for x in (unused if grad is None else grad.record)])
+        return _sweep_over_votes(ctx, [entry for grad in token_grads for entry in _record_of(grad)])
+
+
+def _record_of(token_grad: Tensor | None) -> Any:
+    if token_grad is None:
+        return (None,) * len(Record._fields)
+    if not hasattr(token_grad, "record"):
+        raise RuntimeError(
+            "a hook has replaced the gradient between two operations of fused routing: let the hook return None for "
+            'empty gradients, or use backend="reference"'
+        )
+    return token_grad.record
 
 
 class _Moments(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor | None, *agreement: Tensor | None) -> Any:
+    def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor, *agreement: Tensor | None) -> Any:
         output = moments.on_cpu(*arguments)
         _keep_pass(ctx, arguments, output)
         ctx.dtype = output[0].dtype
@@ -102,18 +113,20 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_batched(gradients)
         record, *found = _differentiate_couplings(ctx, *gradients)
-        token_grad: Tensor | None = None
-        if ctx.tokens:
-            token_grad = torch.empty(0, dtype=ctx.dtype)
-            token_grad.record = record  # type: ignore[attr-defined]
+        token_grad = torch.empty(0, dtype=ctx.dtype)
+        token_grad.record = record  # type: ignore[attr-defined]
         return None, token_grad, *found[5:9]
 
 
-def _direct_moments(tokens: Any, *arguments: Any) -> Any:
-    return _Moments.apply((tokens, *arguments), *(tokens or [None]), *arguments[5:9])
+direct_open_votes = _OpenVotes.apply
 
 
-differentiate("open_votes", _sweep_over_votes, _keep_children, _OpenVotes.apply)
-differentiate("moments", _differentiate_couplings, _keep_pass, _direct_moments)
+def direct_moments(tokens: list[Tensor], *arguments: Any) -> Any:
+    """Compute a pass with the token from `direct_open_votes`. The arguments are those of the operator `moments`."""
+    return _Moments.apply((tokens, *arguments), *tokens, *arguments[5:9])
+
+
+differentiate("open_votes", _sweep_over_votes, _keep_children)
+differentiate("moments", _differentiate_couplings, _keep_pass)
 differentiate("moments_backward", once)
 differentiate("votes_backward", once)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 __all__ = ["PLAIN", "differentiate", "needs_the_dispatcher", "operator", "refuse_batched"]
 
 _library = torch.library.Library("torchcaps", "DEF")
-_direct: dict[str, Callable[..., Any]] = {}
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 _ORDINARY = PLAIN | {type(None), bool, int, float, list, tuple}
@@ -45,8 +44,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
     """Return a decorator that defines an operator from a CPU function. A function f defines ``torchcaps::f``.
 
     A call through PyTorch's dispatcher and `torch.library` takes longer than the kernels need for one image. If nothing
-    needs the dispatcher, the CPU function is called directly. If the output also needs a gradient, the function called
-    is the one that was given to `differentiate` as `direct`.
+    needs the dispatcher and the output needs no gradient, the CPU function is called directly.
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
@@ -63,11 +61,8 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:
-            if needs_the_dispatcher(arguments):
-                return dispatched(*arguments)
-            if not _is_differentiated(arguments):
-                return on_cpu(*arguments)
-            return _direct.get(name, dispatched)(*arguments)
+            indirect = needs_the_dispatcher(arguments) or _is_differentiated(arguments)
+            return (dispatched if indirect else on_cpu)(*arguments)
 
         call.on_cpu = on_cpu  # type: ignore[attr-defined]
         return call
@@ -75,12 +70,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
     return define
 
 
-def differentiate(
-    name: str,
-    backward: Callable[..., Any],
-    keep: Callable[..., Any] | None = None,
-    direct: Callable[..., Any] | None = None,
-) -> None:
+def differentiate(name: str, backward: Callable[..., Any], keep: Callable[..., Any] | None = None) -> None:
     """Register the gradient of an operator.
 
     Arguments:
@@ -89,8 +79,6 @@ def differentiate(
             inputs.
         keep: function that takes the context, the inputs and the output of the operator. It saves in the context what
             ``backward`` needs.
-        direct: function that takes the arguments of the operator and computes outputs that have a gradient, without the
-            dispatcher. None if such calls go through the dispatcher.
     """
 
     def unbatched(ctx: Any, *gradients: Any) -> Any:
@@ -98,8 +86,6 @@ def differentiate(
         return backward(ctx, *gradients)
 
     torch.library.register_autograd(f"torchcaps::{name}", unbatched, setup_context=keep, lib=_library)
-    if direct is not None:
-        _direct[name] = direct
 
 
 def refuse_batched(gradients: Sequence[Any]) -> None:

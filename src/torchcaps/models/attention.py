@@ -29,8 +29,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
     for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a logit. In this
     implementation, the sigmoid of this logit is the activation of the class capsule and the score of the class. The
     loss `activation_logit_cross_entropy` computes the logits from the scores; it is the paper's softmax cross-entropy
-    of the logits, as long as all logits are between -13.8 and 13.8. Each layer runs all of its routing iterations before the next layer starts ("sequential" routing in
-    the paper).
+    of the logits, as long as all logits are between -13.8 and 13.8. Each layer runs all of its routing iterations
+    before the next layer starts ("sequential" routing in the paper).
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses

@@ -180,8 +180,8 @@ def em_routing(
     check_activation(children.activation, children.pose)
     _check_betas(beta_u, beta_a, children.pose, transform.shape[2])
     dtype = torch.promote_types(torch.promote_types(children.pose.dtype, children.activation.dtype), transform.dtype)
-    capsules_below, parents = routing_map.child_sites * transform.shape[1], routing_map.parent_sites * transform.shape[2]
-    mean_data = capsules_below / parents if normalise_data else 1.0
+    capsules_below = routing_map.child_sites * transform.shape[1]
+    mean_data = capsules_below / (routing_map.parent_sites * transform.shape[2]) if normalise_data else 1.0
     inverse_temperatures = [
         inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
         for t in range(iterations)

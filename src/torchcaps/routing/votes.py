@@ -241,8 +241,10 @@ class Votes:
             pose, transform = pose.detach(), transform.detach()
             activation = None if activation is None else activation.detach()
         *agreement, variance_floor, inverse_temperature = kernel_arguments(parts)
-        return fused.moments(
-            self._next_tokens(agreement),
+        tokens = self._next_tokens(agreement)
+        moments = fused.direct_moments if tokens and self._direct else fused.moments
+        return moments(
+            tokens,
             pose,
             activation,
             transform,
@@ -348,13 +350,17 @@ class Votes:
         return Agreement(constant, linear, quadratic, centre, variance, floor, inverse_temperature)
 
     def _next_tokens(self, agreement: list[Tensor | None]) -> list[Tensor]:
-        """Return the tokens of the next pass, or [] if no gradient is needed; see `torchcaps.kernels.moments`."""
+        """Return the tokens of the next pass, or [] if the children need no gradient; see `torchcaps.kernels.moments`.
+
+        The tokens are opened again if the previous pass went through the dispatcher and this one does not, or vice
+        versa. Each token is returned only once, also if these votes are copied.
+        """
         children = self._pose, self._activation, self._transform
         if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in children):
             return []
         direct = not needs_the_dispatcher((*children, *agreement))
         if not self._tokens or direct != self._direct:
-            opened = fused.open_votes if direct else torch.ops.torchcaps.open_votes
+            opened = fused.direct_open_votes if direct else fused.open_votes
             sizes = self._edge_lists, self.routing_map.parent_sites, self._passes
             tokens = list(opened(*children, *sizes, *self._options))
             each = len(tokens) // self._passes
