@@ -206,6 +206,7 @@ def test_by_viewpoint_puts_every_image_into_exactly_one_part():
 def test_a_row_shows_the_standard_deviation_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
+    assert Row("x", [99.58, 99.63]).measured().startswith("99.61 ")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -261,6 +262,16 @@ def test_stored_measurements_of_a_run_are_deleted_with_its_folder(tmp_path):
         assert study.cached("net-seed0", "strips", lambda value=value: value) == value
         assert study.cached("net-seed0", "strips", lambda: 3) == value
         shutil.rmtree(tmp_path / "net-seed0")
+
+
+def test_measurements_of_another_commit_are_announced_and_listed(tmp_path, capsys):
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    (tmp_path / "net-seed0").mkdir()
+    file = tmp_path / "net-seed0" / "strips.json"
+    file.write_text('{"commit": "0123abc", "result": [1.5]}')
+    assert study.cached("net-seed0", "strips", lambda: 3) == [1.5]
+    assert f"{file} was computed with commit 0123abc: to compute it again, remove the file" in capsys.readouterr().out
+    assert study.commits == ["0123abc"]
 
 
 @pytest.mark.parametrize("name", ["matrix-capsnet", "cnn-baseline"])

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from problems import MAPS, full_problem
-from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, em_routing
+from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 
@@ -156,6 +156,13 @@ def test_passes_through_the_dispatcher_and_direct_passes_have_the_same_gradients
         loss.backward()
         gradients.append([x.grad for x in leaves])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.usefixtures("untyped")
+def test_numpy_booleans_are_accepted():
+    pose, transform = torch.randn(2, 6, 4, 1, 8, requires_grad=True), torch.randn(6, 4, 10, 8, 16)
+    found, expected = (dynamic_routing(pose, transform, RoutingMap.dense(6), leaky=leaky) for leaky in (np.True_, True))
+    assert torch.equal(found.pose, expected.pose)
 
 
 class ParameterOfAnotherClass(torch.nn.Parameter):

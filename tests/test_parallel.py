@@ -103,6 +103,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+def test_a_decoder_without_reconstruction_loss_does_not_stop_two_processes(command, images, tmp_path):
+    settings = ("--set", "reconstruction_weight=0", "--epochs", 1, "--batch-size", 8, "--devices", 2)
+    done = train(command, images, tmp_path / "run", *settings)
+    assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters" not in done.stdout + done.stderr
+    assert (tmp_path / "run" / "metrics.json").is_file()
+
+
+@pytest.mark.slow
 def test_torchrun_trains_on_one_machine_and_on_two(command, images, tmp_path):
     """This machine plays both machines. The weights must equal those of two processes that Lightning starts."""
     done = train(command, images, tmp_path / "lightning", "--epochs", 2, "--batch-size", 8, "--devices", 2)

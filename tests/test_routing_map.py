@@ -114,6 +114,13 @@ def test_edges_of_any_integer_dtype_are_stored_as_int64(dtype):
     assert routing_map.edges.dtype == torch.int64
 
 
+def test_a_map_does_not_change_with_the_tensor_of_its_edges():
+    edges = torch.tensor([[0, 0, 0], [1, 0, 1]])
+    routing_map = RoutingMap(edges, 2, 1, 2, (1, 1))
+    edges[0, 2] = 1
+    assert routing_map.edges.tolist() == [[0, 0, 0], [1, 0, 1]]
+
+
 def test_maps_can_be_copied_pickled_and_created_under_any_default_device():
     for again in (copy.deepcopy(MAPS["conv"]), pickle.loads(pickle.dumps(MAPS["conv"]))):
         assert torch.equal(again.edges, MAPS["conv"].edges)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from test_unusual_use import TINY
-from torchcaps import ROUTINGS, BadInput, CapsNet, MatrixCapsNet
+from torchcaps import ROUTINGS, BadInput, CapsNet, MatrixCapsNet, ResidualCapsNet, Routing
 
 
 class Subclass(CapsNet):
@@ -81,6 +81,40 @@ def test_a_network_in_another_mode_and_with_another_backend_is_saved(rule, tmp_p
     images = torch.rand(2, 1, 20, 20)
     found = CapsNet.from_pretrained(tmp_path).eval()(images).scores
     torch.testing.assert_close(found, model(images).scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_a_network_whose_layers_depend_on_the_rule_is_saved(rule, tmp_path):
+    model = ResidualCapsNet((3, 16, 16), 3, (4, 8), routing=rule).eval()
+    model.save_pretrained(tmp_path)
+    images = torch.rand(2, 3, 16, 16)
+    torch.testing.assert_close(ResidualCapsNet.from_pretrained(tmp_path).eval()(images).scores, model(images).scores)
+
+
+def test_a_changed_temperature_of_the_classes_is_set_when_a_network_is_loaded(tmp_path):
+    small = {"image_shape": (1, 21, 21), "num_classes": 3, "widths": (4, 2, 2, 2)}
+    for saved, changes, expected in (
+        (1.0, {"class_temperature_factor": 0.25}, 0.25),
+        (0.25, {"class_temperature_factor": 1.0}, 1.0),
+        (0.25, {"routing": Routing("em", inverse_temperature=2.0)}, 0.5),
+        (0.25, {"routing": Routing("em", iterations=1)}, 0.25),
+    ):
+        MatrixCapsNet(**small, class_temperature_factor=saved).save_pretrained(tmp_path)
+        found = MatrixCapsNet.from_pretrained(tmp_path, **changes).class_capsules.routing.inverse_temperature
+        assert (
+            found
+            == MatrixCapsNet(
+                **small, **{"class_temperature_factor": saved, **changes}
+            ).class_capsules.routing.inverse_temperature
+        )
+        assert found == expected
+
+
+def test_parameters_that_are_not_trained_stay_so_after_loading(tmp_path):
+    CapsNet(**TINY, routing=Routing("em", parent_activation="mixing")).save_pretrained(tmp_path)
+    rule = CapsNet.from_pretrained(tmp_path).class_capsules.routing
+    assert not rule.beta_u.requires_grad
+    assert not rule.beta_a.requires_grad
 
 
 @pytest.mark.parametrize(

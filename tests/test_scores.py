@@ -68,6 +68,31 @@ def test_confident_right_predictions_are_calibrated_and_confident_wrong_ones_are
     assert calibration_error_percent(torch.zeros(3, 3), labels) == pytest.approx(
         100 / 3, abs=0.1
     )  # all capsules are inactive
+    saturated = torch.tensor([[30.0, 0.0]] * 50 + [[4.0, 0.0]] * 50)
+    labels = (torch.arange(100) < 5).long()
+    assert calibration_error_percent(saturated, labels) == pytest.approx(
+        calibration_error_in_plain_loops(saturated, labels), abs=1e-3
+    )
+
+
+def test_activations_trained_by_their_logits_are_converted_by_the_softmax_of_the_logits():
+    scores = torch.tensor([[0.99, 0.9, 0.5]])
+    expected = (scores / (1 - scores)) / (scores / (1 - scores)).sum()
+    found = probabilities(scores, loss="activation_logit_cross_entropy")
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    error = calibration_error_percent(scores, torch.tensor([0]), loss="activation_logit_cross_entropy")
+    assert error == pytest.approx(100 * (1 - expected[0, 0].item()), abs=0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scores_that_are_not_finite_are_refused():
+    model = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=2).eval()
+    images = Images(torch.zeros(2, 1, 20, 20, dtype=torch.uint8), torch.tensor([0, 1]), ("left", "right"))
+    with torch.no_grad():
+        list(model.parameters())[-1].fill_(math.nan)
+    name = [name for name, _ in model.named_parameters()][-1]
+    with pytest.raises(BadInput, match=f"not finite for test images; first weights that are not finite: {name}"):
+        evaluate(model, images, precision="float32")
 
 
 def rows_of(path):

@@ -215,7 +215,7 @@ class ClassCaps(CapsuleLayer):
         routing_map = RoutingMap.shared(len(coordinates))
         more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more))
-        self._coordinates = Constant(coordinates)
+        self._coordinates = Constant(coordinates.clone())
         self.add_coordinates = add_coordinates
 
     def _constants(self) -> list[Constant]:

@@ -131,7 +131,7 @@ class RoutingMap:
                 "edges must be an integer tensor [E, 3] of (child site, parent site, transform); "
                 f"got {described(edges)}"
             )
-        edges = edges.to(torch.int64)
+        edges = edges.to(torch.int64, copy=True)
         if has_values(edges):
             self._check_values(edges)
             if edges.is_inference():

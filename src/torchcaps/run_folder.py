@@ -48,7 +48,7 @@ class Run:
         data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
         earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.
-        test_evaluations: number of times that the run was evaluated on its test split.
+        test_evaluations: number of times that training ended and evaluated the run on its test split.
     """
 
     recipe: Recipe

@@ -51,7 +51,7 @@ def write_run_report(folder: Path, out: Path) -> None:
     state = f"{len(rows)} of {run.recipe.epochs} epochs"
     headline = (
         f"Test accuracy {metrics['test_accuracy_percent']} % of {metrics['test_images']:,} images, "
-        f"test evaluations: {metrics['test_evaluations']}"
+        f"test evaluations by training: {metrics['test_evaluations']}"
         if metrics
         else f"Not finished: {state}; validation accuracy {rows[-1]['validation_accuracy_percent']} %"
     )

@@ -15,16 +15,18 @@ BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017."""
 
 
-def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None) -> Float[Tensor, "N K"]:
+def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:
     """Convert the scores of a split to numbers that sum to 1 for each image.
 
-    Activations of class capsules or of sigmoid units are divided by their sum for each image. A softmax of activations
-    would be nearly uniform: for ten classes, it never exceeds 0.24. Logits are converted by a softmax.
+    Logits are converted by a softmax. Activations of class capsules or of sigmoid units are divided by their sum for
+    each image; a softmax of activations would be nearly uniform: for ten classes, it never exceeds 0.24. Activations of
+    a network that was trained with `activation_logit_cross_entropy` are converted by the softmax of this loss.
 
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split.
         logits: whether the scores are logits. If it is unknown (None), or if an activation is negative, the scores are
             activations if all of them are in [0, 1], and otherwise logits.
+        loss: name of the loss with which the network was trained; empty if it is unknown.
 
     Example:
         >>> import torch
@@ -33,12 +35,14 @@ def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None) -> F
                 [0.5000, 0.5000]])
     """
     if scores.numel() and not logits and scores.min() >= 0 and (logits is False or scores.max() <= 1 + 1e-6):
+        if loss == "activation_logit_cross_entropy":
+            return scores.logit(eps=1e-6).softmax(dim=1)
         return scores / scores.sum(dim=1, keepdim=True).clamp_min(1e-12)
     return scores.softmax(dim=1)
 
 
 def calibration_error_percent(
-    scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"], logits: bool | None = None
+    scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"], logits: bool | None = None, loss: str = ""
 ) -> float:
     """Compute the expected calibration error in percent. `probabilities` converts the scores to probabilities first.
 
@@ -51,6 +55,7 @@ def calibration_error_percent(
         scores: ``[N, K]``, the scores of all images of a split.
         labels: ``[N]``, the true classes.
         logits: whether the scores are logits; None if it is unknown.
+        loss: name of the loss with which the network was trained; empty if it is unknown.
 
     Example:
         >>> import torch
@@ -59,7 +64,9 @@ def calibration_error_percent(
     """
     from torchmetrics.functional.classification import multiclass_calibration_error
 
-    found = multiclass_calibration_error(probabilities(scores.float(), logits), labels, scores.shape[1], n_bins=BINS)
+    # torchmetrics would put a confidence of exactly 1 into a bin of its own.
+    confidences = probabilities(scores.float(), logits, loss).clamp(max=1 - 2**-24)
+    found = multiclass_calibration_error(confidences, labels, scores.shape[1], n_bins=BINS)
     return round(100 * found.item(), 4)
 
 

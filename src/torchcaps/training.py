@@ -299,7 +299,8 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         accelerator="auto",
         devices=devices,
         num_nodes=nodes,
-        strategy="ddp" if devices * nodes > 1 else "auto",
+        # A decoder without reconstruction loss has no gradients.
+        strategy="ddp_find_unused_parameters_true" if devices * nodes > 1 else "auto",
         precision=PRECISIONS[recipe.precision],  # type: ignore[arg-type]
         logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
@@ -335,7 +336,8 @@ def _calibration_error_percent(module: TrainingModule) -> float | None:
     scored = module.scored
     if scored is None:
         return None
-    return calibration_error_percent(scored[:, :-1], scored[:, -1].long(), getattr(module.model, "logits", None))
+    logits = getattr(module.model, "logits", None)
+    return calibration_error_percent(scored[:, :-1], scored[:, -1].long(), logits, module.recipe.loss)
 
 
 class Evaluation(NamedTuple):
@@ -361,6 +363,7 @@ def evaluate(
     *,
     batch_size: int = 128,
     precision: str = "auto",
+    loss: str = "",
 ) -> Evaluation:
     """Compute the accuracy and the confusion matrix of a model on a split, using one device.
 
@@ -372,15 +375,15 @@ def evaluate(
         batch_size: images per batch; the result does not depend on the batch size.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
             float32.
-
+        loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
     Raises:
-        BadInput: `precision` is not auto, bf16 or float32, or the model has another number of classes than the split.
+        BadInput: `precision` is unknown, a score is not finite, or the model has another number of classes.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
     if classes != len(images.class_names):
         raise BadInput(f"the model has {classes} classes, but the images have {len(images.class_names)} class names")
-    recipe = Recipe("evaluate", "", "", batch_size=batch_size)
+    recipe = Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin")
     module = TrainingModule(model, recipe, len(images.class_names))
     trainer = lightning.Trainer(
         devices=1,

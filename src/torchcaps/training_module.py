@@ -171,6 +171,12 @@ class TrainingModule(lightning.LightningModule):
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
+        if not torch.isfinite(scores).all():
+            wrong = (name for name, weights in self.model.named_parameters() if not torch.isfinite(weights).all())
+            raise Diverged(
+                "the network returned scores that are not finite for test images; first weights that are not finite: "
+                f"{next(wrong, 'none')}; train again with a lower --lr, or use --precision float32"
+            )
         self.count(scores, labels)
         if labels.ndim == 1 and scores.ndim == 2:
             self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))

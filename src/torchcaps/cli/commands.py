@@ -219,7 +219,10 @@ def evaluate(
     test = test_images_for(classifier, known, data, data_dir, cache)
     if precision is None:
         precision = "float32" if recipe.precision == "float32" else "auto"
-    found = evaluation_of(model, test, classifier.preparation, batch_size=batch_size, precision=precision)
+    losses = {one.recipe.loss for one in known.values()}
+    loss = recipe.loss if len(losses) == 1 else ""
+    options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
+    found = evaluation_of(model, test, classifier.preparation, **options)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(

@@ -1,10 +1,11 @@
 """Experiments that reproduce tables and figures of papers. `EXPERIMENTS` lists them by name."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torchcaps.data import check_source
 from torchcaps.data.files import atomically, write_json
@@ -213,7 +214,9 @@ def run_experiment(
     runs = [json.loads((run / "recipe.json").read_text()) for run in study.runs]
     machines = [one for run in runs for one in (*run.get("earlier_environments", []), run["environment"])]
     seconds = [float(row["seconds"]) for run in study.runs for row in read_rows(run / "metrics.csv")]
-    commits = [*dict.fromkeys(one["commit"] for one in [*machines, here] if one["commit"])]
+    commits = [*dict.fromkeys([*(one["commit"] for one in machines), *study.commits, here["commit"]])]
+    precisions = [run["recipe"]["precision"] for run in runs] or [resolve_precision("auto")]
+    versions = [one["versions"] for one in [*machines, here]]
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)
     stem = label if seeds == 1 else f"{label}-{seeds}-seeds"
@@ -229,7 +232,19 @@ def run_experiment(
         "rows": [row._asdict() for row in outcome.rows],
         "notes": outcome.notes,
         "training_minutes": round(sum(seconds) / 60, 1),
-        "environment": {**here, "precision": resolve_precision("auto"), "commits": commits},
+        "environment": {
+            **{key: _all_of([one[key] for one in [*machines, here]]) for key in ("processor", "threads", "gpu")},
+            "versions": {package: _all_of([one.get(package) for one in versions]) for package in here["versions"]},
+            "commit": here["commit"],
+            "precision": _all_of(precisions),
+            "commits": [commit for commit in commits if commit],
+        },
     }
     write_json(results / f"{stem}.json", content)
     return outcome, picture
+
+
+def _all_of(values: Sequence[Any]) -> Any:
+    """Return the value if all are equal, otherwise the list of the different values."""
+    different = [value for index, value in enumerate(values) if value not in values[:index]]
+    return different[0] if len(different) == 1 else different

@@ -243,6 +243,11 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
 }
 
 
+def _joined(value: Any) -> str:
+    """Return a value of the environment as text; a list contains the values of several runs."""
+    return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, str]]) -> int:
     """Write a page with all rows, notes and figures of the experiments' results.
 
@@ -278,9 +283,9 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         lines += ["", *(f"{note}\n" for note in said["notes"])]
         seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
         machine = (
-            f"{seeds}; {said['training_minutes']} minutes of training; {here['gpu'] or here['processor']}, threads: "
-            f"{here['threads']}, torch {here['versions']['torch']}, {here['precision']}; "
-            f"{'commit' if len(here['commits']) == 1 else 'commits'} "
+            f"{seeds}; {said['training_minutes']} minutes of training; {_joined(here['gpu'] or here['processor'])}, "
+            f"threads: {_joined(here['threads'])}, torch {_joined(here['versions']['torch'])}, "
+            f"{_joined(here['precision'])}; {'commit' if len(here['commits']) == 1 else 'commits'} "
         )
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
         lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import ROUND_HALF_UP, Decimal
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules
 from torchcaps.data import Images, Preparation, Splits, difference, fingerprint, load_splits
 from torchcaps.data.files import write_json
+from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
 from torchcaps.recipe import Recipe, resolve_precision
@@ -55,7 +57,8 @@ class Row(NamedTuple):
     def measured(self) -> str:
         """Return the mean with its unit, and the standard deviation if there are several seeds, as text."""
         deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
-        return f"{statistics.fmean(self.ours):.2f}{deviation} {self.unit}".strip()
+        mean = statistics.mean([Decimal(str(value)) for value in self.ours])
+        return f"{mean.quantize(Decimal('0.01'), ROUND_HALF_UP)}{deviation} {self.unit}".strip()
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Study:
         data_dir: folder of the datasets.
         folder: folder of this experiment's training runs and evaluations.
         runs: folders of the training runs that this study has used so far.
+        commits: commits with which the study's saved evaluations were computed.
     """
 
     budget: Budget
@@ -86,6 +90,7 @@ class Study:
     data_dir: Path
     folder: Path
     runs: list[Path] = field(default_factory=list, compare=False)
+    commits: list[str] = field(default_factory=list, compare=False)
 
     def choose(self, quick: Any, standard: Any, paper: Any) -> Any:
         """Return the argument for the budget of this study: there is one argument per budget."""
@@ -294,11 +299,18 @@ class Study:
 
     def cached(self, part: str, what: str, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`. It is computed once and saved as ``WHAT.json`` in the run folder."""
-        path = self.folder / part / f"{what}.json"
+        path, now = self.folder / part / f"{what}.json", environment()["commit"]
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
-            write_json(path, compute())
-        return json.loads(path.read_text())
+            write_json(path, {"commit": now, "result": compute()})
+        saved = json.loads(path.read_text())
+        if saved["commit"] != now:
+            print(
+                f"{path} was computed with commit {saved['commit']}: to compute it again, remove the file", flush=True
+            )
+        if saved["commit"]:
+            self.commits.append(saved["commit"])
+        return saved["result"]
 
 
 class Routed(NamedTuple):

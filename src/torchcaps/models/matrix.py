@@ -1,8 +1,8 @@
 """Matrix capsule network and the paper's baseline CNN: Hinton, Sabour & Frosst 2018."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -15,7 +15,7 @@ from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import Routing, with_defaults
+from torchcaps.routing import EMRouting, Routing, with_defaults
 
 Size = Literal["small", "base"]
 WIDTHS: dict[str, tuple[int, int, int, int]] = {"small": (64, 8, 16, 16), "base": (32, 32, 32, 32)}
@@ -178,6 +178,13 @@ class MatrixCapsNet(nn.Module, Pretrained):
             around_identity=around_identity,
             routing=deepcopy(class_routing),
         )
+
+    def _set_changes(self, changes: Mapping[str, Any]) -> None:
+        rule, others, routing = self.class_capsules.routing, self.second_capsules.routing, changes.get("routing")
+        changed = isinstance(routing, Routing) and "inverse_temperature" in routing.options
+        changed = changed or "class_temperature_factor" in changes
+        if changed and isinstance(rule, EMRouting) and isinstance(others, EMRouting):
+            rule.inverse_temperature = self.options["class_temperature_factor"] * others.inverse_temperature
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

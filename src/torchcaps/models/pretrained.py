@@ -20,6 +20,7 @@ from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import restore_rules, saved_rules
 from torchcaps.options import absent, check_options, kinds_of, plain_options
+from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 4
@@ -143,10 +144,14 @@ class Pretrained:
                 f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save the network again"
             )
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
-        model = _built(cls, {**config.options, **changes})
+        model = _built(cls, {**config.options, **_rule_of_all_layers(cls, config.routing), **changes})
         restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
+        model._set_changes(changes)
         _load_weights(model, folder / WEIGHTS, config.weights_sha256)
         return model
+
+    def _set_changes(self, changes: Mapping[str, Any]) -> None:
+        """Set what ``changes`` of `from_pretrained` change in the saved rules. Some networks override this method."""
 
     def push_to_hub(self, repository: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the network to the Hugging Face Hub and return the URL.
@@ -229,6 +234,16 @@ def read_config(folder: Path) -> SavedConfig:
     return SavedConfig(**content)
 
 
+def _rule_of_all_layers(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the name of the saved rule as the argument ``routing``, or {} if the layers have different rules.
+
+    Some networks choose the normalisation of their capsules by the rule.
+    """
+    names = {rule.get("rule") for rule in saved.values() if isinstance(rule, Mapping)}
+    name = names.pop() if len(names) == 1 else None
+    return {"routing": name} if name in ROUTINGS and "routing" in inspect.signature(cls).parameters else {}
+
+
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
     """Create a network without changing the random state.
 
@@ -268,7 +283,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
                 "model.state_dict()"
             )
     try:
-        again = _built(type(model), options)
+        again = _built(type(model), {**options, **_rule_of_all_layers(type(model), routing)})
     except BadInput as error:
         raise BadInput(
             f"{kind} cannot be saved, because from_pretrained could not create it ({error}): save model.state_dict()"

@@ -86,5 +86,6 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
             raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
         constructed = dict(_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():
-            parameter.requires_grad_(name not in constructed or constructed[name].requires_grad)
+            if name in constructed and not constructed[name].requires_grad:
+                parameter.requires_grad_(False)
         model.get_submodule(layer).routing = made

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -154,8 +155,8 @@ class Votes:
         self._activation = None if activation is None else in_dtype(activation, dtype)
         self._pose, self._transform = in_dtype(pose, dtype), in_dtype(transform, dtype)
         self._competition: Competition = competition
-        self._none_of_the_above = none_of_the_above
-        self._passes = passes
+        self._none_of_the_above = bool(none_of_the_above)
+        self._passes = int(passes)
         batch, _, _, rows, _ = pose.shape
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
@@ -219,13 +220,13 @@ class Votes:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents, or ``floor`` is
                 not a finite number of at least 0.
         """
-        if not isinstance(floor, float | int) or not 0 <= floor < math.inf:
+        if not isinstance(floor, Real) or not 0 <= floor < math.inf:
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
         if not self.fused:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
         self._last = agreement
-        mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=floor)
+        mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
         if observer is not None:
             observer(self, agreement, Moments(mass, mean, variance))
         return Gaussians(mass, mean, variance, volume)
