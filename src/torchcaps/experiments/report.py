@@ -206,7 +206,8 @@ def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
                 f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing; correct the entry in "
                 "results/tables.toml"
             )
-        slower = [f"{value / found['fused']:.0f}×" if value else "–" for value in (eager, found.get(COMPILED))]
+        ratios = [value and value / found["fused"] for value in (eager, found.get(COMPILED))]
+        slower = [f"{ratio:.{0 if ratio > 10 else 1}f}×" if ratio else "–" for ratio in ratios]
         rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))
     return _lines(("", "torchcaps", "eager PyTorch", "`torch.compile`"), rows)
 
