@@ -324,12 +324,43 @@ def test_check_rule_finds_wrong_rules():
             found = votes.moments()
             return Capsules(found.mean, found.mass * found.mass.detach())
 
+    class Transposed(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose.mT, activation)
+
+    class OneActivationPerNumber(UniformRouting):
+        def route(self, votes):
+            pose, _ = super().route(votes)
+            return Capsules(pose, pose.square())
+
+    class NotLearning(UniformRouting):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose * self.scale.detach(), activation)
+
+    class FiniteInDoubleOnly(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose, activation / (pose.square().sum(dim=(3, 4)) + 1e-60).sqrt())
+
     class TwoFaced(UniformRouting):
         def route(self, votes):
             pose, activation = super().route(votes)
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
+        (Transposed, "on the dense map: The parents and the couplings have the right shapes. .pose must be"),
+        (
+            OneActivationPerNumber,
+            "on the dense map: The parents and the couplings have the right shapes. .activation must",
+        ),
+        (NotLearning, "on the dense map: Gradients match finite differences, also for the parameters"),
+        (FiniteInDoubleOnly, "all poses are zero. .a value or gradient is not finite with torch.float32 inputs"),
         (TwoFaced, "the rule fails this test on the dense map: The fused kernels and the reference give"),
         (Leaking, "the rule fails this test on the dense map: A sample gives the same result"),
         (LeakingFromTheLastSample, "the rule fails this test on the dense map: A sample gives the same result"),

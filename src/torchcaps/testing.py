@@ -149,15 +149,16 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 
     The test checks these properties:
 
+    - The parents have poses ``[B, P, J, R, N]`` and activations ``[B, P, J]``, and the couplings are ``[B, J, E, C]``.
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
-    - If all poses are zero, values and gradients are finite.
-    - If only one child is active, values and gradients are finite.
+    - If all poses are zero, values and gradients are finite, with float32 and with float64 inputs.
+    - If only one child is active, values and gradients are finite, with float32 and with float64 inputs.
     - A child with activation 0 has no effect, unless the rule has ``weighs_activations = False``.
     - Two calls with the same input give bitwise equal results.
     - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
       ``backend`` attribute and the kernels can run.
-    - Gradients match finite differences.
+    - Gradients of poses, activations, transforms and the parameters of the rule match finite differences.
     - With float32 and with float64 inputs, the result has the dtype of the inputs.
     - `torch.compile` compiles the rule to one graph, and the compiled rule gives the same values.
 
@@ -182,7 +183,8 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
         pose = torch.randn(2, routing_map.child_sites, types, rows, columns, generator=generator).double()
         case = Case(pose, torch.randn(sizes, generator=generator).double(), routing_map)
         activation = torch.rand(pose.shape[:3], generator=generator).double()
-        for law in (_sites, _samples, _zero, _single, _inactive, _bits, _backends, _gradients, _dtypes, _compiled):
+        laws = (_shapes, _sites, _samples, _zero, _single, _inactive, _bits, _backends, _gradients, _dtypes, _compiled)
+        for law in laws:
             try:
                 law(rule, case, activation)
             except Exception as error:
@@ -192,6 +194,19 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple[Tensor, ...]:
     parents, couplings = rule(Capsules(pose, activation), case.transform, case.routing_map, return_couplings=True)
     return parents.pose, parents.activation, couplings
+
+
+def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """The parents and the couplings have the right shapes."""
+    (batch, _, types, rows, _), (_, _, parents, _, columns) = case.pose.shape, case.transform.shape
+    capsules = (batch, case.routing_map.parent_sites, parents)
+    right = {
+        "pose": (*capsules, rows, columns),
+        "activation": capsules,
+        "couplings": (batch, parents, len(case.routing_map.edges), types),
+    }
+    for (name, shape), found in zip(right.items(), _run(rule, case.pose, activation, case), strict=True):
+        assert found.shape == shape, f"{name} must be {list(shape)}; got {list(found.shape)}"
 
 
 def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
@@ -215,11 +230,12 @@ def _samples(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> None:
-    leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, case.transform)]
-    parents = rule(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
-    (parents.pose.sum() + parents.activation.sum()).backward()
-    for value in (*parents, *(leaf.grad for leaf in leaves if leaf.grad is not None)):
-        assert torch.isfinite(value).all(), "a value or gradient is not finite"
+    for dtype in (torch.float64, torch.float32):
+        leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in (pose, activation, case.transform)]
+        parents = copy.deepcopy(rule).to(dtype)(Capsules(leaves[0], leaves[1]), leaves[2], case.routing_map)
+        (parents.pose.sum() + parents.activation.sum()).backward()
+        for value in (*parents, *(leaf.grad for leaf in leaves if leaf.grad is not None)):
+            assert torch.isfinite(value).all(), f"a value or gradient is not finite with {dtype} inputs"
 
 
 def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
@@ -269,12 +285,15 @@ def _backends(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _gradients(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """Gradients match finite differences."""
+    """Gradients match finite differences, also for the parameters of the rule."""
+    learned = {name: x for name, x in rule.named_parameters() if x.requires_grad}
 
-    def outputs(pose: Tensor, activation: Tensor, transform: Tensor) -> tuple[Tensor, ...]:
-        return _run(rule, pose, activation, case._replace(transform=transform))[:2]
+    def outputs(pose: Tensor, activation: Tensor, transform: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(learned, parameters, strict=True))
+        children = Capsules(pose, activation)
+        return tuple(torch.func.functional_call(rule, given, (children, transform, case.routing_map)))
 
-    leaves = [x.clone().requires_grad_() for x in (case.pose, activation, case.transform)]
+    leaves = [x.detach().clone().requires_grad_() for x in (case.pose, activation, case.transform, *learned.values())]
     torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
 
 
