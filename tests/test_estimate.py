@@ -77,9 +77,9 @@ def test_a_larger_batch_needs_more_memory():
 def test_the_text_names_the_day_of_the_end_if_it_is_not_today():
     found = Estimate(10, 2_000_000_000, 1_000_000, 999_600_000, 20.0, 3600.0)
     assert found.text(1, datetime(2026, 1, 1, 12, 0)).endswith(
-        "about 20 s per epoch; epochs left: 1; finished at about 13:00"
+        "about 20 s per epoch; epochs left: 1; training ends at about 13:00"
     )
-    assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("left: 3; finished at about 2026-01-02 00:30")
+    assert found.text(3, datetime(2026, 1, 1, 23, 30)).endswith("left: 3; training ends at about 2026-01-02 00:30")
     assert "memory about 2.0 GB, including 1 MB for weights, gradients and optimiser and 1.0 GB for" in found.text(
         1, datetime(2026, 1, 1)
     )
@@ -109,7 +109,7 @@ def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):
 def test_the_command_prints_the_estimate_before_the_first_epoch(finished):
     lines = finished[1].stdout.splitlines()
     assert re.fullmatch(r"[\d,]+ parameters; memory about .* MB for .* and \d+ MB for a training step", lines[1])
-    assert re.fullmatch(r"about \d+ s per epoch; epochs left: 3; finished at about (\S+ )?\d\d:\d\d", lines[2])
+    assert re.fullmatch(r"about \d+ s per epoch; epochs left: 3; training ends at about (\S+ )?\d\d:\d\d", lines[2])
     assert lines[3].startswith("epoch 1/3")
 
 
@@ -118,13 +118,13 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
     words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--epochs", 3, "--batch-size", 2)
     code, out, error = call(*words, "--dry-run")
     assert (code, error) == (0, "")
-    assert re.search(r"about \d+ s per epoch; epochs left: 3; finished at about", out)
+    assert re.search(r"about \d+ s per epoch; epochs left: 3; training ends at about", out)
     assert "epoch 1/3" not in out
     assert not list(tmp_path.iterdir())
     before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
     code, out, error = call(*words, "--dry-run", "--resume", "--epochs", 4, "--out", finished[0])
     assert (code, error) == (0, "")
-    assert "; epochs left: 1; finished at about" in out
+    assert "; epochs left: 1; training ends at about" in out
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 

@@ -33,7 +33,9 @@ def test_moved_data_have_the_same_test_images_as_before(call, refused, images, t
     )
     found = evaluated(call, out, "--data", moved)
     assert found[:2] == (40, accuracy)
-    assert "no test split: all 80 images are evaluated, except 40 that were used in training or validation" in found[2]
+    assert (
+        "no test split: 40 of 80 images are evaluated; the run used the other 40 in training or validation" in found[2]
+    )
     moved.rename(root)
     shutil.copy(root / "left" / "000.png", root / "left" / "copy.png")
     assert "has changed since" in evaluated(call, out, "--data", root)[3]
@@ -44,7 +46,7 @@ def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path
     new = make_images(tmp_path / "new", per_class=7, seed=9)
     count, accuracy, out, error = evaluated(call, finished[0], "--data", new)
     assert (count, error) == (14, "")
-    assert "has no test split: all 14 images are evaluated\n" in out
+    assert "has no test split: 14 of 14 images are evaluated\n" in out
     shutil.copytree(new, tmp_path / "split" / "test")
     assert evaluated(call, finished[0], "--data", tmp_path / "split")[:2] == (14, accuracy)
     files = [*new.rglob("*.png")]

@@ -63,6 +63,18 @@ def test_images_of_twelve_bits_stored_as_sixteen_cause_a_warning(largest, bits, 
     load_image_folder(tmp_path)
 
 
+@pytest.mark.parametrize("cache", ["memory", "none"])
+def test_black_drawings_on_a_transparent_background_cause_a_warning(cache, tmp_path):
+    for name, colour in (("circle", 0), ("square", 255)):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            values = np.zeros((8, 8, 4), np.uint8)
+            values[2:6, 2 : 6 - number % 2] = (colour, colour, colour, 255)
+            Image.fromarray(values, "RGBA").save(tmp_path / name / f"{number}.png")
+    with warned("4 images are black everywhere", tmp_path / "circle", "transparent pixels become black; paste"):
+        load_splits(str(tmp_path), tmp_path, cache=cache)
+
+
 def test_pixels_of_unknown_scale_are_refused(tmp_path):
     Image.fromarray(np.full((6, 8), 0.5, dtype=np.float32)).save(tmp_path / "float.tif")
     Image.fromarray(np.full((6, 8), 70_000, dtype=np.int32)).save(tmp_path / "deep.tif")

@@ -143,16 +143,20 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
         ),
         (("path,label,label", "cat/0.png,cat,dog"), ("cannot tell which column is the label column",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
-        (("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"), ("File name too long",)),
+        (
+            ("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"),
+            ("line 2", "does not exist; correct the path"),
+        ),
         (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),
         (
             ("path,label,split", "cat/0.png,cat,test", "dog/0.png,dog,test"),
             ("no training images (its splits: test)",),
         ),
         (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
+        (("path;label", "cat/0.png;cat"), ("the columns are separated by ';'; separate them by ','",)),
         (
             ("path,label", *(f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in "129")),
-            ("9.png", "no such"),
+            ("line 4", "9.png", "does not exist; correct the path"),
         ),
     ],
 )

@@ -59,7 +59,7 @@ class Estimate:
         >>> print(found.text(10, datetime(2026, 1, 1, 23, 50)))
         8,200,000 parameters; memory about 1.0 GB, including 131 MB for weights, gradients and optimiser and 300 MB
         for a training step
-        about 90 s per epoch; epochs left: 10; finished at about 2026-01-02 00:05
+        about 90 s per epoch; epochs left: 10; training ends at about 2026-01-02 00:05
     """
 
     parameters: int
@@ -86,7 +86,7 @@ class Estimate:
             f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, including "
             f"{_size(self.state_bytes)} for weights, gradients and optimiser and {_size(self.step_bytes)} for a "
             f"training step{more}\n"
-            f"about {duration(self.epoch_seconds)} per epoch; epochs left: {epochs}; finished at about {clock}"
+            f"about {duration(self.epoch_seconds)} per epoch; epochs left: {epochs}; training ends at about {clock}"
         )
 
 

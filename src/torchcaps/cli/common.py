@@ -170,6 +170,11 @@ def splits_for(
             options["validation_attribute"] = recipe.validation_attribute
     splits = load_splits(name, data_dir, cache=cache, **options)  # type: ignore[arg-type]
     found = splits.train
+    if found.class_names != tuple(classifier.class_names) and {*found.class_names} == {*classifier.class_names}:
+        raise BadInput(
+            f"{name} has the classes of the network in another order ({', '.join(found.class_names)}): number its classes "
+            f"in the order {', '.join(classifier.class_names)}"
+        )
     if found.class_names != tuple(classifier.class_names):
         raise BadInput(
             f"{name} has the classes {', '.join(found.class_names)}, but the network was trained on "
@@ -240,8 +245,8 @@ def test_images_for(
     used = np.any(masks, axis=0) if masks else np.zeros(len(images), bool)
     if used.all():
         raise BadInput(f"{name}: {folder} was trained on all of these images; give new images with --data")
-    left_out = f", except {used.sum():,} that were used in training or validation" if used.any() else ""
-    print(f"{name} has no test split: all {len(images):,} images are evaluated{left_out}", flush=True)
+    rest = f"; the run used the other {used.sum():,} in training or validation" if used.any() else ""
+    print(f"{name} has no test split: {(~used).sum():,} of {len(images):,} images are evaluated{rest}", flush=True)
     return images.subset(torch.from_numpy(np.flatnonzero(~used)))
 
 

@@ -37,11 +37,10 @@ def report(
     """Write one HTML page with the metrics, pictures, recipe and environment of a run."""
     from torchcaps.run_report import write_run_report
 
-    if out is not None:
-        if out.suffix.lower() not in (".html", ".htm"):
-            raise BadInput(f"--out must be a file name that ends in .html; got {out}")
-        writable_file(out)
+    if out is not None and out.suffix.lower() not in (".html", ".htm"):
+        raise BadInput(f"--out must be a file name that ends in .html; got {out}")
     out = run / "report.html" if out is None else out
+    writable_file(out)
     write_run_report(run, out)
     print(f"the report: {out}")
 

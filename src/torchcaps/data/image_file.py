@@ -46,8 +46,10 @@ class Facts(NamedTuple):
         grey: True if the file is greyscale.
         deep: True if the file is greyscale with more than 8 bits per pixel.
         several: True if the file contains more than one frame or page.
+        transparent: True if the file can have transparent pixels.
         largest: largest pixel value of a 16-bit greyscale image, before scaling. None for other images, or if the
             pixels were not decoded.
+        black: True if all pixels are black after transparent pixels became black; False if the pixels were not decoded.
     """
 
     height: int
@@ -55,7 +57,9 @@ class Facts(NamedTuple):
     grey: bool
     deep: bool
     several: bool
+    transparent: bool
     largest: int | None = None
+    black: bool = False
 
 
 def read_image(
@@ -124,6 +128,9 @@ def decode(
         if facts.deep:
             facts = facts._replace(largest=int(np.asarray(picture).max()))
         picture = _eight_bits(picture, channels)
+        if facts.transparent:
+            ranges = picture.getextrema() if picture.mode == "RGB" else (picture.getextrema(),)
+            facts = facts._replace(black=all(most == 0 for _, most in ranges))
     if size is not None:
         picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))
@@ -174,7 +181,7 @@ def _facts(file: "ImageFile", width: int, height: int) -> Facts:
     # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
     several = file.format != "MPO" and getattr(file, "is_animated", False)
     deep = file.mode.startswith("I")
-    return Facts(height, width, deep or file.mode in GREY, deep, several)
+    return Facts(height, width, deep or file.mode in GREY, deep, several, file.has_transparency_data)
 
 
 def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:

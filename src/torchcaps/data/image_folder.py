@@ -131,6 +131,11 @@ def _tree(root: Path, skipped: list[Path]) -> Tree:
         raise BadInput(f"{root}: {found}; give a folder with one subfolder of images for each of at least 2 classes")
     for name, members in tree.items():
         if not members:
+            if _has_images(root / name):
+                raise BadInput(
+                    f"{root / name}: contains images only in subfolders; move them into {root / name}; if {name} is a "
+                    "split, name the splits train, val and test"
+                )
             raise BadInput(f"{root / name}: contains no {', '.join(FORMATS)} file; add images or remove the folder")
     return tree
 

@@ -29,7 +29,7 @@ DISTORTION = 1.05
 SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
-"""If images are not held in memory, at most this many 16-bit images are decoded to check the range of their values."""
+"""If images are not held in memory, at most this many 16-bit or transparent images are decoded to check them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ def read_list(
     else:
         facts = {index: header(content, images.source.name(index)) for index, content in contents}
         shape = _common_shape(images.source, facts, channels, size)
-        facts = _with_largest(images.source, facts)
+        facts = _with_pixels(images.source, facts)
     parts: list[Images] = []
     for number, chosen in enumerate(splits):
         files = ImageFiles(images.source, digests, chosen)
@@ -253,10 +253,10 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
         ) from error
 
 
-def _with_largest(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
-    """Decode at most `CHECKED` 16-bit images, and add their largest pixel values to their `Facts`."""
-    deep = [index for index, found in facts.items() if found.deep]
-    for index in deep[:: math.ceil(len(deep) / CHECKED) or 1]:
+def _with_pixels(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
+    """Decode at most `CHECKED` 16-bit and transparent images, and add what depends on pixels to their `Facts`."""
+    chosen = [index for index, found in facts.items() if found.deep or found.transparent]
+    for index in chosen[:: math.ceil(len(chosen) / CHECKED) or 1]:
         facts[index] = decode(source.read(index), source.name(index), None, None)[1]
     return facts
 
@@ -274,6 +274,13 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
             f"{images.name}: the largest value of the 16-bit images is {largest:,} of 65,535, as in"
             f" {largest.bit_length()}-bit data, so these images are nearly black; scale them to the full 16 bits"
             f" (multiply by {65_535 // max(largest, 1):,})"
+        )
+    if black := [index for index, found in facts.items() if found.black]:
+        have = "1 image is" if len(black) == 1 else f"{len(black):,} images are"
+        first = printable(images.source.name(black[0]))
+        yield (
+            f"{images.name}: {have} black everywhere, such as {first}, because transparent pixels become black; paste"
+            " the images on a background of another colour"
         )
     if size is not None:
         ratios = [found.width / found.height for found in facts.values()]

@@ -122,6 +122,9 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                 numbers.append(reader.line_num)
     except (OSError, ValueError, csv.Error) as error:
         raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
+    if len(columns) == 1 and (others := [mark for mark in ";,\t|" if mark in columns[0]]):
+        used = DELIMITERS[path.suffix.lower()]
+        raise BadInput(f"{path}: the columns are separated by {others[0]!r}; separate them by {used!r}")
     image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
     label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
     if columns.count("split") > 1:
@@ -138,6 +141,8 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                     f"{path}, line {line}: column {printable(column)} is empty; fill it in or remove the line"
                 )
         file = path.parent / row[image_column]
+        if not os.path.exists(file):
+            raise BadInput(f"{path}, line {line}: {file} does not exist; correct the path or remove the line")
         files.append(file)
         first = lines.setdefault(os.path.abspath(file), line)
         if first != line:

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Callable, Container, Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Literal, get_origin
 
 from torchcaps.data import DATASETS, TABLE_OPTIONS, load_image_table
 from torchcaps.errors import BadInput, nearest
@@ -252,7 +252,7 @@ def _value(key: str, text: str, kind: Any, default: Any) -> Any:
             return float(each) if isinstance(default, float) else each
     if isinstance(listed := _parsed(f"[{text}]"), list) and fits(listed, kind):
         raise BadInput(f"{key} takes {described(kind)}; write {key}=[{text}]")
-    example = "" if default is None else f", such as {json.dumps(default)}"
+    example = "" if default is None or get_origin(kind) is Literal else f", such as {json.dumps(default)}"
     raise BadInput(f"{key} takes {described(kind)}{example}; got {text}")
 
 
