@@ -172,8 +172,8 @@ def splits_for(
     found = splits.train
     if found.class_names != tuple(classifier.class_names) and {*found.class_names} == {*classifier.class_names}:
         raise BadInput(
-            f"{name} has the classes of the network in another order ({', '.join(found.class_names)}): number its classes "
-            f"in the order {', '.join(classifier.class_names)}"
+            f"{name} has the classes of the network in another order, {', '.join(found.class_names)}: number its "
+            f"classes in the order {', '.join(classifier.class_names)}"
         )
     if found.class_names != tuple(classifier.class_names):
         raise BadInput(
