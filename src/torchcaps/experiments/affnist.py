@@ -145,8 +145,8 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> 
             Row(f"{name}, affine digits", [pair[1] for pair in chosen], paper[1]),
         ]
     notes = [
-        f"Trained on {train:,} {source} digits for {epochs} epochs. The networks are compared at epochs in which they "
-        "have about the same accuracy on translated validation digits. "
+        f"Trained on {train:,} {source} digits for {epochs} epochs, tested on {len(changed):,} digits. The networks "
+        "are compared at epochs in which they have about the same accuracy on translated validation digits. "
         + (
             "The affine digits are the original affNIST test split."
             if real

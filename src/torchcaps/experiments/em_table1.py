@@ -55,8 +55,8 @@ def run(study: Study) -> Outcome:
             values.append(study.trained(part(name, seed), recipe, splits)[1]["test_accuracy_percent"])
     rows = [Row(f"{name}: accuracy", values, PAPER[name]) for name, values in found.items()]
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. The widths of the network are 64/8/16/16; the "
-        "paper's are 32/32/32/32."
+        f"Trained on {images:,} images for {epochs} epochs, tested on {len(splits.test):,} images. The widths of the "
+        "network are 64/8/16/16; the paper's are 32/32/32/32."
     ]
     return Outcome(rows, draw(rows), [*notes, *study.notes_on_toys()])
 

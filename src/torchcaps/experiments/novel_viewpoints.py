@@ -92,7 +92,8 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Ou
     notes = [
         "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsules is the "
         "one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as in the "
-        "paper. The novel viewpoints are never used to choose an epoch."
+        "paper. The novel viewpoints are never used to choose an epoch. The last network was tested on "
+        f"{len(familiar):,} images with familiar and {len(novel):,} with novel viewpoints."
     ]
     return Outcome(rows, draw(curves), [*notes, *study.notes_on_toys()])
 

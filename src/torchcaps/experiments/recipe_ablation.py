@@ -56,9 +56,9 @@ def run(study: Study) -> Outcome:
             accuracies.append(study.trained(part(name, seed), recipe, judged)[1]["test_accuracy_percent"])
         rows.append(Row(f"{name}: accuracy on another rendering", accuracies))
     notes = [
-        f"Trained on {images:,} images for {epochs} epochs. The test images are the toys of rendering "
-        f"{OTHER_TOYS}, `torchcaps data render toys --seed {OTHER_TOYS}`. Settings of the recipe were chosen on these "
-        "images, but no network was trained on them."
+        f"Trained on {len(splits.train):,} images for {epochs} epochs, tested on {len(other):,} images of the toys of "
+        f"rendering {OTHER_TOYS}, `torchcaps data render toys --seed {OTHER_TOYS}`. Settings of the recipe were chosen "
+        "on these images, but no network was trained on them."
     ]
     return Outcome(rows, draw(rows), notes)
 
