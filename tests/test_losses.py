@@ -123,7 +123,7 @@ SPLITS = Splits(rare(420, 0), rare(84, 1), rare(210, 2))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_balanced_weights_raise_the_recall_of_a_rare_class(tmp_path):
+def test_balanced_weights_raise_the_recall_of_a_rare_class(tmp_path, capsys):
     plain = {"reconstruction_weight": "0", "erase": "0", "shift": "0", "rotation": "0", "squeeze": "0"}
     plain |= {"epochs": "4", "batch_size": "20", "precision": "float32", "choose": "best"}
     recalls = {}
@@ -131,6 +131,7 @@ def test_balanced_weights_raise_the_recall_of_a_rare_class(tmp_path):
         recipe = create_recipe("efficient-capsnet-mnist", {**plain, "class_weights": weights})
         recipe = replace(recipe, model_options={"channels": (8, 8, 8, 16), "decoder": False})
         classes = fit(recipe, SPLITS, tmp_path / weights)["classes"]
+        assert ("%  mean recall " in capsys.readouterr().out) == (weights == "balanced")
         recalls[weights] = [classes[name]["recall_percent"] for name in ("frequent", "rare")]
         assert json.loads((tmp_path / weights / "recipe.json").read_text())["recipe"]["class_weights"] == weights
     assert recalls["none"] == [100.0, 0.0]
