@@ -1,6 +1,7 @@
 """Experiments: their measurements, their recipes, their continuation after an interruption, and their reports."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -207,6 +208,7 @@ def test_a_row_shows_the_standard_deviation_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
     assert Row("x", [99.58, 99.63]).measured().startswith("99.61 ")
+    assert Row("x", [math.nan]).measured() == "nan %"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -270,7 +272,10 @@ def test_measurements_of_another_commit_are_announced_and_listed(tmp_path, capsy
     file = tmp_path / "net-seed0" / "strips.json"
     file.write_text('{"commit": "0123abc", "result": [1.5]}')
     assert study.cached("net-seed0", "strips", lambda: 3) == [1.5]
-    assert f"{file} was computed with commit 0123abc: to compute it again, remove the file" in capsys.readouterr().out
+    assert f"{file} was computed with another commit (0123abc): remove the file to" in capsys.readouterr().out
+    file.write_text("[2.5]")  # as before the commit was saved
+    assert study.cached("net-seed0", "strips", lambda: 3) == [2.5]
+    assert f"{file} was computed with another commit (unknown): remove the file to" in capsys.readouterr().out
     assert study.commits == ["0123abc"]
 
 

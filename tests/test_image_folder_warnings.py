@@ -71,7 +71,9 @@ def test_black_drawings_on_a_transparent_background_cause_a_warning(cache, tmp_p
             values = np.zeros((8, 8, 4), np.uint8)
             values[2:6, 2 : 6 - number % 2] = (colour, colour, colour, 255)
             Image.fromarray(values, "RGBA").save(tmp_path / name / f"{number}.png")
-    with warned("4 images are black everywhere", tmp_path / "circle", "transparent pixels become black; paste"):
+    with warned(
+        "at least 4 images are black everywhere", tmp_path / "circle", "transparent pixels become black; paste"
+    ):
         load_splits(str(tmp_path), tmp_path, cache=cache)
 
 

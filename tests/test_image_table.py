@@ -153,6 +153,7 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
             ("no training images (its splits: test)",),
         ),
         (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
+        (('"path,label"', '"cat/0.png,cat"'), ("remove the quotes around whole lines",)),
         (("path;label", "cat/0.png;cat"), ("the columns are separated by ';'; separate them by ','",)),
         (
             ("path,label", *(f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in "129")),

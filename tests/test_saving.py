@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from test_unusual_use import TINY
-from torchcaps import ROUTINGS, BadInput, CapsNet, MatrixCapsNet, ResidualCapsNet, Routing
+from torchcaps import ROUTINGS, BadInput, CapsNet, MatrixCapsNet, ResidualCapsNet, Routing, UniformRouting
 
 
 class Subclass(CapsNet):
@@ -89,6 +89,26 @@ def test_a_network_whose_layers_depend_on_the_rule_is_saved(rule, tmp_path):
     model.save_pretrained(tmp_path)
     images = torch.rand(2, 3, 16, 16)
     torch.testing.assert_close(ResidualCapsNet.from_pretrained(tmp_path).eval()(images).scores, model(images).scores)
+
+
+class Sharp(UniformRouting):
+    def __init__(self, sharpness):
+        super().__init__()
+        self.sharpness = sharpness
+
+    @property
+    def saved_options(self):
+        return {"sharpness": self.sharpness}
+
+
+def test_networks_with_replaced_rules_and_rules_with_required_arguments_are_saved(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROUTINGS, "sharp", Sharp)
+    CapsNet(**TINY, routing=Sharp(2.0)).save_pretrained(tmp_path)
+    assert CapsNet.from_pretrained(tmp_path).class_capsules.routing.sharpness == 2.0
+    model = ResidualCapsNet((3, 16, 16), 3, (4, 8))
+    model.head.class_capsules.routing = UniformRouting()
+    model.save_pretrained(tmp_path)
+    assert isinstance(ResidualCapsNet.from_pretrained(tmp_path).head.class_capsules.routing, UniformRouting)
 
 
 def test_a_changed_temperature_of_the_classes_is_set_when_a_network_is_loaded(tmp_path):

@@ -40,7 +40,8 @@ def report(
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise BadInput(f"--out must be a file name that ends in .html; got {out}")
     out = run / "report.html" if out is None else out
-    writable_file(out)
+    if run.is_dir():
+        writable_file(out)
     write_run_report(run, out)
     print(f"the report: {out}")
 

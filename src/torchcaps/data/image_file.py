@@ -127,10 +127,9 @@ def decode(
         facts = _facts(file, picture.width, picture.height)
         if facts.deep:
             facts = facts._replace(largest=int(np.asarray(picture).max()))
+        see_through = facts.transparent and bool(np.asarray(picture.convert("RGBA").getchannel("A")).min() < 255)
         picture = _eight_bits(picture, channels)
-        if facts.transparent:
-            ranges = picture.getextrema() if picture.mode == "RGB" else (picture.getextrema(),)
-            facts = facts._replace(black=all(most == 0 for _, most in ranges))
+        facts = facts._replace(black=see_through and picture.getbbox() is None)
     if size is not None:
         picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))

@@ -29,7 +29,7 @@ DISTORTION = 1.05
 SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
-"""If images are not held in memory, at most this many 16-bit or transparent images are decoded to check them."""
+"""If images are not held in memory, at most this many 16-bit and as many transparent images are decoded as a check."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +254,12 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
 
 
 def _with_pixels(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
-    """Decode at most `CHECKED` 16-bit and transparent images, and add what depends on pixels to their `Facts`."""
-    chosen = [index for index, found in facts.items() if found.deep or found.transparent]
-    for index in chosen[:: math.ceil(len(chosen) / CHECKED) or 1]:
-        facts[index] = decode(source.read(index), source.name(index), None, None)[1]
+    """Decode at most `CHECKED` 16-bit and `CHECKED` transparent images, and complete their `Facts`."""
+    deep = [index for index, found in facts.items() if found.deep]
+    transparent = [index for index, found in facts.items() if found.transparent]
+    for chosen in (deep, transparent):
+        for index in chosen[:: math.ceil(len(chosen) / CHECKED) or 1]:
+            facts[index] = decode(source.read(index), source.name(index), None, None)[1]
     return facts
 
 
@@ -276,7 +278,7 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
             f" (multiply by {65_535 // max(largest, 1):,})"
         )
     if black := [index for index, found in facts.items() if found.black]:
-        have = "1 image is" if len(black) == 1 else f"{len(black):,} images are"
+        have = "1 image is" if len(black) == 1 else f"at least {len(black):,} images are"
         first = printable(images.source.name(black[0]))
         yield (
             f"{images.name}: {have} black everywhere, such as {first}, because transparent pixels become black; paste"

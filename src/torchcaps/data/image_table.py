@@ -122,9 +122,11 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                 numbers.append(reader.line_num)
     except (OSError, ValueError, csv.Error) as error:
         raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
-    if len(columns) == 1 and (others := [mark for mark in ";,\t|" if mark in columns[0]]):
+    if len(columns) == 1 and (marks := [mark for mark in ";,\t|" if mark in columns[0]]):
         used = DELIMITERS[path.suffix.lower()]
-        raise BadInput(f"{path}: the columns are separated by {others[0]!r}; separate them by {used!r}")
+        if used in marks:
+            raise BadInput(f"{path}: the first line is one quoted column; remove the quotes around whole lines")
+        raise BadInput(f"{path}: the columns are separated by {marks[0]!r}; separate them by {used!r}")
     image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
     label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
     if columns.count("split") > 1:

@@ -244,6 +244,12 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
 }
 
 
+def _device(environment: Mapping[str, Any]) -> str:
+    """Return the GPU as text, or the processor if there is no GPU; all of them if there are several machines."""
+    gpus = environment["gpu"] if isinstance(environment["gpu"], list) else [environment["gpu"]]
+    return " and ".join([gpu for gpu in gpus if gpu] + ([_joined(environment["processor"])] if None in gpus else []))
+
+
 def _joined(value: Any) -> str:
     """Return a value of the environment as text; a list contains the values of several runs."""
     return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -284,7 +290,7 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
         lines += ["", *(f"{note}\n" for note in said["notes"])]
         seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
         machine = (
-            f"{seeds}; {said['training_minutes']} minutes of training; {_joined(here['gpu'] or here['processor'])}, "
+            f"{seeds}; {said['training_minutes']} minutes of training; {_device(here)}, "
             f"threads: {_joined(here['threads'])}, torch {_joined(here['versions']['torch'])}, "
             f"{_joined(here['precision'])}; {'commit' if len(here['commits']) == 1 else 'commits'} "
         )

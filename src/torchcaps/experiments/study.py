@@ -57,6 +57,8 @@ class Row(NamedTuple):
     def measured(self) -> str:
         """Return the mean with its unit, and the standard deviation if there are several seeds, as text."""
         deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
+        if not all(map(math.isfinite, self.ours)):
+            return f"{statistics.fmean(self.ours)} {self.unit}".strip()
         mean = statistics.mean([Decimal(str(value)) for value in self.ours])
         return f"{mean.quantize(Decimal('0.01'), ROUND_HALF_UP)}{deviation} {self.unit}".strip()
 
@@ -304,9 +306,12 @@ class Study:
             print(f"{part}: {what} …", flush=True)
             write_json(path, {"commit": now, "result": compute()})
         saved = json.loads(path.read_text())
+        if not isinstance(saved, dict) or saved.keys() != {"commit", "result"}:
+            saved = {"commit": None, "result": saved}  # written before the commit was saved
         if saved["commit"] != now:
+            commit = saved["commit"] or "unknown"
             print(
-                f"{path} was computed with commit {saved['commit']}: to compute it again, remove the file", flush=True
+                f"{path} was computed with another commit ({commit}): remove the file to compute it again", flush=True
             )
         if saved["commit"]:
             self.commits.append(saved["commit"])

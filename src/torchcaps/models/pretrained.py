@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,6 @@ from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
 from torchcaps.models.saved_rules import restore_rules, saved_rules
 from torchcaps.options import absent, check_options, kinds_of, plain_options
-from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 4
@@ -144,10 +144,12 @@ class Pretrained:
                 f"{folder / CONFIG} lacks the option {missing[0]!r} of {config.model}: save the network again"
             )
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
-        model = _built(cls, {**config.options, **_rule_of_all_layers(cls, config.routing), **changes})
-        restore_rules(model, config.routing, changes.get("routing"), folder / CONFIG)
+        weights = read_weights(folder / WEIGHTS, config.weights_sha256)
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        rules = config.routing, changes.get("routing"), folder / CONFIG
+        model = _with_rules(cls, {**config.options, **changes}, shapes, *rules)
         model._set_changes(changes)
-        _load_weights(model, folder / WEIGHTS, config.weights_sha256)
+        _set_weights(model, weights, folder / WEIGHTS)
         return model
 
     def _set_changes(self, changes: Mapping[str, Any]) -> None:
@@ -234,16 +236,6 @@ def read_config(folder: Path) -> SavedConfig:
     return SavedConfig(**content)
 
 
-def _rule_of_all_layers(cls: type, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the name of the saved rule as the argument ``routing``, or {} if the layers have different rules.
-
-    Some networks choose the normalisation of their capsules by the rule.
-    """
-    names = {rule.get("rule") for rule in saved.values() if isinstance(rule, Mapping)}
-    name = names.pop() if len(names) == 1 else None
-    return {"routing": name} if name in ROUTINGS and "routing" in inspect.signature(cls).parameters else {}
-
-
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
     """Create a network without changing the random state.
 
@@ -255,6 +247,21 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
     device = "meta" if cls.__module__.startswith("torchcaps.") else "cpu"
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
+
+
+def _with_rules(
+    cls: type, options: Mapping[str, Any], shapes: Mapping[str, Any], saved: Mapping[str, Any], change: Any, path: Path
+) -> Any:
+    """Create a network and set its saved rules. If the weights do not fit, create it with the name of their rule."""
+    model = _built(cls, options)
+    restore_rules(model, saved, change, path)
+    names = {rule["rule"] for rule in saved.values()}
+    if len(names) == 1 and "routing" not in options and _different(shapes, _shapes_of(model)):
+        with suppress(BadInput):
+            named = _built(cls, {**options, "routing": names.pop()})
+            restore_rules(named, saved, change, path)
+            return model if _different(shapes, _shapes_of(named)) else named
+    return model
 
 
 def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -283,7 +290,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
                 "model.state_dict()"
             )
     try:
-        again = _built(type(model), {**options, **_rule_of_all_layers(type(model), routing)})
+        again = _built(type(model), options)
     except BadInput as error:
         raise BadInput(
             f"{kind} cannot be saved, because from_pretrained could not create it ({error}): save model.state_dict()"
@@ -293,7 +300,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{kind} cannot be saved, because from_pretrained would create a network with another layer "
             f"{changed[0]}: undo the change of this layer, or save model.state_dict()"
         )
-    restore_rules(again, routing, None, Path(CONFIG))
+    again = _with_rules(type(model), options, shapes, routing, None, Path(CONFIG))
     if different := _different(shapes, _shapes_of(again)):
         name, here, there = different
         raise BadInput(
@@ -379,13 +386,8 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
         raise unreadable(path, error, "save the network again") from error
 
 
-def _load_weights(model: nn.Module, path: Path, checksum: str) -> None:
-    """Load the weights of a network from a file.
-
-    Raises:
-        BadInput: the file is damaged or contains the weights of another network.
-    """
-    weights = read_weights(path, checksum)
+def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Set the weights of a network, which were read from ``path``. Raise `BadInput` if they do not fit the network."""
     if different := _different(_shapes_of(model), {name: tensor.shape for name, tensor in weights.items()}):
         name, here, there = different
         raise BadInput(
