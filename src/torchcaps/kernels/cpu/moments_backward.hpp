@@ -157,8 +157,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
                    const ChildrenGrads<T>& out, void* transform_grad, Arena& arena) const {
     arena.clear();
     const long size = pose_size(), poses_size = g.C * size;
-    const Child** poses = arena.take<const Child*>(count);
-    const Child** activations = arena.take<const Child*>(count);
+    const Child **poses = arena.take<const Child*>(count), **activations = arena.take<const Child*>(count);
     for (int tile = 0; tile < count; ++tile) {
       V* room = Layout::by_type ? nullptr : arena.take<V>(poses_size + g.C);
       poses[tile] = this->load_children(x.pose, first_tile + tile, s, s + 1, poses_size, room);
