@@ -127,9 +127,10 @@ def decode(
         facts = _facts(file, picture.width, picture.height)
         if facts.deep:
             facts = facts._replace(largest=int(np.asarray(picture).max()))
-        see_through = facts.transparent and bool(np.asarray(picture.convert("RGBA").getchannel("A")).min() < 255)
-        picture = _eight_bits(picture, channels)
-        facts = facts._replace(black=see_through and picture.getbbox() is None)
+        original, picture = picture, _eight_bits(picture, channels)
+        if facts.transparent and picture.getbbox() is None:
+            opacity = np.asarray(original.convert("RGBA").getchannel("A"))
+            facts = facts._replace(black=bool(opacity.min() < 255))
     if size is not None:
         picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))

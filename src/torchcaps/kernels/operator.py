@@ -64,7 +64,6 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
             indirect = needs_the_dispatcher(arguments) or _is_differentiated(arguments)
             return (dispatched if indirect else on_cpu)(*arguments)
 
-        call.on_cpu = on_cpu  # type: ignore[attr-defined]
         return call
 
     return define
