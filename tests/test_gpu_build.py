@@ -36,8 +36,8 @@ class Absent:
 
 
 def compiled(kernel, grid):
-    def run(*arguments):
-        assert kernel.warmup(*arguments, grid=grid).asm["cubin"]
+    def run(*arguments, **options):
+        assert kernel.warmup(*arguments, grid=grid, **options).asm["cubin"]
         built.append(kernel.fn.__name__)
     return run
 

@@ -17,9 +17,11 @@ from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 
-__all__ = ["compare", "peak_bytes", "progress", "write_csv"]
+__all__ = ["DEVICE", "compare", "peak_bytes", "progress", "write_csv"]
 
 Way = Callable[[], object]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Device of the benchmarks of routing, memory and training steps."""
 
 
 def compare(
@@ -27,7 +29,8 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Time several implementations of the same computation.
 
-    The implementations take turns, so a slowdown of the machine affects all of them equally.
+    The implementations take turns, so a slowdown of the machine affects all of them equally. Each time ends when the
+    GPU, if there is one, has finished.
 
     Arguments:
         case: name of the computation.
@@ -46,6 +49,7 @@ def compare(
         for name, way in ways.items():
             start = time.perf_counter()
             way()
+            _wait_for_gpu()
             seconds[name].append(time.perf_counter() - start)
     rows = []
     first = statistics.median(seconds[next(iter(ways))][warm_ups:])
@@ -67,18 +71,30 @@ def compare(
     return rows
 
 
+def _wait_for_gpu() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
 def progress(line: str) -> None:
     """Print a progress message to stderr; on a terminal, each message replaces the previous one."""
     print(f"\r\033[K{line}" if sys.stderr.isatty() else line, end="" if sys.stderr.isatty() else "\n", file=sys.stderr)
 
 
 def peak_bytes(work: Way) -> int:
-    """Return the peak memory of this process during a call of `work`, minus the memory before it, in bytes. Linux only.
+    """Return the peak memory during a call of `work`, minus the memory before it, in bytes.
+
+    With a GPU, this is the memory of tensors on the GPU, otherwise the memory of this process (Linux only).
 
     Raises:
-        BadInput: ``/proc`` or glibc's ``malloc_trim`` is not available.
+        BadInput: there is no GPU, and ``/proc`` or glibc's ``malloc_trim`` is not available.
     """
     gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        return torch.cuda.max_memory_allocated() - before
     try:
         if not release_free_memory():
             raise OSError("the C library has no malloc_trim")

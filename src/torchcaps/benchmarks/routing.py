@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.benchmarks import compare
+from torchcaps.benchmarks import DEVICE, compare
 from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
 from torchcaps.routing import dynamic_routing, em_routing
@@ -57,13 +57,13 @@ def em_stack(
     torch.manual_seed(0)
     layers, size = [], (grid, grid)
     for stride, below, above in ((2, *types[:2]), (1, *types[1:])):
-        transform = (0.5 * torch.randn(9, below, above, 4, 4)).requires_grad_()
-        beta_u, beta_a = (0.1 * torch.randn(2, above)).unbind()
+        transform = (0.5 * torch.randn(9, below, above, 4, 4, device=DEVICE)).requires_grad_()
+        beta_u, beta_a = (0.1 * torch.randn(2, above, device=DEVICE)).unbind()
         routing_map = RoutingMap.conv(size, 3, stride)
         layers.append(Layer(transform, beta_u.requires_grad_(), beta_a.requires_grad_(), size, stride, routing_map))
         size = routing_map.parent_grid
-    pose = torch.randn(batch, grid * grid, types[0], 4, 4).requires_grad_()
-    activation = torch.rand(batch, grid * grid, types[0]).requires_grad_()
+    pose = torch.randn(batch, grid * grid, types[0], 4, 4, device=DEVICE).requires_grad_()
+    activation = torch.rand(batch, grid * grid, types[0], device=DEVICE).requires_grad_()
 
     def routed(**options: Any) -> list[Tensor]:
         capsules = Capsules(pose, activation)
@@ -149,8 +149,8 @@ def em_of_votes(
 def dynamic_layer(batch: int) -> Problem:
     """Create the `Problem` of CapsNet's class capsules: 1152 poses with 8 elements → 10 poses with 16 elements."""
     torch.manual_seed(0)
-    pose = (0.3 * torch.randn(batch, 36, 32, 1, 8)).requires_grad_()
-    transform = (0.05 * torch.randn(36, 32, 10, 8, 16)).requires_grad_()
+    pose = (0.3 * torch.randn(batch, 36, 32, 1, 8, device=DEVICE)).requires_grad_()
+    transform = (0.05 * torch.randn(36, 32, 10, 8, 16, device=DEVICE)).requires_grad_()
     routing_map = RoutingMap.dense(36)
     compiled = cache(lambda: torch.compile(dynamic_with_materialised_votes))
     ways = {

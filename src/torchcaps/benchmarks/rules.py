@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcaps.benchmarks import DEVICE
 from torchcaps.benchmarks.routing import Problem
 from torchcaps.capsules import Capsules
 from torchcaps.routing import ROUTINGS, GenerativeRouting, LayerShape, SelfRouting
@@ -65,7 +66,7 @@ def variational_bayes(
         centre = mass / (1 + mass) * mean
         scale = 1 + scatter + centre * mean
         log_part = counted.digamma() - counted.sum(dim=2, keepdim=True).digamma()
-        log_precision = ((freedom[..., None] - torch.arange(numbers)) / 2).digamma().sum(dim=3)
+        log_precision = ((freedom[..., None] - torch.arange(numbers, device=votes.device)) / 2).digamma().sum(dim=3)
         log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=3)
         distance = ((votes - centre[:, :, None]).square() / scale[:, :, None]).sum(dim=4)
         logits = log_part + (log_precision - numbers / counted) / 2
@@ -111,12 +112,12 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
         rule.competition = "types"
         for parameter in rule.parameters():
             nn.init.normal_(parameter, std=0.1)
-        layers.append(rule)
         rule.register_parameter("transform", nn.Parameter(0.3 * torch.randn(9, below, above, 4, 4)))
+        layers.append(rule.to(DEVICE))
         sizes.append((size, stride, RoutingMap.conv(size, 3, stride)))
         size = sizes[-1][2].parent_grid
-    pose = torch.randn(batch, grid * grid, types[0], 4, 4).requires_grad_()
-    activation = torch.rand(batch, grid * grid, types[0]).requires_grad_()
+    pose = torch.randn(batch, grid * grid, types[0], 4, 4, device=DEVICE).requires_grad_()
+    activation = torch.rand(batch, grid * grid, types[0], device=DEVICE).requires_grad_()
 
     def routed(backend: str) -> list[Tensor]:
         capsules = Capsules(pose, activation)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchcaps.benchmarks import compare
+from torchcaps.benchmarks import DEVICE, compare
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
 from torchcaps.models import create_model
 from torchcaps.routing import Routing
@@ -34,16 +34,16 @@ def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batc
     Convolutions use the memory format channels_last.
     """
     torch.manual_seed(0)
-    model = create_model("capsnet", routing=Routing("dynamic", backend=backend), im2col=im2col)
+    model = create_model("capsnet", routing=Routing("dynamic", backend=backend), im2col=im2col).to(DEVICE)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-    images = torch.rand(batch, 1, 28, 28).to(memory_format=torch.channels_last)
-    labels = torch.randint(0, 10, (batch,))
+    images = torch.rand(batch, 1, 28, 28, device=DEVICE).to(memory_format=torch.channels_last)
+    labels = torch.randint(0, 10, (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=bf16):
             prediction = model(images, labels)
             loss = margin_loss(prediction.scores, labels)
             loss = loss + 0.0005 * reconstruction_loss(prediction.reconstruction, images)
@@ -56,8 +56,9 @@ def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[]
     """Return a function that runs a training step of MatrixCapsNet: forward, spread loss, backward and Adam."""
     torch.manual_seed(0)
     options = {"image_shape": (2, 32, 32), "num_classes": 5, **options}
-    model: nn.Module = create_model("matrix-capsnet", routing=Routing("em", backend=backend), **options)
-    images, labels = torch.randn(batch, *options["image_shape"]), torch.randint(0, options["num_classes"], (batch,))
+    model: nn.Module = create_model("matrix-capsnet", routing=Routing("em", backend=backend), **options).to(DEVICE)
+    images = torch.randn(batch, *options["image_shape"], device=DEVICE)
+    labels = torch.randint(0, options["num_classes"], (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
 
     def step() -> None:

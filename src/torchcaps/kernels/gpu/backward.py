@@ -87,7 +87,7 @@ def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
     softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
     a = activations(layer, (sample * z.sites + site) * z.types + child_type, is_sample, z, dtype)
-    gamma = tl.zeros([z.block_samples], dtype)
+    gamma = tl.full([z.block_samples], 0, dtype)
     for edge in range(begin, end):
         for first_type in range(0, z.parent_types, z.block_types):
             tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
@@ -103,9 +103,9 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
     dtype: tl.constexpr = zeroths.dtype.element_ty
     parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
-    zeroth = tl.zeros([z.block_samples, z.block_types], dtype)
-    first = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
-    second = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
+    first = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
+    second = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
     for step in range(from_step, to_step):
         tile = tile_of_step(layer.lists, step, start, parents, z)
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
@@ -126,11 +126,11 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 
 @triton.jit
-def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
-    """Return ḡ_V summed over all passes, and ``activation_grad`` plus Σ_j c u of all passes."""
+def _vote_grads(layer, passes, count: tl.constexpr, a, activation_grad, tile, z: tl.constexpr):
+    """Return ḡ_V summed over the `count` passes, and ``activation_grad`` plus Σ_j c u of these passes."""
     votes = votes_of(layer, tile, z, a.dtype)
     vote_grad = tl.zeros_like(votes)
-    for t in tl.static_range(len(passes)):
+    for t in tl.static_range(count):
         record = passes[t]
         log_c, d = log_couplings(votes, record, layer, tile, z)
         share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, tile)
@@ -147,20 +147,20 @@ def _vote_grads(layer, passes, a, activation_grad, tile, z: tl.constexpr):
 
 
 @triton.jit
-def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.constexpr):
+def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     site, child_type, sample, is_sample = own_samples(samples, z.sites, z)
     child = (sample * z.sites + site) * z.types + child_type
     a = activations(layer, child, is_sample, z, dtype)
-    pose_grad = tl.zeros([z.block_samples, z.block_rows, z.block_inner], dtype)
-    activation_grad = tl.zeros([z.block_samples], dtype)
+    pose_grad = tl.full([z.block_samples, z.block_rows, z.block_inner], 0, dtype)
+    activation_grad = tl.full([z.block_samples], 0, dtype)
     row, inner = tl.arange(0, z.block_rows)[None, :, None], tl.arange(0, z.block_inner)[None, None, :]
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
         for first_type in range(0, z.parent_types, z.block_types):
             tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-            vote_grad, activation_grad = _vote_grads(layer, passes, a, activation_grad, tile, z)
+            vote_grad, activation_grad = _vote_grads(layer, passes, count, a, activation_grad, tile, z)
             for q in tl.static_range(tl.constexpr(z.inner)):
                 column_grad = tl.sum(vote_grad * transform_row(layer, tile, q, z, dtype), axis=1)
                 column_grad = tl.reshape(column_grad, [z.block_samples, z.block_rows, z.block_columns])
@@ -173,14 +173,14 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, z: tl.con
 
 
 @triton.jit
-def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl.constexpr):
+def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, z: tl.constexpr):
     """Compute each transform's gradient, summed over each group of edges and samples: ``[groups, K, C, J, Q, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
     kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types
     first_type = index % z.type_blocks * z.block_types
     sample_blocks = tl.cdiv(samples, z.block_samples)
-    transform_grad = tl.zeros([z.block_types, z.block_inner, z.block_columns], dtype)
+    transform_grad = tl.full([z.block_types, z.block_inner, z.block_columns], 0, dtype)
     parent_type = first_type + tl.arange(0, z.block_types)[:, None, None]
     inner, column = tl.arange(0, z.block_inner)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
     start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
@@ -190,7 +190,7 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, z: tl
         sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
         tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
         a = activations(layer, tile.child, is_sample, z, dtype)
-        vote_grad, _ = _vote_grads(layer, passes, a, tl.zeros([z.block_samples], dtype), tile, z)
+        vote_grad, _ = _vote_grads(layer, passes, count, a, tl.full([z.block_samples], 0, dtype), tile, z)
         for q in tl.static_range(tl.constexpr(z.inner)):
             row_grad = tl.sum(vote_grad * pose_column(layer, tile, q, dtype), axis=0)
             row_grad = tl.reshape(row_grad, [z.block_types, z.block_rows, z.block_columns])
@@ -241,8 +241,8 @@ def votes_backward(pose, activation, transform, edge_lists, parent_sites, record
     create = torch.empty_like if passes else torch.zeros_like
     pose_grad, activation_grad, transform_grad = (None if x is None else create(x) for x in problem.layer[:3])
     if passes:
-        problem.per_child(_child_grads, problem.z.sites, passes, pose_grad, activation_grad)
+        problem.per_child(_child_grads, problem.z.sites, passes, len(passes), pose_grad, activation_grad)
         groups = problem.empty(problem.transform_groups, *transform.shape)
-        problem.per_transform(_transform_grads, passes, groups)
+        problem.per_transform(_transform_grads, passes, len(passes), groups)
         transform_grad = groups.sum(dim=0).to(transform.dtype)
     return pose_grad, pose.new_empty(0) if activation is None else activation_grad, transform_grad

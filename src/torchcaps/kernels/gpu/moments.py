@@ -56,10 +56,10 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     dtype: tl.constexpr = tops.dtype.element_ty
     parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
-    mass = tl.zeros([z.block_samples, z.block_types], dtype)
+    mass = tl.full([z.block_samples, z.block_types], 0, dtype)
     top_a = tl.zeros_like(mass)
-    mean = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
-    variance = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    mean = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
+    variance = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
     for step in range(from_step, to_step):
         tile = tile_of_step(layer.lists, step, start, parents, z)
         a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)

@@ -15,6 +15,8 @@ from torchcaps.kernels.moments import Record, shapes_of
 
 TILE = 1024
 """Number of vote elements in a tile. Each of the 128 threads of a program keeps eight of these in registers."""
+WARPS = 4
+"""Number of warps of a program. A warp has 32 threads."""
 MOST_TYPES = 16
 """Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
 PROGRAMS = 512
@@ -152,7 +154,7 @@ class Problem:
 
     def _launch(self, kernel: Any, programs: int, *arguments: Any) -> None:
         if programs:
-            kernel[(programs,)](self.layer, *arguments, self.samples, self.z)
+            kernel[(programs,)](self.layer, *arguments, self.samples, self.z, num_warps=WARPS)
 
 
 def _groups(programs: int, steps: int) -> int:

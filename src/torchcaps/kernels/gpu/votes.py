@@ -173,7 +173,7 @@ def transform_row(layer, tile, q, z: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def votes_of(layer, tile, z: tl.constexpr, dtype: tl.constexpr):
     """Compute the votes ``[samples, parent types, numbers]``; masked samples, types and numbers are 0."""
-    votes = tl.zeros([z.block_samples, z.block_types, z.block_numbers], dtype)
+    votes = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
     for q in tl.static_range(tl.constexpr(z.inner)):
         votes += pose_column(layer, tile, q, dtype) * transform_row(layer, tile, q, z, dtype)
     return votes
@@ -219,7 +219,7 @@ def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
     if agreement.log_sums is None:
         _, begin, end = edges_of_softmax(layer.lists, tile.softmax, z)
         competitors = (end - begin) * z.parent_types + z.none_of_the_above
-        log_c, d = -tl.log(tl.zeros([z.block_samples, z.block_types], votes.dtype) + competitors), votes
+        log_c, d = -tl.log(tl.full([z.block_samples, z.block_types], 0, votes.dtype) + competitors), votes
     else:
         logits, d = logits_of(votes, agreement, tile, z)
         at = (tile.parents.sample * (2 * z.softmaxes) + tile.softmax) * z.types + tile.child_type
