@@ -17,6 +17,7 @@ __all__ = [
     "lanes_of",
     "padded",
     "samples_in_lanes",
+    "samples_last_strides",
     "statistics_dtype",
     "vector_strides",
 ]
@@ -73,10 +74,16 @@ def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLi
     The dimension along the SIMD lanes is contiguous. If the lanes hold parent types, the memory order is
     ``[B, P, R, N, J]``. If the lanes hold samples (`by_sample`), it is ``[P, J, R, N, B]``.
     """
-    batch, sites, types, rows, columns = shape
     if by_sample:
-        return 1, types * rows * columns * batch, rows * columns * batch, columns * batch, batch
+        return samples_last_strides(shape)
+    _, sites, types, rows, columns = shape
     return sites * rows * columns * types, rows * columns * types, 1, columns * types, types
+
+
+def samples_last_strides(shape: Sequence[IntLikeType]) -> tuple[IntLikeType, ...]:
+    """Return the strides of a tensor ``[B, …]`` in whose memory the samples are the last dimension."""
+    batch, *others = shape
+    return 1, *(batch * stride for _, stride in zip(*contiguous(*others), strict=False))
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType]) -> bool:

@@ -29,6 +29,7 @@ from torchcaps.kernels.memory import (
     contiguous,
     lanes_of,
     padded,
+    samples_last_strides,
     statistics_dtype,
     vector_strides,
 )
@@ -118,8 +119,8 @@ class Shapes:
         vectors = (batch, parent_sites, parent_types, rows, columns)
         self.sizes = (*pose[:3], parent_sites, parent_types, transforms, rows, inner, columns, edges)
         self.couplings = (batch, parent_types, edges, child_types)
-        scalar = contiguous(*vectors[:3])
-        vector = contiguous(*vectors) if lanes == 1 else (vectors, vector_strides(vectors, by_sample))
+        scalar = contiguous(*vectors[:3]) if lanes > 1 else (vectors[:3], samples_last_strides(vectors[:3]))
+        vector = vectors, vector_strides(vectors, by_sample or lanes == 1)
         self.scalar, self.vector = scalar, vector
         self.log_sums = contiguous(groups[0], 2, *groups[1:])
         self.coupling_grads = contiguous(*groups)
@@ -250,11 +251,19 @@ def moments_backward(
 def _like_votes_backward(
     pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample
 ):  # fmt: skip
-    return (
-        pose.new_empty(pose.shape),
-        pose.new_empty((0,) if activation is None else activation.shape),
-        transform.new_empty(transform.shape),
+    return children_grads(pose, activation, transform, samples_last=not pose.is_cpu)
+
+
+def children_grads(
+    pose: Tensor, activation: Tensor | None, transform: Tensor, samples_last: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Create the outputs of `votes_backward`, uninitialised."""
+    activation = pose.new_empty(0) if activation is None else activation
+    of_pose, of_activation = (
+        x.new_empty_strided(x.shape, samples_last_strides(x.shape)) if samples_last else x.new_empty(x.shape)
+        for x in (pose, activation)
     )
+    return of_pose, of_activation, transform.new_empty(transform.shape)
 
 
 @operator(_like_votes_backward, partial(on_gpu, "votes_backward"))

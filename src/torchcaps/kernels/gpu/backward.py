@@ -14,31 +14,39 @@ the activation of a child. Σ_h is a sum over the numbers of a vote, and Σ_j a 
 With constant couplings, γ is used only as the gradient of a, and ḡ_logit is 0.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gpu.problem import Problem, record_of
+from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
-    activations,
+    agreement_of,
+    child_program,
+    children_of,
     edges_of_site,
     edges_of_softmax,
+    group_scalars,
+    group_vectors,
+    load,
     log_couplings,
-    own_parents,
-    own_samples,
+    numbers_at,
+    offsets,
     own_steps,
-    pose_column,
-    samples_of_block,
+    parent_program,
+    parents_of,
+    places_of,
+    poses_at,
+    program_of,
+    repeated,
+    rows_of,
     scalars,
-    tile_of_edge,
-    tile_of_step,
+    softmax_of,
+    sum_of_numbers,
     tiny_of,
-    transform_row,
     transforms_at,
     vectors,
     votes_of,
 )
-from torchcaps.kernels.moments import Record
+from torchcaps.kernels.moments import Record, children_grads
 
 
 @triton.jit
@@ -52,152 +60,260 @@ def _gradient_scale(a):
 
 
 @triton.jit
-def _coupling_grads(votes, log_c, a, record, tile):
+def _coupling_grads(votes, log_c, a, record, parents, is_vote):
     """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e.
 
-    `record` comes from `record_of`, so its variance is Σ_h ḡ_variance variance.
+    `record` comes from `_completed`, so its variance is Σ_h ḡ_variance variance.
     """
-    scale, log_share = _gradient_scale(a), (log_c - scalars(record.largest, tile)) - scalars(record.log_mass, tile)
+    scale, log_share = _gradient_scale(a), (log_c - parents.largest) - parents.log_mass
     bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
     share = tl.exp(tl.where(a < tiny_of(a.dtype), bounded, log_share + tl.log(scale)))
-    share = tl.where(tile.parents.is_parent, share, 0.0)
-    e = votes - vectors(record.mean, tile)
-    mean_grad, variance_term = vectors(record.mean_grad, tile), tl.zeros_like(e)
-    if record.variance_grad is not None:
-        variance_term = vectors(record.variance_grad, tile) * e
-    c_grad = share * (tl.sum(e * (mean_grad + variance_term), axis=2) - scalars(record.variance, tile))
+    share = tl.where(is_vote, share, 0.0)
+    e = votes - parents.mean
+    variance_term = parents.variance_grad * e
+    mean_grad = parents.mean_grad + variance_term
+    c_grad = share * (sum_of_numbers(e * mean_grad) - parents.variance)
     if record.mass_grad is not None:
-        c_grad += scale * tl.exp(log_c) * scalars(record.mass_grad, tile)
-    return share, tl.where(tile.parents.is_parent, c_grad, 0.0), mean_grad + 2 * variance_term
+        c_grad += scale * tl.exp(log_c) * parents.mass_grad
+    return share, tl.where(is_vote, c_grad, 0.0), mean_grad + variance_term
 
 
 @triton.jit
-def _logit_grads(log_c, a, c_grad, record, tile, z: tl.constexpr):
+def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
     """Return ḡ_logit, which is 0 for a child with activation 0, even if c u is infinite."""
-    at = (tile.parents.sample * z.softmaxes + tile.softmax) * z.types + tile.child_type
-    gamma = tl.load(record.coupling_grads + at, tile.parents.is_sample, 0)[:, None]
+    gamma = tl.load(record.coupling_grads + softmax.start + softmax.at)
     scaled = a / _gradient_scale(a) * (c_grad - tl.exp(log_c) * gamma)
-    return tl.where((a == 0) | (tile.parents.is_parent == 0), 0.0, scaled)
+    return tl.where((a == 0) | (is_vote == 0), 0.0, scaled)
 
 
-@triton.jit
-def _sum_over_softmax(layer, record, out, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "unit"])
+def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
     """Compute γ of each softmax."""
     dtype: tl.constexpr = out.dtype.element_ty
-    softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
-    site, begin, end = edges_of_softmax(layer.lists, softmax, z)
-    a = activations(layer, (sample * z.sites + site) * z.types + child_type, is_sample, z, dtype)
-    gamma = tl.full([z.block_samples], 0, dtype)
+    index, program = child_program(z.softmaxes, samples, unit, z)
+    site, begin, end = edges_of_softmax(layer.lists, index, z)
+    child_type = program.first_type
+    children = children_of(layer, site, child_type, program, z, dtype)
+    softmax = softmax_of(layer.lists, site, index, child_type, program, z)
+    gamma = tl.full([z.block_samples, z.block_types], 0, dtype)
     for edge in range(begin, end):
-        for first_type in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-            votes = votes_of(layer, tile, z, dtype)
-            log_c, _ = log_couplings(votes, record, layer, tile, z)
-            _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile)
-            gamma += tl.sum(c_grad, axis=1)
-    tl.store(out + (sample * z.softmaxes + softmax) * z.types + child_type, gamma, is_sample)
+        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        for parent_type in range(z.parent_types):
+            places = places_of(parent_site, parent_type, program, z)
+            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+            parents = parents_of(record, places, z)
+            log_c, _ = log_couplings(votes, record, parents, softmax, z)
+            _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, program.is_vote)
+            gamma += c_grad
+    tl.store(out + softmax.start + softmax.at, gamma, program.is_vote)
 
 
-@triton.jit
-def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, samples, unit, z: tl.constexpr):
     """Compute Σ ḡ_logit, Σ ḡ_logit d and Σ ḡ_logit d² over each group of a parent's children."""
     dtype: tl.constexpr = zeroths.dtype.element_ty
-    parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
+    parent_site, group, program = parent_program(group_count, samples, unit, z)
+    parent_type, is_vote = program.first_type, program.is_vote
+    places = places_of(parent_site, parent_type, program, z)
+    parents = parents_of(record, places, z)
+    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
     zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
-    first = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
-    second = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
+    first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for step in range(from_step, to_step):
-        tile = tile_of_step(layer.lists, step, start, parents, z)
-        a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
-        votes = votes_of(layer, tile, z, dtype)
-        log_c, d = log_couplings(votes, record, layer, tile, z)
-        _, c_grad, _ = _coupling_grads(votes, log_c, a, record, tile)
-        logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)
+        edge, child_type = tl.load(layer.lists + z.parent_edge + start + step // z.types), step % z.types
+        site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        children = children_of(layer, site, child_type, program, z, dtype)
+        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+        softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+        log_c, d = log_couplings(votes, record, parents, softmax, z)
+        _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
+        logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)
         zeroth += logit_grad
         if firsts is not None:
-            first += logit_grad[:, :, None] * d
+            first += logit_grad[:, :, None, None] * d
         if seconds is not None:
-            second += logit_grad[:, :, None] * d * d
-    tl.store(zeroths + to + parents.at, zeroth, parents.is_parent)
+            second += logit_grad[:, :, None, None] * d * d
+    to = places.start + group * group_scalars(samples, z)
+    tl.store(zeroths + to + places.at, zeroth, is_vote)
+    to = places.first + group * group_vectors(samples, z)
     if firsts is not None:
-        tl.store(firsts + to * z.numbers + parents.numbers, first, parents.is_number)
+        tl.store(firsts + to + places.numbers, first, places.is_own)
     if seconds is not None:
-        tl.store(seconds + to * z.numbers + parents.numbers, second, parents.is_number)
+        tl.store(seconds + to + places.numbers, second, places.is_own)
 
 
 @triton.jit
-def _vote_grads(layer, passes, count: tl.constexpr, a, activation_grad, tile, z: tl.constexpr):
-    """Return ḡ_V summed over the `count` passes, and ``activation_grad`` plus Σ_j c u of these passes."""
-    votes = votes_of(layer, tile, z, a.dtype)
-    vote_grad = tl.zeros_like(votes)
+def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, a, places, program, z: tl.constexpr):
+    """Return ḡ_V and Σ_j c u, both summed over the passes."""
+    vote_grad, activation_grad = tl.zeros_like(votes), tl.zeros_like(a)
+    softmax = softmax_of(lists, site, edge, program.first_type, program, z)
     for t in tl.static_range(count):
         record = passes[t]
-        log_c, d = log_couplings(votes, record, layer, tile, z)
-        share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, tile)
-        vote_grad += (a / _gradient_scale(a) * share)[:, :, None] * moments_grad
-        if layer.activation is not None:
-            activation_grad += tl.sum(c_grad, axis=1)
+        parents = parents_of(record, places, z)
+        log_c, d = log_couplings(votes, record, parents, softmax, z)
+        share, c_grad, moments_grad = _coupling_grads(votes, log_c, a, record, parents, program.is_vote)
+        vote_grad += (a / _gradient_scale(a) * share)[:, :, None, None] * moments_grad
+        activation_grad += c_grad
         if record.coupling_grads is not None:
-            logit_grad = _logit_grads(log_c, a, c_grad, record, tile, z)[:, :, None]
+            logit_grad = _logit_grads(log_c, a, c_grad, record, softmax, program.is_vote)[:, :, None, None]
             if record.linear is not None:
-                vote_grad += logit_grad * vectors(record.linear, tile)
+                vote_grad += logit_grad * parents.linear
             if record.quadratic is not None:
-                vote_grad -= 2 * logit_grad * vectors(record.quadratic, tile) * d
+                vote_grad -= 2 * logit_grad * parents.quadratic * d
     return vote_grad, activation_grad
 
 
-@triton.jit
-def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "unit"])
+def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, unit, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
-    site, child_type, sample, is_sample = own_samples(samples, z.sites, z)
-    child = (sample * z.sites + site) * z.types + child_type
-    a = activations(layer, child, is_sample, z, dtype)
-    pose_grad = tl.full([z.block_samples, z.block_rows, z.block_inner], 0, dtype)
-    activation_grad = tl.full([z.block_samples], 0, dtype)
-    row, inner = tl.arange(0, z.block_rows)[None, :, None], tl.arange(0, z.block_inner)[None, None, :]
+    site, program = child_program(z.sites, samples, unit, z)
+    child_type = program.first_type
+    children = children_of(layer, site, child_type, program, z, dtype)
+    zero = tl.full([z.block_samples, z.block_types, z.block_rows, 1], 0, dtype)
+    pose_grad = repeated(zero, z.inner)
+    activation_grad = tl.full([z.block_samples, z.block_types], 0, dtype)
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
-        for first_type in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-            vote_grad, activation_grad = _vote_grads(layer, passes, count, a, activation_grad, tile, z)
+        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        for parent_type in range(z.parent_types):
+            places = places_of(parent_site, parent_type, program, z)
+            rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
+            votes = votes_of(children.columns, rows, z)
+            vote_grad, added = _vote_grads(
+                layer.lists, passes, count, site, edge, votes, children.a, places, program, z
+            )
+            activation_grad += added
+            sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
-                column_grad = tl.sum(vote_grad * transform_row(layer, tile, q, z, dtype), axis=1)
-                column_grad = tl.reshape(column_grad, [z.block_samples, z.block_rows, z.block_columns])
-                pose_grad += tl.where(inner == q, tl.sum(column_grad, axis=2)[:, :, None], 0.0)
-    in_pose = is_sample[:, None, None] & (row < z.rows) & (inner < z.inner)
-    tl.store(pose_grads + (child[:, None, None] * z.rows + row) * z.inner + inner, pose_grad, in_pose)
+                sums = sums + (pose_grad[q] + tl.sum(vote_grad * rows[q], axis=3)[:, :, :, None],)
+            pose_grad = sums
+    child = site * z.types + child_type
+    start, poses, is_pose = poses_at(child, samples, program, z)
+    for q in tl.static_range(tl.constexpr(z.inner)):
+        tl.store(pose_grads + start + (poses + q * samples), pose_grad[q], program.is_vote[:, :, None, None] & is_pose)
     if activation_grads is not None:
-        scale = tl.reshape(_gradient_scale(a), [z.block_samples])
-        tl.store(activation_grads + child, activation_grad / scale, is_sample)
+        start, at = offsets(child, 1, samples, 1, program)
+        tl.store(activation_grads + start + at, activation_grad / _gradient_scale(children.a), program.is_vote)
 
 
-@triton.jit
-def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, unit, z: tl.constexpr):
     """Compute each transform's gradient, summed over each group of edges and samples: ``[groups, K, C, J, Q, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
-    kernel, child_type = index // z.type_blocks // z.types, index // z.type_blocks % z.types
-    first_type = index % z.type_blocks * z.block_types
-    sample_blocks = tl.cdiv(samples, z.block_samples)
-    transform_grad = tl.full([z.block_types, z.block_inner, z.block_columns], 0, dtype)
-    parent_type = first_type + tl.arange(0, z.block_types)[:, None, None]
-    inner, column = tl.arange(0, z.block_inner)[None, :, None], tl.arange(0, z.block_columns)[None, None, :]
+    kernel, parent_type = index // z.type_blocks // z.parent_types, index // z.type_blocks % z.parent_types
+    type_block, sample_blocks = index % z.type_blocks, tl.cdiv(samples, z.block_samples)
+    first = program_of(group * 0, type_block, samples, unit, z)
+    child_type = first.first_type
+    rows = rows_of(layer, kernel, child_type, parent_type, first, z, dtype)
+    zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, dtype)
+    transform_grad = repeated(zero, z.inner)
     start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
     for step in range(from_step, to_step):
         edge = tl.load(layer.lists + z.kernel_edge + start + step // sample_blocks)
-        site = tl.load(layer.lists + edge)
-        sample, is_sample = samples_of_block(step % sample_blocks, samples, z)
-        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-        a = activations(layer, tile.child, is_sample, z, dtype)
-        vote_grad, _ = _vote_grads(layer, passes, count, a, tl.full([z.block_samples], 0, dtype), tile, z)
+        site, parent_site = tl.load(layer.lists + edge), tl.load(layer.lists + z.edges + edge)
+        program = program_of(step % sample_blocks, type_block, samples, unit, z)
+        children = children_of(layer, site, child_type, program, z, dtype)
+        places = places_of(parent_site, parent_type, program, z)
+        votes = votes_of(children.columns, rows, z)
+        vote_grad, _activation_grad = _vote_grads(
+            layer.lists, passes, count, site, edge, votes, children.a, places, program, z
+        )
+        sums = ()
         for q in tl.static_range(tl.constexpr(z.inner)):
-            row_grad = tl.sum(vote_grad * pose_column(layer, tile, q, dtype), axis=0)
-            row_grad = tl.reshape(row_grad, [z.block_types, z.block_rows, z.block_columns])
-            transform_grad += tl.where(inner == q, tl.sum(row_grad, axis=1)[:, None, :], 0.0)
-    in_transform = (parent_type < z.parent_types) & (inner < z.inner) & (column < z.columns)
-    to = transform_grads + transforms_at(group * z.transforms + kernel, child_type, parent_type, z)
-    tl.store(to + inner * z.columns + column, transform_grad, in_transform)
+            sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
+        transform_grad = sums
+    column = tl.arange(0, z.block_columns)[None, :]
+    in_transform = first.is_type[:, None] & (column < z.columns)
+    start, at = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+    for q in tl.static_range(tl.constexpr(z.inner)):
+        tl.store(
+            transform_grads + start + (at[:, None] + column + q * z.columns),
+            tl.sum(transform_grad[q], axis=0),
+            in_transform,
+        )
+
+
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.constexpr):
+    """Add the sums of all groups from `_sum_at_parents`, and compute the gradients of the agreement."""
+    zeroths, firsts, seconds = sums
+    constant_grad, linear_grad, quadratic_grad, centre_grad = grads
+    dtype: tl.constexpr = zeroths.dtype.element_ty
+    padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
+    parent_site, _, program = parent_program(1, samples, unit, z)
+    places = places_of(parent_site, program.first_type, program, z)
+    zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
+    first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    for group in range(group_count):
+        start, to = places.start + group * group_scalars(samples, z), places.first + group * group_vectors(samples, z)
+        zeroth += tl.load(zeroths + start + places.at)
+        if firsts is not None:
+            first += load(firsts + to + places.numbers, places.is_number, padded)
+        if seconds is not None:
+            second += load(seconds + to + places.numbers, places.is_number, padded)
+    agreement, numbers = agreement_of(record, places, z), numbers_at(parent_site, program, z)
+    if constant_grad is not None:
+        tl.store(constant_grad + places.start + places.at, zeroth, program.is_vote)
+    if linear_grad is not None:
+        tl.store(linear_grad + numbers, first, places.is_own)
+    if centre_grad is not None:
+        grad = 2 * agreement.quadratic * first - agreement.linear * zeroth[:, :, None, None]
+        tl.store(centre_grad + numbers, grad, places.is_own)
+    if quadratic_grad is not None:
+        grad = -second
+        if record.numbers is not None:
+            inverse_temperature = tl.load(record.numbers + 2)
+            factor = -2 / tl.where(inverse_temperature == 0, 1.0, inverse_temperature)
+            of_variance = grad * agreement.quadratic * (factor * agreement.quadratic)
+            grad = tl.where(inverse_temperature == 0, grad, of_variance)
+        tl.store(quadratic_grad + numbers, grad, places.is_own)
+
+
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _complete(record, quadratic, variance, variance_grad, group_count, samples, unit, z: tl.constexpr):
+    """Compute three entries of a record; see `_completed`."""
+    parent_site, _, program = parent_program(1, samples, unit, z)
+    places = places_of(parent_site, program.first_type, program, z)
+    to = places.first + places.numbers
+    if quadratic is not None:
+        dtype: tl.constexpr = quadratic.dtype.element_ty
+        given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
+        used = tl.where(places.is_number, inverse_temperature, 0.0) != 0
+        square = tl.where(used, given + tl.load(record.numbers + 1), 1.0)
+        inverse = tl.div_rn(1.0, square) if dtype == tl.float32 else 1.0 / square
+        found = tl.where(used, inverse * (0.5 * inverse_temperature), given)
+        tl.store(quadratic + to, found, places.is_own)
+    if variance_grad is not None:
+        found_variance, grad = vectors(record.variance, places, z), vectors(record.variance_grad, places, z)
+        if record.log_volume_grad is not None:
+            square = found_variance + tl.load(record.numbers)
+            constant = square < tiny_of(square.dtype)
+            share = scalars(record.log_volume_grad, places)[:, :, None, None] / tl.where(constant, 1.0, 2 * square)
+            grad += tl.where(constant, 0.0, share)
+        grad = tl.where(places.is_number, grad, 0.0)
+        tl.store(variance_grad + to, grad, places.is_own)
+        tl.store(variance + places.start + places.at, sum_of_numbers(grad * found_variance), program.is_vote)
+
+
+def _completed(problem, *entries):
+    """Create a `Record` for the kernels of the backward pass.
+
+    `quadratic` becomes the factor of d² in the logits, and `variance_grad` includes the gradient through Σ log σ. The
+    kernels do not need the variance itself: `variance` becomes Σ variance · variance_grad, ``[B, P, J]``.
+    """
+    record = problem.record(*entries)
+    with_numbers = record.numbers is not None and record.quadratic is not None
+    second = record.variance_grad is not None or record.log_volume_grad is not None
+    quadratic = problem.group_vectors(1) if with_numbers else None
+    variance, variance_grad = (problem.scalars(), problem.group_vectors(1)) if second else (None, None)
+    if with_numbers or second:
+        problem.per_parent(_complete, record, quadratic, variance, variance_grad)
+    quadratic = quadratic if with_numbers else record.quadratic
+    return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
 
 def moments_backward(
@@ -205,44 +321,38 @@ def moments_backward(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z, record = problem.z, record_of(*record, dtype=problem.dtype)
-    coupling_grads = problem.per_softmax()
-    problem.per_child(_sum_over_softmax, z.softmaxes, record, coupling_grads)
-    constant_grad, linear_grad, quadratic_grad, centre_grad = (problem.empty(0) for _ in range(4))
+    record = _completed(problem, *record)
+    coupling_grads = problem.of_softmaxes()
+    problem.per_child(_sum_over_softmax, problem.children.softmaxes, record, coupling_grads)
+    grads = [None] * 4
     if agreement_grads:
+        constant, *vectors = record[:4]
+        grads = [None if constant is None else problem.scalars()]
+        grads += [None if x is None else problem.vectors() for x in vectors]
+        _, linear_grad, quadratic_grad, _ = grads
+        firsts = None if linear_grad is None and quadratic_grad is None else problem.group_vectors()
+        sums = problem.group_scalars(), firsts, None if quadratic_grad is None else problem.group_vectors()
         record = record._replace(coupling_grads=coupling_grads)
-        constant, linear, quadratic, centre, *_ = record
-        zeroths = problem.parent_sums()
-        firsts = None if linear is None and quadratic is None else problem.parent_sums(z.rows, z.columns)
-        seconds = None if quadratic is None else problem.parent_sums(z.rows, z.columns)
-        problem.per_parent(_sum_at_parents, record, zeroths, firsts, seconds)
-        zeroth, first, second = (None if sums is None else sums.sum(dim=0) for sums in (zeroths, firsts, seconds))
-        if centre is not None:
-            by_quadratic = 0 if quadratic is None else 2 * quadratic * first
-            by_linear = 0 if linear is None else linear * zeroth[..., None, None]
-            centre_grad = torch.zeros_like(record.mean) + by_quadratic - by_linear
-        constant_grad = constant_grad if constant is None else zeroth
-        linear_grad = linear_grad if linear is None else first
-        if quadratic is not None:
-            quadratic_grad = -second
-            if record.numbers is not None:
-                inverse_temperature = record.numbers[2]
-                of_variance = quadratic_grad * quadratic * (-2 / inverse_temperature * quadratic)
-                quadratic_grad = torch.where(inverse_temperature == 0, quadratic_grad, of_variance)
-    return coupling_grads, constant_grad, linear_grad, quadratic_grad, centre_grad
+        problem.per_group(_sum_at_parents, record, *sums)
+        problem.per_parent(_agreement_grads, record, sums, tuple(grads))
+    return coupling_grads, *(problem.empty(0) if grad is None else grad for grad in grads)
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
     """Run `torchcaps.kernels.moments.votes_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     size = len(Record._fields)
-    passes = (record_of(*records[at : at + size], dtype=problem.dtype) for at in range(0, len(records), size))
-    passes = tuple(one for one in passes if one.mean is not None)
-    create = torch.empty_like if passes else torch.zeros_like
-    pose_grad, activation_grad, transform_grad = (None if x is None else create(x) for x in problem.layer[:3])
+    passes = (records[at : at + size] for at in range(0, len(records), size))
+    mean = Record._fields.index("mean")
+    passes = tuple(_completed(problem, *one) for one in passes if one[mean].numel())
+    pose_grad, activation_grad, transform_grad = children_grads(pose, activation, transform, samples_last=True)
     if passes:
-        problem.per_child(_child_grads, problem.z.sites, passes, len(passes), pose_grad, activation_grad)
+        given = None if activation is None else activation_grad
+        problem.per_child(_child_grads, problem.children.sites, passes, len(passes), pose_grad, given)
         groups = problem.empty(problem.transform_groups, *transform.shape)
         problem.per_transform(_transform_grads, passes, len(passes), groups)
         transform_grad = groups.sum(dim=0).to(transform.dtype)
-    return pose_grad, pose.new_empty(0) if activation is None else activation_grad, transform_grad
+    else:
+        for grad in (pose_grad, activation_grad, transform_grad):
+            grad.zero_()
+    return pose_grad, activation_grad, transform_grad

@@ -1,21 +1,29 @@
 """Triton kernels for the moments of votes. `torchcaps.kernels.moments` documents the arguments and results."""
 
-import torch
+import numpy as np
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gaussian import half_precision, log_volume
+from torchcaps.kernels.gaussian import half_precision
 from torchcaps.kernels.gpu.backward import moments_backward, votes_backward
-from torchcaps.kernels.gpu.problem import Problem, record_of
+from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
-    activations,
+    agreement_of,
+    child_program,
+    children_of,
     edges_of_softmax,
+    group_scalars,
+    group_vectors,
+    load,
     log_couplings,
     logits_of,
-    own_parents,
-    own_samples,
-    tile_of_edge,
-    tile_of_step,
+    numbers_at,
+    own_steps,
+    parent_program,
+    places_of,
+    rows_of,
+    softmax_of,
+    sum_of_numbers,
     tiny_of,
     votes_of,
 )
@@ -24,76 +32,143 @@ from torchcaps.kernels.moments import Record
 __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 
 
-@triton.jit
-def _logsumexp(layer, agreement, log_sums, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["samples", "unit"])
+def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
     """Compute the largest logit of each softmax, and log Σ e^(logit - largest)."""
     dtype: tl.constexpr = log_sums.dtype.element_ty
-    softmax, child_type, sample, is_sample = own_samples(samples, z.softmaxes, z)
+    softmax, program = child_program(z.softmaxes, samples, unit, z)
     site, begin, end = edges_of_softmax(layer.lists, softmax, z)
-    top = tl.full([z.block_samples], 0.0 if z.none_of_the_above else -float("inf"), dtype)
-    total = tl.full([z.block_samples], 1.0 if z.none_of_the_above else 0.0, dtype)
+    child_type = program.first_type
+    children = children_of(layer, site, child_type, program, z, dtype)
+    top = tl.full([z.block_samples, z.block_types], 0.0 if z.none_of_the_above else -float("inf"), dtype)
+    total = tl.full([z.block_samples, z.block_types], 1.0 if z.none_of_the_above else 0.0, dtype)
     for edge in range(begin, end):
-        for first_type in range(0, z.parent_types, z.block_types):
-            tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-            logits, _ = logits_of(votes_of(layer, tile, z, dtype), agreement, tile, z)
-            logits = tl.where(tile.parents.is_type[None, :], logits, -float("inf"))
-            higher = tl.maximum(top, tl.max(logits, axis=1))
+        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        for parent_type in range(z.parent_types):
+            places = places_of(parent_site, parent_type, program, z)
+            rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
+            votes = votes_of(children.columns, rows, z)
+            logits, _ = logits_of(votes, agreement, agreement_of(agreement, places, z))
+            higher = tl.maximum(top, logits)
             base = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+            total = total * tl.exp(top - base) + tl.exp(logits - base)
             top = higher
     empty = (begin == end) & (total == 0)
-    to = log_sums + (sample * (2 * z.softmaxes) + softmax) * z.types + child_type
-    tl.store(to, tl.where(empty, 0.0, top), is_sample)
-    tl.store(to + z.softmaxes * z.types, tl.log(tl.where(empty, 1.0, total)), is_sample)
+    to = softmax_of(layer.lists, site, softmax, child_type, program, z)
+    tl.store(log_sums + to.start + to.at, tl.where(empty, 0.0, top), program.is_vote)
+    tl.store(log_sums + (to.count + to.start) + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
 
 
-@triton.jit
-def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _m_step(layer, agreement, tops, masses, means, variances, group_count, samples, unit, z: tl.constexpr):
     """Compute, for each group of children: the largest log c, Σ a c / (largest c), and mean and variance of the votes.
 
     Here, the largest c is that of the vote with the largest weight a c. Updating a running mean avoids cancellation.
     """
     dtype: tl.constexpr = tops.dtype.element_ty
-    parents, start, from_step, to_step, to = own_parents(layer.lists, samples, group_count, z)
+    parent_site, group, program = parent_program(group_count, samples, unit, z)
+    parent_type = program.first_type
+    places = places_of(parent_site, parent_type, program, z)
+    parents = agreement_of(agreement, places, z)
+    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     mass = tl.full([z.block_samples, z.block_types], 0, dtype)
     top_a = tl.zeros_like(mass)
-    mean = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
-    variance = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
+    mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for step in range(from_step, to_step):
-        tile = tile_of_step(layer.lists, step, start, parents, z)
-        a = activations(layer, tile.child, tile.parents.is_sample, z, dtype)
-        votes = votes_of(layer, tile, z, dtype)
-        log_c, _ = log_couplings(votes, agreement, layer, tile, z)
-        used = ((a < tiny_of(dtype)) == 0) & parents.is_parent & (log_c != -float("inf"))
-        log_a = tl.zeros_like(log_c) + tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
+        edge, child_type = tl.load(layer.lists + z.parent_edge + start + step // z.types), step % z.types
+        site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        children = children_of(layer, site, child_type, program, z, dtype)
+        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+        softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+        log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
+        a = children.a
+        used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
+        log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
         rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
         larger = used & (rise > 0)
         w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), 0.0)
         mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
         top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
         portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
-        rest, delta = 1 - portion, votes - mean
-        mean += portion[:, :, None] * delta
+        delta = votes - mean
+        mean += portion[:, :, None, None] * delta
         if variances is not None:
-            variance = rest[:, :, None] * variance + (rest * portion)[:, :, None] * delta * delta
-    tl.store(tops + to + parents.at, top, parents.is_parent)
-    tl.store(masses + to + parents.at, mass * tl.exp(top_a), parents.is_parent)
-    tl.store(means + to * z.numbers + parents.numbers, mean, parents.is_number)
+            rest = 1 - portion
+            variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
+    to = places.start + group * group_scalars(samples, z)
+    tl.store(tops + to + places.at, top, program.is_vote)
+    tl.store(masses + to + places.at, mass * tl.exp(top_a), program.is_vote)
+    to = places.first + group * group_vectors(samples, z)
+    tl.store(means + to + places.numbers, mean, places.is_own)
     if variances is not None:
-        tl.store(variances + to * z.numbers + parents.numbers, variance, parents.is_number)
+        tl.store(variances + to + places.numbers, variance, places.is_own)
 
 
-@triton.jit
-def _write_couplings(layer, agreement, out, samples, z: tl.constexpr):
+@triton.jit(do_not_specialize=["group_count", "samples", "unit"])
+def _over_groups(groups, found, floor, floor_rest, group_count, samples, unit, z: tl.constexpr):
+    """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ.
+
+    The floor is the sum of two float32 numbers, because Triton passes floating-point arguments as float32.
+    """
+    tops, masses, means, variances = groups
+    mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
+    dtype: tl.constexpr = mass_out.dtype.element_ty
+    parent_site, _, program = parent_program(1, samples, unit, z)
+    places = places_of(parent_site, program.first_type, program, z)
+    start = places.start
+    lowest = -3.4028234663852886e38 if dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
+    padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
+    top = tl.full([z.block_samples, z.block_types], lowest, dtype)
+    for group in range(group_count):
+        top = tl.maximum(top, tl.load(tops + (start + group * group_scalars(samples, z)) + places.at))
+    mass = tl.full([z.block_samples, z.block_types], 0, dtype)
+    mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    for group in range(group_count):
+        at = start + group * group_scalars(samples, z)
+        scale = tl.exp(tl.load(tops + at + places.at) - top)
+        weight = tl.load(masses + at + places.at) * scale
+        mass += weight
+        portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
+        numbers = places.first + group * group_vectors(samples, z)
+        delta = load(means + numbers + places.numbers, places.is_number, padded) - mean
+        mean += portion * delta
+        if variances is not None:
+            found_variance = load(variances + numbers + places.numbers, places.is_number, padded)
+            variance += portion * (found_variance - variance + (1 - portion) * delta * delta)
+    log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
+    tl.store(mass_out + start + places.at, mass * tl.exp(top), program.is_vote)
+    tl.store(largest_out + start + places.at, top, program.is_vote)
+    tl.store(log_mass_out + start + places.at, log_mass, program.is_vote)
+    numbers = numbers_at(parent_site, program, z)
+    tl.store(mean_out + numbers, mean, places.is_own)
+    if variances is not None:
+        tl.store(variance_out + numbers, variance, places.is_own)
+    if volume_out is not None:
+        square = variance + (tl.zeros_like(mass) + floor + floor_rest)[:, :, None, None]
+        square = tl.where(square < tiny_of(dtype), tiny_of(dtype), square)
+        log_deviation = tl.where(places.is_number, 0.5 * tl.log(square), 0.0)
+        tl.store(volume_out + places.start + places.at, sum_of_numbers(log_deviation), program.is_vote)
+
+
+@triton.jit(do_not_specialize=["samples", "unit"])
+def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
     """Compute the couplings ``[B, J, E, C]``."""
-    edge, child_type, sample, is_sample = own_samples(samples, z.edges, z)
-    site = tl.load(layer.lists + edge)
-    for first_type in range(0, z.parent_types, z.block_types):
-        tile = tile_of_edge(layer.lists, edge, site, child_type, sample, is_sample, first_type, z)
-        log_c, _ = log_couplings(votes_of(layer, tile, z, out.dtype.element_ty), agreement, layer, tile, z)
-        to = (sample[:, None] * z.parent_types + tile.parents.parent_type[None, :]) * z.edges + edge
-        tl.store(out + to * z.types + child_type, tl.exp(log_c), tile.parents.is_parent)
+    dtype: tl.constexpr = out.dtype.element_ty
+    edge, program = child_program(z.edges, samples, unit, z)
+    site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
+    parent_site, child_type = tl.load(layer.lists + z.edges + edge), program.first_type
+    children = children_of(layer, site, child_type, program, z, dtype)
+    softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+    for parent_type in range(z.parent_types):
+        places = places_of(parent_site, parent_type, program, z)
+        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+        parents = agreement_of(agreement, places, z)
+        log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
+        to = (program.sample.to(tl.int64) * z.parent_types + parent_type)[:, None] * z.edges + edge
+        tl.store(out + to * z.types + (child_type + program.lane)[None, :], tl.exp(log_c), program.is_vote)
 
 
 def moments(
@@ -102,17 +177,19 @@ def moments(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z = problem.z
     numbers = variance_floor, inverse_temperature
     agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre, *numbers)
-    tops, masses = problem.parent_sums(), problem.parent_sums()
-    means = problem.parent_sums(z.rows, z.columns)
-    variances = problem.parent_sums(z.rows, z.columns) if with_variance else None
-    problem.per_parent(_m_step, agreement, tops, masses, means, variances)
-    mass, mean, variance, largest, log_mass = _over_groups(tops, masses, means, variances)
-    log_sums = problem.empty(0) if uniform else agreement.log_sums
-    volume = problem.empty(0) if floor is None else log_volume(variance, floor)
-    return mass, mean, problem.empty(0) if variance is None else variance, largest, log_mass, log_sums, volume
+    tops, masses, means = problem.group_scalars(), problem.group_scalars(), problem.group_vectors()
+    variances = problem.group_vectors() if with_variance else None
+    problem.per_group(_m_step, agreement, tops, masses, means, variances)
+    mass, largest, log_mass, mean = problem.scalars(), problem.scalars(), problem.scalars(), problem.vectors()
+    variance = problem.vectors() if with_variance else None
+    volume = None if floor is None else problem.scalars()
+    found = (mass, mean, variance, largest, log_mass, volume)
+    floors = (0.0, 0.0) if floor is None else _two_numbers(floor)
+    problem.per_parent(_over_groups, (tops, masses, means, variances), found, *floors)
+    found = (mass, mean, variance, largest, log_mass, agreement.log_sums, volume)
+    return tuple(problem.empty(0) if x is None else x for x in found)
 
 
 def couplings(
@@ -121,27 +198,23 @@ def couplings(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
-    out = problem.empty(problem.samples, problem.z.parent_types, problem.z.edges, problem.z.types)
+    z = problem.children
+    out = problem.empty(problem.samples, z.parent_types, z.edges, z.types)
     agreement = _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature)
-    problem.per_child(_write_couplings, problem.z.edges, agreement, out)
+    problem.per_child(_write_couplings, z.edges, agreement, out)
     return out
 
 
 def _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature):
     if inverse_temperature:
         quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
-    found = record_of(constant, linear, quadratic, centre, dtype=problem.dtype)
-    log_sums = problem.per_softmax(2)
-    problem.per_child(_logsumexp, problem.z.softmaxes, found, log_sums)
-    return found._replace(log_sums=log_sums)
+    log_sums = problem.of_softmaxes(2)
+    agreement = problem.record(constant, linear, quadratic, centre, log_sums)
+    problem.per_child(_logsumexp, problem.children.softmaxes, agreement, log_sums)
+    return agreement
 
 
-def _over_groups(tops, masses, means, variances):
-    """Combine the results of `_m_step` for all groups into mass, mean, variance, largest and log_mass of parents."""
-    top = tops.amax(dim=0).clamp_min(torch.finfo(tops.dtype).min)  # not -∞, because -∞ - -∞ is NaN
-    masses = masses * (tops - top).exp()
-    off = (mass := masses.sum(dim=0)) == 0
-    shares = (masses / mass.masked_fill(off, 1))[..., None, None]
-    mean = (shares * means).sum(dim=0)
-    variance = None if variances is None else (shares * (variances + (means - mean).square())).sum(dim=0)
-    return mass * top.exp(), mean, variance, top, mass.log().masked_fill(off, torch.inf)
+def _two_numbers(number: float) -> tuple[float, float]:
+    """Return a number in float32, and the difference from the exact number."""
+    rounded = float(np.float32(number))
+    return rounded, number - rounded

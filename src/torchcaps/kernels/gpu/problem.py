@@ -9,17 +9,14 @@ import triton
 from torch import Tensor
 from torch.types import IntLikeType
 
-from torchcaps.kernels.gaussian import half_precision
-from torchcaps.kernels.memory import statistics_dtype
+from torchcaps.kernels.memory import laid_out, samples_last_strides, statistics_dtype
 from torchcaps.kernels.moments import Record, shapes_of
 
-TILE = 1024
-"""Number of vote elements in a tile. Each of the 128 threads of a program keeps eight of these in registers."""
-WARPS = 4
-"""Number of warps of a program. A warp has 32 threads."""
-MOST_TYPES = 16
-"""Largest number of parent types in a tile. Samples fill the rest of the tile, and share the loaded transforms."""
-PROGRAMS = 512
+SAMPLES = 32
+"""Number of samples in a tile: one for each thread of a warp."""
+TYPES = 4
+"""Largest number of types in a tile: one for each warp of a program. So each thread keeps whole votes in registers."""
+PROGRAMS = 1024
 """Number of programs that keeps the largest GPUs busy. If there are fewer, each program's work is split into groups."""
 STEPS = 8
 """Smallest number of steps in a group. A step is one iteration of the loop of a program."""
@@ -34,25 +31,29 @@ class Layer(NamedTuple):
     lists: Tensor
 
 
-def record_of(*entries: Tensor | None, dtype: torch.dtype) -> Record:
-    """Create a `Record` for the kernels: contiguous tensors of one dtype, with None for empty tensors.
+def samples_last(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Convert a tensor to a dtype and to the memory order in which the samples are contiguous; keep None."""
+    if tensor is None:
+        return None
+    tensor = tensor if dtype is None or tensor.dtype == dtype else tensor.to(dtype)
+    return laid_out(tensor, samples_last_strides(tensor.shape))
 
-    `quadratic` becomes the factor of d² in the logits, and `variance_grad` includes the gradient through Σ log σ. The
-    kernels do not need the variance itself: `variance` becomes Σ variance · variance_grad, ``[B, P, J]``.
+
+def stride_of(batch: int) -> int:
+    """Return the distance in memory between two numbers of a pose: the batch size, rounded up to a power of two.
+
+    The distance is a constant in a kernel, which saves many integer operations. Rounding it keeps the number of
+    different kernels small.
     """
-    record = Record(*(None if x is None or not x.numel() else x.to(dtype).contiguous() for x in entries))
-    quadratic, variance, variance_grad = record.quadratic, record.variance, record.variance_grad
-    if record.numbers is not None:
-        floor, *gaussian = record.numbers
-        if quadratic is not None:
-            quadratic = torch.where(gaussian[1] == 0, quadratic, half_precision(quadratic, *gaussian))
-        if record.log_volume_grad is not None:
-            square = variance + floor
-            square = square.masked_fill(square < torch.finfo(dtype).tiny, torch.inf)  # the gradient is 0 there
-            added = record.log_volume_grad[..., None, None] / (2 * square)
-            variance_grad = added if variance_grad is None else variance_grad + added
-    variance = None if variance is None or variance_grad is None else (variance * variance_grad).sum(dim=(3, 4))
-    return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
+    return max(SAMPLES, triton.next_power_of_2(batch))
+
+
+def spread(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """Convert poses ``[B, …]`` to a dtype and to the memory order ``[…, stride_of(B)]``; keep None."""
+    if tensor is None or (stride := stride_of(tensor.shape[0])) == tensor.shape[0]:
+        return samples_last(tensor, dtype)
+    strides = samples_last_strides((stride, *tensor.shape[1:]))
+    return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype or tensor.dtype).copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,13 @@ class Shape:
     edges: int
     types_compete: bool
     none_of_the_above: int
-    block_samples: int
+    of_children: int
+    stride: int
+    own_types: int
     block_types: int
+    block_samples: int
     block_rows: int
     block_columns: int
-    block_inner: int
     child_begin: int
     parent_begin: int
     parent_edge: int
@@ -82,17 +85,8 @@ class Shape:
     kernel_edge: int
 
     @property
-    def numbers(self) -> int:
-        """Number of elements of a vote."""
-        return self.rows * self.columns
-
-    @property
-    def block_numbers(self) -> int:
-        return self.block_rows * self.block_columns
-
-    @property
     def type_blocks(self) -> int:
-        return -(-self.parent_types // self.block_types)
+        return -(-self.own_types // self.block_types)
 
     @property
     def softmaxes(self) -> int:
@@ -104,57 +98,99 @@ class Problem:
     """The inputs of one layer, which all kernels share, and the launch grid of each kind of kernel.
 
     Launch grids are one-dimensional: CUDA allows 2³¹ programs in the first dimension, but only 65,535 in the others.
+
+    Attributes:
+        children: `Shape` for programs whose own types are child types.
+        parents: `Shape` for programs whose own types are parent types.
     """
 
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
         batch, sites, child_types, rows, inner = pose.shape
         transforms, _, parent_types, _, columns = transform.shape
-        shapes = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False)
-        edges = shapes.edges
-        block_types = min(MOST_TYPES, triton.next_power_of_2(parent_types))
-        block_rows, block_columns = triton.next_power_of_2(rows), triton.next_power_of_2(columns)
-        room = max(1, TILE // (block_types * block_rows * block_columns))
-        block_samples = min(room, triton.next_power_of_2(max(1, batch)))
+        edges = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False).edges
         sizes = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
-        blocks = (block_samples, block_types, block_rows, block_columns, triton.next_power_of_2(inner))
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
-        self.z = z = Shape(*sizes, types, int(none_of_the_above), *blocks, *begins)
-        self.samples, self.padded_samples = batch, shapes.coupling_grads[0][0]
-        self.dtype = statistics_dtype(pose.dtype)
-        activation = None if activation is None else activation.contiguous()
-        self.layer = Layer(pose.contiguous(), activation, transform.contiguous(), lists)
-        self.sample_blocks = triton.cdiv(batch, block_samples)
-        self.parent_programs = parent_sites * z.type_blocks * self.sample_blocks
+        stride = stride_of(batch)
+        rest = SAMPLES, triton.next_power_of_2(rows), triton.next_power_of_2(columns), *begins
+        self.children, self.parents = (
+            Shape(
+                *sizes,
+                types,
+                int(none_of_the_above),
+                of_children,
+                stride,
+                own,
+                min(TYPES, triton.next_power_of_2(own)),
+                *rest,
+            )
+            for of_children, own in ((1, child_types), (0, parent_types))
+        )
+        self.samples, self.dtype = batch, statistics_dtype(pose.dtype)
+        self.layer = Layer(spread(pose), samples_last(activation), transform.contiguous(), lists)
+        self.sample_blocks = triton.cdiv(batch, SAMPLES)
+        self.parent_programs = parent_sites * self.parents.type_blocks * self.sample_blocks
         self.parent_groups = _groups(self.parent_programs, edges * child_types // parent_sites)
-        self.transform_programs = transforms * child_types * z.type_blocks
+        self.transform_programs = transforms * parent_types * self.children.type_blocks
         self.transform_groups = _groups(self.transform_programs, edges * self.sample_blocks // transforms)
+
+    def record(self, *entries: Tensor | None) -> Record:
+        """Create a `Record` for the kernels: tensors of one dtype in the kernels' memory order; None for empty ones."""
+        record = Record(*(None if x is None or not x.numel() else x for x in entries))
+        vectors = ("linear", "quadratic", "centre", "mean", "variance", "mean_grad", "variance_grad")
+        scalars = ("constant", "largest", "log_mass", "mass_grad", "log_volume_grad")
+        found = {name: spread(getattr(record, name), self.dtype) for name in vectors}
+        found |= {name: samples_last(getattr(record, name), self.dtype) for name in scalars}
+        return record._replace(**found)
 
     def empty(self, *shape: IntLikeType) -> Tensor:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
 
-    def per_softmax(self, *sizes: int) -> Tensor:
-        """Create a tensor ``[B′, …, G, C]``; see `Record`. The first B samples are uninitialised, the others are 0."""
-        values = self.empty(self.padded_samples, *sizes, self.z.softmaxes, self.z.types)
-        values[self.samples :] = 0
-        return values
+    def of_softmaxes(self, *sizes: int) -> Tensor:
+        """Create an uninitialised tensor ``[B, …, G, C]``; see `Record`. The kernels use the order ``[…, G, C, B]``."""
+        return self.empty(self.samples, *sizes, self.children.softmaxes, self.children.types)
 
-    def parent_sums(self, *sizes: int) -> Tensor:
-        """Create an uninitialised tensor ``[groups, B, P, J, …]``."""
-        return self.empty(self.parent_groups, self.samples, self.z.parent_sites, self.z.parent_types, *sizes)
+    def scalars(self) -> Tensor:
+        """Create an uninitialised tensor ``[B, P, J]``, in which samples are contiguous."""
+        return self._of_parents()
+
+    def vectors(self) -> Tensor:
+        """Create an uninitialised tensor ``[B, P, J, R, N]``, in which samples are contiguous."""
+        return self._of_parents(self.parents.rows, self.parents.columns)
+
+    def group_scalars(self) -> Tensor:
+        """Create an uninitialised tensor ``[groups, P, J, B]``."""
+        return self.empty(self.parent_groups, self.parents.parent_sites, self.parents.parent_types, self.samples)
+
+    def group_vectors(self, groups: int | None = None) -> Tensor:
+        """Create an uninitialised tensor ``[groups, P, J, R, N, stride]``."""
+        z, groups = self.parents, self.parent_groups if groups is None else groups
+        return self.empty(groups, z.parent_sites, z.parent_types, z.rows, z.columns, z.stride)
+
+    def _of_parents(self, *sizes: int) -> Tensor:
+        shape = self.samples, self.parents.parent_sites, self.parents.parent_types, *sizes
+        return self.layer.pose.new_empty_strided(shape, samples_last_strides(shape), dtype=self.dtype)
 
     def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
         """Run a child-side kernel for `count` sites, softmaxes or edges."""
-        self._launch(kernel, count * self.z.types * self.sample_blocks, *arguments)
+        self._launch(kernel, self.children, count * self.children.type_blocks * self.sample_blocks, *arguments)
 
     def per_parent(self, kernel: Any, *arguments: Any) -> None:
-        self._launch(kernel, self.parent_programs * self.parent_groups, *arguments, self.parent_groups)
+        """Run a parent-side kernel that combines the results for groups of children."""
+        self._launch(kernel, self.parents, self.parent_programs, *arguments, self.parent_groups, layer=False)
+
+    def per_group(self, kernel: Any, *arguments: Any) -> None:
+        """Run a parent-side kernel for each group of a parent's children."""
+        programs = self.parent_programs * self.parent_groups
+        self._launch(kernel, self.parents, programs, *arguments, self.parent_groups)
 
     def per_transform(self, kernel: Any, *arguments: Any) -> None:
-        self._launch(kernel, self.transform_programs * self.transform_groups, *arguments, self.transform_groups)
+        programs = self.transform_programs * self.transform_groups
+        self._launch(kernel, self.children, programs, *arguments, self.transform_groups)
 
-    def _launch(self, kernel: Any, programs: int, *arguments: Any) -> None:
+    def _launch(self, kernel: Any, z: Shape, programs: int, *arguments: Any, layer: bool = True) -> None:
         if programs:
-            kernel[(programs,)](self.layer, *arguments, self.samples, self.z, num_warps=WARPS)
+            arguments = (self.layer, *arguments) if layer else arguments
+            kernel[(programs,)](*arguments, self.samples, 1, z, num_warps=z.block_types)
 
 
 def _groups(programs: int, steps: int) -> int:

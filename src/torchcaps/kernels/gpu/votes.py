@@ -6,62 +6,132 @@ import triton
 import triton.language as tl
 
 
-class Parents(NamedTuple):
-    """The parent capsules at one site, for one block of samples and one block of parent types.
+class Program(NamedTuple):
+    """What a program handles: a block of samples, and a block of child types or of parent types.
+
+    Where samples or types end within a block, the last one takes the place of the missing ones. So loads need no mask.
 
     Arguments:
-        sample, is_sample: index of each sample and its mask, ``[samples]``.
-        parent_type, is_type: index of each parent type and its mask, ``[parent types]``.
-        at, is_parent: offset of each parent in ``[B, P, J]`` and its mask, ``[samples, parent types]``.
-        numbers, is_number: offset of each number in ``[B, P, J, R, N]`` and its mask, ``[samples, types, numbers]``.
+        sample: offset of each sample, ``[samples]``.
+        first_type: index of the first type.
+        lane: distance of each type from the first type, ``[types]``.
+        is_type: mask of types, ``[types]``.
+        is_vote: mask of samples and types, ``[samples, types]``.
+        samples: number of samples in the batch.
+        unit: 1, but the compiler does not know this value. So it cannot see which numbers are contiguous in memory, and
+            does not distribute the numbers of a vote over several threads to load them with fewer instructions.
     """
 
     sample: Any
-    is_sample: Any
-    parent_type: Any
+    first_type: Any
+    lane: Any
     is_type: Any
-    at: Any
-    is_parent: Any
-    numbers: Any
-    is_number: Any
+    is_vote: Any
+    samples: Any
+    unit: Any
 
 
-class Tile(NamedTuple):
-    """The votes of one child type along one edge.
+class Children(NamedTuple):
+    """The children of a tile.
 
     Arguments:
-        softmax: index of the softmax to which the votes belong.
-        child_type: index of the child type.
-        child: offset of each child in ``[B, S, C]``, ``[samples]``.
-        poses, is_pose: offset of the pose row for each number of the vote, and its mask, ``[samples, numbers]``.
-        transforms, is_transform: offset of the transform column for each number of the vote, and its mask, ``[parent
-            types, numbers]``.
-        parents: the parents that receive the votes.
+        a: activation of each child, ``[samples, types]``.
+        columns: the columns of their poses, a tuple of tensors ``[samples, types, rows, 1]``.
     """
 
-    softmax: Any
-    child_type: Any
-    child: Any
-    poses: Any
-    is_pose: Any
-    transforms: Any
-    is_transform: Any
-    parents: Any
+    a: Any
+    columns: Any
+
+
+class Softmax(NamedTuple):
+    """The softmax over the parents of each child of a tile.
+
+    Arguments:
+        start, at: the sum of these is the offset of each softmax in ``[G, C, B]``; a number, and ``[samples, types]``.
+        count: number of softmaxes, ``G · C · B``.
+        competitors: number of logits in the softmax.
+    """
+
+    start: Any
+    at: Any
+    count: Any
+    competitors: Any
+
+
+class Places(NamedTuple):
+    """Where the parents of a tile are in memory.
+
+    Arguments:
+        start, at: the sum of these is the offset of each parent in ``[P, J, B]``; a number, and ``[samples, types]``.
+        first, numbers: the same for each number of a pose in ``[P, J, R, N, B']``, where B' is ``z.stride``; a number,
+            and ``[samples, types, rows, columns]``.
+        is_number: mask of the rows and columns of a pose, ``[1, 1, rows, columns]``.
+        is_own: mask of the numbers that the program has to store.
+    """
+
+    start: Any
+    at: Any
+    first: Any
+    numbers: Any
+    is_number: Any
+    is_own: Any
+
+
+class Parents(NamedTuple):
+    """The entries of a `Record` for the parents of a tile: ``[samples, types]`` or ``[samples, types, rows, columns]``.
+
+    A missing entry is 0.
+    """
+
+    constant: Any
+    linear: Any
+    quadratic: Any
+    centre: Any
+    mean: Any
+    largest: Any
+    log_mass: Any
+    variance: Any
+    mass_grad: Any
+    mean_grad: Any
+    variance_grad: Any
 
 
 @triton.jit
-def samples_of_block(block, samples, z: tl.constexpr):
-    """Return the indices of the samples in a block, and the mask of these indices."""
-    sample = block.to(tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
-    return sample, sample < samples
+def program_of(sample_block, type_block, samples, unit, z: tl.constexpr):
+    """Return the program with the given blocks of samples and types."""
+    sample = sample_block.to(tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
+    first_type, lane = type_block * z.block_types, tl.arange(0, z.block_types)
+    is_type = first_type + lane < z.own_types
+    is_vote = (sample < samples)[:, None] & is_type[None, :]
+    sample, lane = tl.minimum(sample, samples - 1), tl.minimum(lane, z.own_types - 1 - first_type)
+    return Program(sample * unit, first_type, lane, is_type, is_vote, samples, unit)
 
 
 @triton.jit
-def own_samples(samples, count: tl.constexpr, z: tl.constexpr):
-    """Return what a child-side program handles: one of `count` sites, softmaxes or edges; a child type; and samples."""
-    index = tl.program_id(0) % (count * z.types)
-    sample, is_sample = samples_of_block(tl.program_id(0) // (count * z.types), samples, z)
-    return index // z.types, index % z.types, sample, is_sample
+def child_program(count: tl.constexpr, samples, unit, z: tl.constexpr):
+    """Return what a child-side program handles: one of `count` sites, softmaxes or edges, and its `Program`."""
+    index, sample_block = tl.program_id(0) % (count * z.type_blocks), tl.program_id(0) // (count * z.type_blocks)
+    return index // z.type_blocks, program_of(sample_block, index % z.type_blocks, samples, unit, z)
+
+
+@triton.jit
+def parent_program(group_count, samples, unit, z: tl.constexpr):
+    """Return what a parent-side program handles: a site, a group of its children, and its `Program`."""
+    count: tl.constexpr = z.parent_sites * z.type_blocks
+    index, rest = tl.program_id(0) % count, tl.program_id(0) // count
+    program = program_of(rest // group_count, index % z.type_blocks, samples, unit, z)
+    return index // z.type_blocks, rest % group_count, program
+
+
+@triton.jit
+def own_steps(begin, per_edge, group, group_count):
+    """Return the first edge of an edge list, and the first and the end (exclusive) of the steps of one group.
+
+    Each edge takes `per_edge` steps. The steps of the list are divided among `group_count` groups.
+    """
+    start = tl.load(begin)
+    steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
+    return start, steps * group // group_count, steps * (group + 1) // group_count
 
 
 @triton.jit
@@ -82,150 +152,207 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 
 @triton.jit
-def numbers_of_vote(z: tl.constexpr):
-    """Return row and column in the vote of each element of a tile, and whether the element is part of the vote."""
-    place = tl.arange(0, z.block_numbers)
-    row, column = place // z.block_columns, place % z.block_columns
-    return row, column, (row < z.rows) & (column < z.columns)
+def offsets(index, size, stride, lanes: tl.constexpr, program):
+    """Return two numbers whose sum is the offset of ``index · size · stride``: the start, and ``[samples, types]``.
 
-
-@triton.jit
-def parents_at(parent_site, first_type, sample, is_sample, z: tl.constexpr):
-    """Return the parents at a site, for the block of parent types that begins with `first_type`."""
-    row, column, is_number = numbers_of_vote(z)
-    parent_type = first_type + tl.arange(0, z.block_types)
-    is_type = parent_type < z.parent_types
-    at = ((sample * z.parent_sites + parent_site) * z.parent_types)[:, None] + parent_type[None, :]
-    is_parent = is_sample[:, None] & is_type[None, :]
-    numbers = at[:, :, None] * z.numbers + (row * z.columns + column)[None, None, :]
-    is_number = is_parent[:, :, None] & is_number[None, None, :]
-    return Parents(sample, is_sample, parent_type, is_type, at, is_parent, numbers, is_number)
-
-
-@triton.jit
-def transforms_at(kernel, child_type, parent_type, z: tl.constexpr):
-    """Return, for each given parent type, the offset of its transform in ``[K, C, J, Q, N]``."""
-    return ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
-
-
-@triton.jit
-def tile_of(edge, site, kernel, child_type, parents, z: tl.constexpr):
-    softmax = edge if z.types_compete else site
-    row, column, is_number = numbers_of_vote(z)
-    child = (parents.sample * z.sites + site) * z.types + child_type
-    poses = child[:, None] * (z.rows * z.inner) + (row * z.inner)[None, :]
-    is_pose = parents.is_sample[:, None] & is_number[None, :]
-    transforms = transforms_at(kernel, child_type, parents.parent_type, z)[:, None] + column[None, :]
-    is_transform = parents.is_type[:, None] & is_number[None, :]
-    return Tile(softmax, child_type, child, poses, is_pose, transforms, is_transform, parents)
-
-
-@triton.jit
-def tile_of_edge(lists, edge, site, child_type, sample, is_sample, first_type, z: tl.constexpr):
-    """Return the tile of an edge for a block of parent types that begins with `first_type`."""
-    parent_site, kernel = tl.load(lists + z.edges + edge), tl.load(lists + 2 * z.edges + edge)
-    return tile_of(edge, site, kernel, child_type, parents_at(parent_site, first_type, sample, is_sample, z), z)
-
-
-@triton.jit
-def own_parents(lists, samples, group_count, z: tl.constexpr):
-    """Return a parent-side program's parents, its `own_steps`, and the offset of its group in ``[groups, B, P, J]``."""
-    count: tl.constexpr = z.parent_sites * z.type_blocks
-    index, rest = tl.program_id(0) % count, tl.program_id(0) // count
-    parent_site, first_type = index // z.type_blocks, index % z.type_blocks * z.block_types
-    sample, is_sample = samples_of_block(rest // group_count, samples, z)
-    group = rest % group_count
-    start, from_step, to_step = own_steps(lists + z.parent_begin + parent_site, z.types, group, group_count)
-    to = group.to(tl.int64) * samples * (z.parent_sites * z.parent_types)
-    return parents_at(parent_site, first_type, sample, is_sample, z), start, from_step, to_step, to
-
-
-@triton.jit
-def own_steps(begin, per_edge, group, group_count):
-    """Return the first edge of an edge list, and the first and the end (exclusive) of the steps of one group.
-
-    Each edge takes `per_edge` steps. The steps of the list are divided among `group_count` groups.
+    If `lanes` is 1, the index is that of the first type, and the others follow it. If it is 0, all have the same index.
     """
-    start = tl.load(begin)
-    steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
-    return start, steps * group // group_count, steps * (group + 1) // group_count
+    start = index.to(tl.int64) * size * stride
+    return start, program.sample[:, None] + (program.lane * lanes).to(tl.int64)[None, :] * (size * stride)
 
 
 @triton.jit
-def tile_of_step(lists, step, start, parents, z: tl.constexpr):
-    """Return the tile for one step of a parent-side program. Each step handles one (edge, child type) pair."""
-    edge = tl.load(lists + z.parent_edge + start + step // z.types)
-    return tile_of(edge, tl.load(lists + edge), tl.load(lists + 2 * z.edges + edge), step % z.types, parents, z)
+def softmax_of(lists, site, edge, child_type, program, z: tl.constexpr):
+    """Return the `Softmax` to which the votes along an edge belong."""
+    if z.types_compete:
+        start, at = offsets(edge * z.types + child_type, 1, program.samples, z.of_children, program)
+        competitors = z.parent_types + z.none_of_the_above
+    else:
+        start, at = offsets(site * z.types + child_type, 1, program.samples, z.of_children, program)
+        begin, end = edges_of_site(lists, site, z)
+        competitors = (end - begin) * z.parent_types + z.none_of_the_above
+    return Softmax(start, at, program.samples.to(tl.int64) * (z.softmaxes * z.types), competitors)
 
 
 @triton.jit
-def pose_column(layer, tile, q, dtype: tl.constexpr):
-    """Load column `q` of the poses: ``[samples, 1, numbers]``."""
-    return tl.load(layer.pose + q + tile.poses, tile.is_pose, 0).to(dtype)[:, None, :]
+def places_of(site, parent_type, program, z: tl.constexpr):
+    """Return the `Places` of parents."""
+    row, column = tl.arange(0, z.block_rows)[None, None, :, None], tl.arange(0, z.block_columns)[None, None, None, :]
+    parent = site * z.parent_types + parent_type
+    start, at = offsets(parent, 1, program.samples, 1 - z.of_children, program)
+    first, numbers = offsets(parent, z.rows * z.columns, z.stride, 1 - z.of_children, program)
+    numbers = numbers[:, :, None, None] + (row * z.columns + column).to(tl.int64) * z.stride
+    is_number = (row < z.rows) & (column < z.columns)
+    return Places(start, at, first, numbers, is_number, program.is_vote[:, :, None, None] & is_number)
 
 
 @triton.jit
-def transform_row(layer, tile, q, z: tl.constexpr, dtype: tl.constexpr):
-    """Load row `q` of the transforms: ``[1, parent types, numbers]``."""
-    return tl.load(layer.transform + q * z.columns + tile.transforms, tile.is_transform, 0).to(dtype)[None, :, :]
+def group_scalars(samples, z: tl.constexpr):
+    """Return the size of a tensor ``[P, J, B]``."""
+    return samples.to(tl.int64) * (z.parent_sites * z.parent_types)
 
 
 @triton.jit
-def votes_of(layer, tile, z: tl.constexpr, dtype: tl.constexpr):
-    """Compute the votes ``[samples, parent types, numbers]``; masked samples, types and numbers are 0."""
-    votes = tl.full([z.block_samples, z.block_types, z.block_numbers], 0, dtype)
+def group_vectors(samples, z: tl.constexpr):
+    """Return the size of a tensor ``[P, J, R, N, B']``."""
+    return (samples * 0).to(tl.int64) + z.stride * z.parent_sites * z.parent_types * z.rows * z.columns
+
+
+@triton.jit
+def numbers_at(site, program, z: tl.constexpr):
+    """Return the offset of each number of the own parents' poses in ``[P, J, R, N, B]``."""
+    row, column = tl.arange(0, z.block_rows)[None, None, :, None], tl.arange(0, z.block_columns)[None, None, None, :]
+    parent = site * z.parent_types + program.first_type
+    start, first = offsets(parent, z.rows * z.columns, program.samples, 1, program)
+    return start + first[:, :, None, None] + (row * z.columns + column).to(tl.int64) * program.samples
+
+
+@triton.jit
+def poses_at(child, stride, program, z: tl.constexpr):
+    """Return start and offset of each row of the children's poses in ``[S, C, R, Q, stride]``, and the mask of rows."""
+    row = tl.arange(0, z.block_rows)[None, None, :, None]
+    start, first = offsets(child, z.rows * z.inner, stride, z.of_children, program)
+    at = first[:, :, None, None] + row.to(tl.int64) * (z.inner * stride)
+    return start, at, row < z.rows
+
+
+@triton.jit
+def children_of(layer, site, child_type, program, z: tl.constexpr, dtype: tl.constexpr):
+    """Load the `Children` at a site."""
+    child = site * z.types + child_type
+    start, poses, is_pose = poses_at(child, z.stride, program, z)
+    columns = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
-        votes += pose_column(layer, tile, q, dtype) * transform_row(layer, tile, q, z, dtype)
+        column = load(layer.pose + start + (poses + q * z.stride), is_pose, z.block_rows != z.rows)
+        columns = columns + (column.to(dtype),)
+    if layer.activation is None:
+        a = tl.full([z.block_samples, z.block_types], 1, dtype)
+    else:
+        first, at = offsets(child, 1, program.samples, z.of_children, program)
+        a = tl.load(layer.activation + first + at).to(dtype)
+    return Children(a, columns)
+
+
+@triton.jit
+def transforms_at(kernel, child_type, parent_type, program, z: tl.constexpr):
+    """Return two numbers whose sum is the offset of transforms in ``[K, C, J, Q, N]``: the start, and ``[types]``."""
+    start = ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
+    between = (z.parent_types if z.of_children else 1) * z.inner * z.columns
+    return start, (program.lane * between).to(tl.int64)
+
+
+@triton.jit
+def rows_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
+    """Load the rows of the transforms: a tuple of tensors ``[samples, types, 1, columns]``.
+
+    The same number is loaded for all samples, so that the result is laid out in registers like the votes.
+    """
+    column = tl.arange(0, z.block_columns)[None, None, None, :]
+    start, first = transforms_at(kernel, child_type, parent_type, program, z)
+    shape: tl.constexpr = (z.block_samples, z.block_types, 1, z.block_columns)
+    at = tl.broadcast_to(first[None, :, None, None] + column * program.unit, shape)
+    is_number = tl.broadcast_to(column < z.columns, shape)
+    rows = ()
+    for q in tl.static_range(tl.constexpr(z.inner)):
+        row = load(layer.transform + start + (at + q * z.columns), is_number, z.block_columns != z.columns)
+        rows = rows + (row.to(dtype),)
+    return rows
+
+
+@triton.jit
+def votes_of(columns, rows, z: tl.constexpr):
+    """Compute the votes ``[samples, types, rows, columns]``; masked numbers are 0."""
+    votes = columns[0] * rows[0]
+    for q in tl.static_range(1, tl.constexpr(z.inner)):
+        votes += columns[q] * rows[q]
     return votes
 
 
 @triton.jit
-def activations(layer, child, is_sample, z: tl.constexpr, dtype: tl.constexpr):
-    """Load the activations of children: ``[samples, 1]``."""
-    a = tl.full([z.block_samples], 1, dtype)
-    if layer.activation is not None:
-        a = tl.load(layer.activation + child, is_sample, 0).to(dtype)
-    return a[:, None]
+def load(pointer, mask, masked: tl.constexpr):
+    """Load numbers; if `masked` is True, numbers outside the mask are 0."""
+    return tl.load(pointer, mask, 0) if masked else tl.load(pointer)
 
 
 @triton.jit
-def scalars(base, tile):
-    """Load a tile's parents from a tensor ``[B, P, J]``; entries of masked parents are 0, and None is 0."""
-    return 0.0 if base is None else tl.load(base + tile.parents.at, tile.parents.is_parent, 0)
+def scalars(base, places):
+    """Load parents from a tensor ``[P, J, B]``; None is 0."""
+    return 0.0 if base is None else tl.load(base + places.start + places.at)
 
 
 @triton.jit
-def vectors(base, tile):
-    """Load a tile's parents from a tensor ``[B, P, J, R, N]``; masked entries are 0, and None is 0."""
-    return 0.0 if base is None else tl.load(base + tile.parents.numbers, tile.parents.is_number, 0)
+def vectors(base, places, z: tl.constexpr):
+    """Load parents from a tensor ``[P, J, R, N, B']``; None is 0, and so are rows and columns beyond the pose."""
+    padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
+    return 0.0 if base is None else load(base + places.first + places.numbers, places.is_number, padded)
 
 
 @triton.jit
-def logits_of(votes, agreement, tile, z: tl.constexpr):
-    """Return the logits ``[samples, parent types]``, and d = V - centre. `agreement` is a `Record`."""
-    d = votes - vectors(agreement.centre, tile)
-    factor = tl.zeros_like(votes) + vectors(agreement.linear, tile)
-    if agreement.quadratic is not None:
-        factor -= vectors(agreement.quadratic, tile) * d
-    return tl.sum(factor * d, axis=2) + scalars(agreement.constant, tile), d
+def agreement_of(record, places, z: tl.constexpr):
+    """Load the agreement from a record."""
+    constant, linear = scalars(record.constant, places), vectors(record.linear, places, z)
+    quadratic, centre = vectors(record.quadratic, places, z), vectors(record.centre, places, z)
+    return Parents(constant, linear, quadratic, centre, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @triton.jit
-def log_couplings(votes, agreement, layer, tile, z: tl.constexpr):
-    """Return log c ``[samples, parent types]``, and d = V - centre.
+def parents_of(record, places, z: tl.constexpr):
+    """Load all entries of a record."""
+    agreement = agreement_of(record, places, z)
+    return Parents(
+        agreement.constant,
+        agreement.linear,
+        agreement.quadratic,
+        agreement.centre,
+        vectors(record.mean, places, z),
+        scalars(record.largest, places),
+        scalars(record.log_mass, places),
+        scalars(record.variance, places),
+        scalars(record.mass_grad, places),
+        vectors(record.mean_grad, places, z),
+        vectors(record.variance_grad, places, z),
+    )
 
-    `agreement` is a `Record`. If it has no log_sums, the couplings are uniform and d is V.
+
+@triton.jit
+def repeated(x, count: tl.constexpr):
+    """Return a tuple that contains x `count` times."""
+    found = ()
+    for _one in tl.static_range(tl.constexpr(count)):
+        found = found + (x,)
+    return found
+
+
+@triton.jit
+def sum_of_numbers(x):
+    """Sum over the rows and columns of a tile."""
+    return tl.sum(tl.sum(x, axis=3), axis=2)
+
+
+@triton.jit
+def logits_of(votes, record, parents):
+    """Return the logits ``[samples, types]``, and d = V - centre."""
+    d = votes - parents.centre
+    factor = tl.zeros_like(votes) + parents.linear
+    if record.quadratic is not None:
+        factor -= parents.quadratic * d
+    return sum_of_numbers(factor * d) + parents.constant, d
+
+
+@triton.jit
+def log_couplings(votes, record, parents, softmax, z: tl.constexpr):
+    """Return log c ``[samples, types]``, and d = V - centre.
+
+    If the record has no log_sums, the couplings are uniform and d is V.
     """
-    if agreement.log_sums is None:
-        _, begin, end = edges_of_softmax(layer.lists, tile.softmax, z)
-        competitors = (end - begin) * z.parent_types + z.none_of_the_above
-        log_c, d = -tl.log(tl.full([z.block_samples, z.block_types], 0, votes.dtype) + competitors), votes
+    if record.log_sums is None:
+        log_c = -tl.log(tl.full([z.block_samples, z.block_types], 0, votes.dtype) + softmax.competitors)
+        d = votes
     else:
-        logits, d = logits_of(votes, agreement, tile, z)
-        at = (tile.parents.sample * (2 * z.softmaxes) + tile.softmax) * z.types + tile.child_type
-        top = tl.load(agreement.log_sums + at, tile.parents.is_sample, 0)
-        log_sum = tl.load(agreement.log_sums + z.softmaxes * z.types + at, tile.parents.is_sample, 0)
-        log_c = (logits - top[:, None]) - log_sum[:, None]
+        logits, d = logits_of(votes, record, parents)
+        top = tl.load(record.log_sums + softmax.start + softmax.at)
+        log_sum = tl.load(record.log_sums + (softmax.count + softmax.start) + softmax.at)
+        log_c = (logits - top) - log_sum
         log_c = tl.where(log_c > 0, 0.0, log_c)  # unlike tl.where, tl.minimum would replace NaN with 0
     return log_c, d
 
