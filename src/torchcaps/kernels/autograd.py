@@ -1,7 +1,7 @@
 """Gradients of the operators in `torchcaps.kernels.moments`.
 
 `direct_open_votes` and `direct_moments` do the same as the operators `open_votes` and `moments`, but without PyTorch's
-dispatcher (see `torchcaps.kernels.operator`), and only on a CPU. Their tokens are empty, one per pass, and the gradient
+dispatcher (see `torchcaps.kernels.operator`). Their tokens are empty, one per pass, and the gradient
 of a token carries the `Record` of the pass as an attribute. Handling a tensor for each field of the record would take
 longer than the kernels need for one image.
 """
@@ -104,16 +104,16 @@ def _record_of(token_grad: Tensor | None) -> Any:
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor, *agreement: Tensor | None) -> Any:
-        output = moments.__wrapped__(*arguments)  # the function for CPUs
+        output = moments.direct(*arguments)
         _keep_pass(ctx, arguments, output)
-        ctx.dtype = output[0].dtype
+        ctx.kind = {"dtype": output[0].dtype, "device": output[0].device}
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         refuse_batched(gradients)
         record, *found = _differentiate_couplings(ctx, *gradients)
-        token_grad = torch.empty(0, dtype=ctx.dtype)
+        token_grad = torch.empty(0, **ctx.kind)
         token_grad.record = record  # type: ignore[attr-defined]
         return None, token_grad, *found[5:9]
 

@@ -12,6 +12,7 @@ __all__ = [
     "Layout",
     "addresses",
     "contiguous",
+    "for_kernels",
     "has_strides",
     "laid_out",
     "lanes_of",
@@ -84,6 +85,11 @@ def samples_last_strides(shape: Sequence[IntLikeType]) -> tuple[IntLikeType, ...
     """Return the strides of a tensor ``[B, …]`` in whose memory the samples are the last dimension."""
     batch, *others = shape
     return 1, *(batch * stride for _, stride in zip(*contiguous(*others), strict=False))
+
+
+def for_kernels(of_children: Tensor) -> Tensor:
+    """Return poses or activations of children in the memory order that the kernels read."""
+    return of_children.contiguous() if of_children.is_cpu else of_children.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType]) -> bool:

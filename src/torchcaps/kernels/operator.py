@@ -16,9 +16,9 @@ _ORDINARY = PLAIN | {type(None), bool, int, float, list, tuple}
 
 
 def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a compiler, a mode, torch.func, a profiler, a Tensor subclass or a GPU must intercept the call.
+    """Return whether a compiler, a mode, torch.func, a profiler, a Tensor subclass or a device must intercept the call.
 
-    The pose, which is the first tensor among the arguments, decides about the device.
+    Devices other than CPUs and CUDA must, such as meta.
     """
     return (
         torch.compiler.is_compiling()
@@ -28,8 +28,13 @@ def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or not _ORDINARY.issuperset(map(type, arguments))
         or not all(_ORDINARY.issuperset(map(type, x)) for x in arguments if isinstance(x, list | tuple))
-        or not (arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]).is_cpu
+        or _pose_of(arguments).device.type not in ("cpu", "cuda")
     )
+
+
+def _pose_of(arguments: tuple[Any, ...]) -> Tensor:
+    """Return the pose, which is the first tensor among the arguments of an operator."""
+    return arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]
 
 
 def _is_differentiated(arguments: tuple[Any, ...]) -> bool:
@@ -44,7 +49,8 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
     """Return a decorator that defines an operator from a CPU function. A function f defines ``torchcaps::f``.
 
     A call through PyTorch's dispatcher and `torch.library` takes longer than the kernels need for one image. If nothing
-    needs the dispatcher and the output needs no gradient, the CPU function is called directly.
+    needs the dispatcher and the output needs no gradient, the function for the device is called directly. The attribute
+    ``direct`` of the operator always does so.
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
@@ -59,11 +65,15 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
         torch.library.register_fake(f"torchcaps::{name}", like, lib=_library)
         dispatched = getattr(torch.ops.torchcaps, name).default
 
+        def direct(*arguments: Any) -> Any:
+            return (on_cpu if _pose_of(arguments).is_cpu else on_gpu)(*arguments)
+
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:
             indirect = needs_the_dispatcher(arguments) or _is_differentiated(arguments)
-            return (dispatched if indirect else on_cpu)(*arguments)
+            return (dispatched if indirect else direct)(*arguments)
 
+        call.direct = direct  # type: ignore[attr-defined]
         return call
 
     return define

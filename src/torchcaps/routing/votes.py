@@ -14,7 +14,7 @@ from torchcaps.checks import check_choice, check_device, check_floating, check_s
 from torchcaps.kernels import Backend, chosen_fused, obstacle
 from torchcaps.kernels import autograd as fused
 from torchcaps.kernels.gaussian import half_precision, log_volume
-from torchcaps.kernels.memory import samples_in_lanes, statistics_dtype
+from torchcaps.kernels.memory import for_kernels, samples_in_lanes, statistics_dtype
 from torchcaps.kernels.operator import needs_the_dispatcher
 from torchcaps.routing.agreement import COMPETITIONS, Agreement, Competition, Gaussians, Moments
 from torchcaps.routing.written_votes import WrittenVotes
@@ -27,10 +27,16 @@ observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 """Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
 
 
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Return whether a kind of device has autocast. PyTorch before 2.13 cannot compile this call."""
+    return torch.amp.is_autocast_available(kind)
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
     kind = device.type
-    if not torch.amp.is_autocast_available(kind):
+    if not _has_autocast(kind):
         return nullcontext()
     # An exported graph must contain the context, because it may later run under autocast.
     needed = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
@@ -161,9 +167,9 @@ class Votes:
         _, _, types, _, columns = transform.shape
         self.parent_shape = batch, routing_map.parent_sites, types, rows, columns
         """Shape (B, P, J, R, N) of the parents' poses."""
-        if self.fused:  # the kernels need contiguous tensors, and would copy other tensors in every pass
-            self._pose, self._transform = self._pose.contiguous(), self._transform.contiguous()
-            self._activation = None if self._activation is None else self._activation.contiguous()
+        if self.fused:  # the kernels would copy tensors with another memory order in every pass
+            self._pose, self._transform = for_kernels(self._pose), self._transform.contiguous()
+            self._activation = None if self._activation is None else for_kernels(self._activation)
         self._edge_lists = routing_map.edge_lists.on(pose.device) if self.fused else None
         self._by_sample = samples_in_lanes(self._pose, transform, routing_map.own_transforms, routing_map.most_edges)
         self._tokens: list[list[Tensor]] = []  # of the passes to come

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -126,7 +126,7 @@ class Problem:
             for of_children, own in ((1, child_types), (0, parent_types))
         )
         self.samples, self.dtype = batch, statistics_dtype(pose.dtype)
-        self.layer = Layer(spread(pose), samples_last(activation), transform.contiguous(), lists)
+        self.layer = Layer(cast(Tensor, spread(pose)), samples_last(activation), transform.contiguous(), lists)
         self.sample_blocks = triton.cdiv(batch, SAMPLES)
         self.parent_programs = parent_sites * self.parents.type_blocks * self.sample_blocks
         self.parent_groups = _groups(self.parent_programs, edges * child_types // parent_sites)
