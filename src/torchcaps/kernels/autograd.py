@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.kernels import once
-from torchcaps.kernels.memory import laid_out
+from torchcaps.kernels.memory import constants, laid_out
 from torchcaps.kernels.moments import Record, couplings, moments, moments_backward, open_votes, votes_backward
 from torchcaps.kernels.operator import differentiate, refuse_batched
 
@@ -60,7 +60,7 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, __
     mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
     numbers = None
     if log_volume_grad is not None or ctx.gaussian[1]:
-        numbers = torch.stack([mean.new_full((), number) for number in (ctx.floor or 0.0, *ctx.gaussian)])
+        numbers = constants((ctx.floor or 0.0, *ctx.gaussian), mean)
     record = Record(
         constant, linear, quadratic, centre, log_sums if routed else None, None, mean, largest,
         log_mass, variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,

@@ -1,6 +1,7 @@
 """Memory layout of the tensors that the fused kernels read and write."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 
@@ -11,6 +12,7 @@ from torch.types import IntLikeType
 __all__ = [
     "Layout",
     "addresses",
+    "constants",
     "contiguous",
     "for_kernels",
     "has_strides",
@@ -90,6 +92,21 @@ def samples_last_strides(shape: Sequence[IntLikeType]) -> tuple[IntLikeType, ...
 def for_kernels(of_children: Tensor) -> Tensor:
     """Return poses or activations of children in the memory order that the kernels read."""
     return of_children.contiguous() if of_children.is_cpu else of_children.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def constants(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return a tensor with these values, and with the dtype and the device of `like`. Do not change the tensor.
+
+    On a GPU, the tensor is kept for the next call, because a tensor of several numbers needs several launches.
+    """
+    if like.is_cuda and type(like) is Tensor and not torch.cuda.is_current_stream_capturing():
+        return _kept_constants(values, like.dtype, like.device)
+    return torch.stack([like.new_full((), value) for value in values])
+
+
+@lru_cache(maxsize=256)
+def _kept_constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def has_strides(tensor: Tensor, strides: Sequence[IntLikeType]) -> bool:

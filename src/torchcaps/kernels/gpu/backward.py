@@ -30,7 +30,7 @@ from torchcaps.kernels.gpu.votes import (
     log_couplings,
     numbers_at,
     offsets,
-    own_steps,
+    own_edges,
     parent_program,
     parents_of,
     places_of,
@@ -63,7 +63,7 @@ def _gradient_scale(a):
 def _coupling_grads(votes, log_c, a, record, parents, is_vote):
     """Return share and c u, both multiplied by `_gradient_scale` of the activation, and ḡ_mean + 2 ḡ_variance e.
 
-    `record` comes from `_completed`, so its variance is Σ_h ḡ_variance variance.
+    `record` comes from `completed`, so its variance is Σ_h ḡ_variance variance.
     """
     scale, log_share = _gradient_scale(a), (log_c - parents.largest) - parents.log_mass
     bounded = tl.where(log_share > 60, 60.0, log_share)  # because the share of a child with activation 0 may overflow
@@ -116,24 +116,25 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     parent_type, is_vote = program.first_type, program.is_vote
     places = places_of(parent_site, parent_type, program, z)
     parents = parents_of(record, places, z)
-    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
+    begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
     first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    for step in range(from_step, to_step):
-        edge, child_type = tl.load(layer.lists + z.parent_edge + start + step // z.types), step % z.types
+    for place in range(begin, end):
+        edge = tl.load(layer.lists + z.parent_edge + place)
         site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
-        children = children_of(layer, site, child_type, program, z, dtype)
-        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-        softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
-        log_c, d = log_couplings(votes, record, parents, softmax, z)
-        _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
-        logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)
-        zeroth += logit_grad
-        if firsts is not None:
-            first += logit_grad[:, :, None, None] * d
-        if seconds is not None:
-            second += logit_grad[:, :, None, None] * d * d
+        for child_type in range(z.types):
+            children = children_of(layer, site, child_type, program, z, dtype)
+            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            log_c, d = log_couplings(votes, record, parents, softmax, z)
+            _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
+            logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)
+            zeroth += logit_grad
+            if firsts is not None:
+                first += logit_grad[:, :, None, None] * d
+            if seconds is not None:
+                second += logit_grad[:, :, None, None] * d * d
     to = places.start + group * group_scalars(samples, z)
     tl.store(zeroths + to + places.at, zeroth, is_vote)
     to = places.first + group * group_vectors(samples, z)
@@ -210,21 +211,22 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
     rows = rows_of(layer, kernel, child_type, parent_type, first, z, dtype)
     zero = tl.full([z.block_samples, z.block_types, z.block_columns], 0, dtype)
     transform_grad = repeated(zero, z.inner)
-    start, from_step, to_step = own_steps(layer.lists + z.kernel_begin + kernel, sample_blocks, group, group_count)
-    for step in range(from_step, to_step):
-        edge = tl.load(layer.lists + z.kernel_edge + start + step // sample_blocks)
+    begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
+    for place in range(begin, end):
+        edge = tl.load(layer.lists + z.kernel_edge + place)
         site, parent_site = tl.load(layer.lists + edge), tl.load(layer.lists + z.edges + edge)
-        program = program_of(step % sample_blocks, type_block, samples, unit, z)
-        children = children_of(layer, site, child_type, program, z, dtype)
-        places = places_of(parent_site, parent_type, program, z)
-        votes = votes_of(children.columns, rows, z)
-        vote_grad, _activation_grad = _vote_grads(
-            layer.lists, passes, count, site, edge, votes, children.a, places, program, z
-        )
-        sums = ()
-        for q in tl.static_range(tl.constexpr(z.inner)):
-            sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
-        transform_grad = sums
+        for sample_block in range(sample_blocks):
+            program = program_of(first.first_type * 0 + sample_block, type_block, samples, unit, z)
+            children = children_of(layer, site, child_type, program, z, dtype)
+            places = places_of(parent_site, parent_type, program, z)
+            votes = votes_of(children.columns, rows, z)
+            vote_grad, _activation_grad = _vote_grads(
+                layer.lists, passes, count, site, edge, votes, children.a, places, program, z
+            )
+            sums = ()
+            for q in tl.static_range(tl.constexpr(z.inner)):
+                sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
+            transform_grad = sums
     column = tl.arange(0, z.block_columns)[None, :]
     in_transform = first.is_type[:, None] & (column < z.columns)
     start, at = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
@@ -275,7 +277,7 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _complete(record, quadratic, variance, variance_grad, group_count, samples, unit, z: tl.constexpr):
-    """Compute three entries of a record; see `_completed`."""
+    """Compute three entries of a record; see `completed`."""
     parent_site, _, program = parent_program(1, samples, unit, z)
     places = places_of(parent_site, program.first_type, program, z)
     to = places.first + places.numbers
@@ -299,21 +301,30 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
         tl.store(variance + places.start + places.at, sum_of_numbers(grad * found_variance), program.is_vote)
 
 
-def _completed(problem, *entries):
-    """Create a `Record` for the kernels of the backward pass.
+def completed(problem, record):
+    """Convert a `Record` for the kernels.
 
     `quadratic` becomes the factor of d² in the logits, and `variance_grad` includes the gradient through Σ log σ. The
     kernels do not need the variance itself: `variance` becomes Σ variance · variance_grad, ``[B, P, J]``.
     """
-    record = problem.record(*entries)
+    record = problem.ordered_record(record)
     with_numbers = record.numbers is not None and record.quadratic is not None
     second = record.variance_grad is not None or record.log_volume_grad is not None
-    quadratic = problem.group_vectors(1) if with_numbers else None
-    variance, variance_grad = (problem.scalars(), problem.group_vectors(1)) if second else (None, None)
+    one_group = (1, *problem.plan.group_vectors[1:])
+    quadratic = problem.empty(one_group) if with_numbers else None
+    variance, variance_grad = (
+        (problem.strided(problem.plan.scalar), problem.empty(one_group)) if second else (None, None)
+    )
     if with_numbers or second:
         problem.per_parent(_complete, record, quadratic, variance, variance_grad)
     quadratic = quadratic if with_numbers else record.quadratic
     return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
+
+
+def completed_once(problem, record):
+    """Return the result of `completed` from `moments_backward`, if it still exists."""
+    kept = getattr(record.coupling_grads, "completed", None)
+    return completed(problem, record) if kept is None else kept._replace(coupling_grads=record.coupling_grads)
 
 
 def moments_backward(
@@ -321,35 +332,39 @@ def moments_backward(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    record = _completed(problem, *record)
+    record = completed(problem, Record(*record))
     coupling_grads = problem.of_softmaxes()
-    problem.per_child(_sum_over_softmax, problem.children.softmaxes, record, coupling_grads)
+    coupling_grads.completed = record
+    problem.per_child(_sum_over_softmax, problem.plan.children.softmaxes, record, coupling_grads)
     grads = [None] * 4
     if agreement_grads:
         constant, *vectors = record[:4]
-        grads = [None if constant is None else problem.scalars()]
-        grads += [None if x is None else problem.vectors() for x in vectors]
+        grads = [None if constant is None else problem.strided(problem.plan.scalar)]
+        grads += [None if x is None else problem.strided(problem.plan.vector) for x in vectors]
         _, linear_grad, quadratic_grad, _ = grads
-        firsts = None if linear_grad is None and quadratic_grad is None else problem.group_vectors()
-        sums = problem.group_scalars(), firsts, None if quadratic_grad is None else problem.group_vectors()
+        firsts = None if linear_grad is None and quadratic_grad is None else problem.empty(problem.plan.group_vectors)
+        sums = (
+            problem.empty(problem.plan.group_scalars),
+            firsts,
+            None if quadratic_grad is None else problem.empty(problem.plan.group_vectors),
+        )
         record = record._replace(coupling_grads=coupling_grads)
         problem.per_group(_sum_at_parents, record, *sums)
         problem.per_parent(_agreement_grads, record, sums, tuple(grads))
-    return coupling_grads, *(problem.empty(0) if grad is None else grad for grad in grads)
+    return coupling_grads, *(problem.empty((0,)) if grad is None else grad for grad in grads)
 
 
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
     """Run `torchcaps.kernels.moments.votes_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     size = len(Record._fields)
-    passes = (records[at : at + size] for at in range(0, len(records), size))
-    mean = Record._fields.index("mean")
-    passes = tuple(_completed(problem, *one) for one in passes if one[mean].numel())
+    passes = [Record(*records[at : at + size]) for at in range(0, len(records), size)]
+    passes = tuple(completed_once(problem, record) for record in passes if record.mean.numel())
     pose_grad, activation_grad, transform_grad = children_grads(pose, activation, transform, samples_last=True)
     if passes:
         given = None if activation is None else activation_grad
-        problem.per_child(_child_grads, problem.children.sites, passes, len(passes), pose_grad, given)
-        groups = problem.empty(problem.transform_groups, *transform.shape)
+        problem.per_child(_child_grads, problem.plan.children.sites, passes, len(passes), pose_grad, given)
+        groups = problem.empty((problem.plan.transform_groups, *transform.shape))
         problem.per_transform(_transform_grads, passes, len(passes), groups)
         transform_grad = groups.sum(dim=0).to(transform.dtype)
     else:

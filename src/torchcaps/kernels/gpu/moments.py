@@ -1,11 +1,9 @@
 """Triton kernels for the moments of votes. `torchcaps.kernels.moments` documents the arguments and results."""
 
-import numpy as np
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gaussian import half_precision
-from torchcaps.kernels.gpu.backward import moments_backward, votes_backward
+from torchcaps.kernels.gpu.backward import completed, moments_backward, votes_backward
 from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
     agreement_of,
@@ -18,7 +16,7 @@ from torchcaps.kernels.gpu.votes import (
     log_couplings,
     logits_of,
     numbers_at,
-    own_steps,
+    own_edges,
     parent_program,
     places_of,
     rows_of,
@@ -27,6 +25,7 @@ from torchcaps.kernels.gpu.votes import (
     tiny_of,
     votes_of,
 )
+from torchcaps.kernels.memory import constants
 from torchcaps.kernels.moments import Record
 
 __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
@@ -70,33 +69,34 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     parent_type = program.first_type
     places = places_of(parent_site, parent_type, program, z)
     parents = agreement_of(agreement, places, z)
-    start, from_step, to_step = own_steps(layer.lists + z.parent_begin + parent_site, z.types, group, group_count)
+    begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     mass = tl.full([z.block_samples, z.block_types], 0, dtype)
     top_a = tl.zeros_like(mass)
     mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    for step in range(from_step, to_step):
-        edge, child_type = tl.load(layer.lists + z.parent_edge + start + step // z.types), step % z.types
+    for place in range(begin, end):
+        edge = tl.load(layer.lists + z.parent_edge + place)
         site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
-        children = children_of(layer, site, child_type, program, z, dtype)
-        votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-        softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
-        log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
-        a = children.a
-        used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
-        log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
-        rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
-        larger = used & (rise > 0)
-        w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), 0.0)
-        mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
-        top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
-        portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
-        delta = votes - mean
-        mean += portion[:, :, None, None] * delta
-        if variances is not None:
-            rest = 1 - portion
-            variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
+        for child_type in range(z.types):
+            children = children_of(layer, site, child_type, program, z, dtype)
+            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
+            a = children.a
+            used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))
+            log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
+            rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
+            larger = used & (rise > 0)
+            w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), 0.0)
+            mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
+            top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
+            portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
+            delta = votes - mean
+            mean += portion[:, :, None, None] * delta
+            if variances is not None:
+                rest = 1 - portion
+                variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
     to = places.start + group * group_scalars(samples, z)
     tl.store(tops + to + places.at, top, program.is_vote)
     tl.store(masses + to + places.at, mass * tl.exp(top_a), program.is_vote)
@@ -107,11 +107,8 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _over_groups(groups, found, floor, floor_rest, group_count, samples, unit, z: tl.constexpr):
-    """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ.
-
-    The floor is the sum of two float32 numbers, because Triton passes floating-point arguments as float32.
-    """
+def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.constexpr):
+    """Combine the results of `_m_step` for all groups into mass, mean, variance, largest, log_mass and Σ log σ."""
     tops, masses, means, variances = groups
     mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
     dtype: tl.constexpr = mass_out.dtype.element_ty
@@ -132,22 +129,22 @@ def _over_groups(groups, found, floor, floor_rest, group_count, samples, unit, z
         weight = tl.load(masses + at + places.at) * scale
         mass += weight
         portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
-        numbers = places.first + group * group_vectors(samples, z)
-        delta = load(means + numbers + places.numbers, places.is_number, padded) - mean
+        to = places.first + group * group_vectors(samples, z)
+        delta = load(means + to + places.numbers, places.is_number, padded) - mean
         mean += portion * delta
         if variances is not None:
-            found_variance = load(variances + numbers + places.numbers, places.is_number, padded)
+            found_variance = load(variances + to + places.numbers, places.is_number, padded)
             variance += portion * (found_variance - variance + (1 - portion) * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
     tl.store(mass_out + start + places.at, mass * tl.exp(top), program.is_vote)
     tl.store(largest_out + start + places.at, top, program.is_vote)
     tl.store(log_mass_out + start + places.at, log_mass, program.is_vote)
-    numbers = numbers_at(parent_site, program, z)
-    tl.store(mean_out + numbers, mean, places.is_own)
+    to = numbers_at(parent_site, program, z)
+    tl.store(mean_out + to, mean, places.is_own)
     if variances is not None:
-        tl.store(variance_out + numbers, variance, places.is_own)
+        tl.store(variance_out + to, variance, places.is_own)
     if volume_out is not None:
-        square = variance + (tl.zeros_like(mass) + floor + floor_rest)[:, :, None, None]
+        square = variance + tl.load(numbers)
         square = tl.where(square < tiny_of(dtype), tiny_of(dtype), square)
         log_deviation = tl.where(places.is_number, 0.5 * tl.log(square), 0.0)
         tl.store(volume_out + places.start + places.at, sum_of_numbers(log_deviation), program.is_vote)
@@ -177,19 +174,29 @@ def moments(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    numbers = variance_floor, inverse_temperature
-    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre, *numbers)
-    tops, masses, means = problem.group_scalars(), problem.group_scalars(), problem.group_vectors()
-    variances = problem.group_vectors() if with_variance else None
+    numbers = None
+    if floor is not None or inverse_temperature:
+        numbers = constants((floor or 0.0, variance_floor, inverse_temperature), problem.empty((0,)))
+    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre, numbers)
+    tops, masses, means = (
+        problem.empty(problem.plan.group_scalars),
+        problem.empty(problem.plan.group_scalars),
+        problem.empty(problem.plan.group_vectors),
+    )
+    variances = problem.empty(problem.plan.group_vectors) if with_variance else None
     problem.per_group(_m_step, agreement, tops, masses, means, variances)
-    mass, largest, log_mass, mean = problem.scalars(), problem.scalars(), problem.scalars(), problem.vectors()
-    variance = problem.vectors() if with_variance else None
-    volume = None if floor is None else problem.scalars()
+    mass, largest, log_mass, mean = (
+        problem.strided(problem.plan.scalar),
+        problem.strided(problem.plan.scalar),
+        problem.strided(problem.plan.scalar),
+        problem.strided(problem.plan.vector),
+    )
+    variance = problem.strided(problem.plan.vector) if with_variance else None
+    volume = None if floor is None else problem.strided(problem.plan.scalar)
     found = (mass, mean, variance, largest, log_mass, volume)
-    floors = (0.0, 0.0) if floor is None else _two_numbers(floor)
-    problem.per_parent(_over_groups, (tops, masses, means, variances), found, *floors)
+    problem.per_parent(_over_groups, (tops, masses, means, variances), found, numbers)
     found = (mass, mean, variance, largest, log_mass, agreement.log_sums, volume)
-    return tuple(problem.empty(0) if x is None else x for x in found)
+    return tuple(problem.empty((0,)) if x is None else x for x in found)
 
 
 def couplings(
@@ -198,23 +205,17 @@ def couplings(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.couplings` on a GPU."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
-    z = problem.children
-    out = problem.empty(problem.samples, z.parent_types, z.edges, z.types)
-    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature)
+    z = problem.plan.children
+    out = problem.empty((problem.samples, z.parent_types, z.edges, z.types))
+    numbers = constants((0.0, variance_floor, inverse_temperature), problem.empty((0,)))
+    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, numbers)
     problem.per_child(_write_couplings, z.edges, agreement, out)
     return out
 
 
-def _with_log_sums(problem, constant, linear, quadratic, centre, variance_floor, inverse_temperature):
-    if inverse_temperature:
-        quadratic = half_precision(quadratic, variance_floor, inverse_temperature)
+def _with_log_sums(problem, constant, linear, quadratic, centre, numbers):
     log_sums = problem.of_softmaxes(2)
-    agreement = problem.record(constant, linear, quadratic, centre, log_sums)
-    problem.per_child(_logsumexp, problem.children.softmaxes, agreement, log_sums)
+    record = Record(constant, linear, quadratic, centre, log_sums, numbers=numbers)
+    agreement = completed(problem, record)
+    problem.per_child(_logsumexp, problem.plan.children.softmaxes, agreement, log_sums)
     return agreement
-
-
-def _two_numbers(number: float) -> tuple[float, float]:
-    """Return a number in float32, and the difference from the exact number."""
-    rounded = float(np.float32(number))
-    return rounded, number - rounded

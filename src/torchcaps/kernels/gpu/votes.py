@@ -124,14 +124,11 @@ def parent_program(group_count, samples, unit, z: tl.constexpr):
 
 
 @triton.jit
-def own_steps(begin, per_edge, group, group_count):
-    """Return the first edge of an edge list, and the first and the end (exclusive) of the steps of one group.
-
-    Each edge takes `per_edge` steps. The steps of the list are divided among `group_count` groups.
-    """
+def own_edges(begin, group, group_count):
+    """Return the first and the end (exclusive) of the part of an edge list that belongs to one of the groups."""
     start = tl.load(begin)
-    steps = (tl.load(begin + 1) - start).to(tl.int64) * per_edge
-    return start, steps * group // group_count, steps * (group + 1) // group_count
+    edges = (tl.load(begin + 1) - start).to(tl.int64)
+    return start + edges * group // group_count, start + edges * (group + 1) // group_count
 
 
 @triton.jit
@@ -250,7 +247,8 @@ def rows_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dt
     column = tl.arange(0, z.block_columns)[None, None, None, :]
     start, first = transforms_at(kernel, child_type, parent_type, program, z)
     shape: tl.constexpr = (z.block_samples, z.block_types, 1, z.block_columns)
-    at = tl.broadcast_to(first[None, :, None, None] + column * program.unit, shape)
+    column_offset = column if z.block_columns <= 4 else column * program.unit
+    at = tl.broadcast_to(first[None, :, None, None] + column_offset, shape)
     is_number = tl.broadcast_to(column < z.columns, shape)
     rows = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
