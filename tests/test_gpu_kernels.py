@@ -38,15 +38,15 @@ CHILDREN = ("pose", "activation", "transform")
 def device():
     """The device of the kernels: a GPU, or the CPU with Triton's interpreter, which reads the source of the kernels.
 
-    For the interpreter, the kernels are imported without type checks, and the operators are registered for the CPU.
+    The kernels are imported without type checks. For the interpreter, the operators are registered for the CPU.
     """
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
     finders = sys.meta_path[:]
     sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
     import_module("torchcaps.kernels.gpu.moments")
     sys.meta_path[:] = finders
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
     with pytest.MonkeyPatch.context() as patch:
         library = torch.library.Library("torchcaps", "IMPL")
         with warnings.catch_warnings(action="ignore"):

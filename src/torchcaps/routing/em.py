@@ -189,7 +189,7 @@ def em_routing(
     with without_autocast(children.pose.device):
         agreement, passes = None, []
         beta_u, beta_a = in_dtype(beta_u, votes.dtype), in_dtype(beta_a, votes.dtype)
-        cost = votes.parent_shape[3] * votes.parent_shape[4] * beta_u
+        cost = float(votes.parent_shape[3] * votes.parent_shape[4]) * beta_u
         for t, inverse_temperature in enumerate(inverse_temperatures):
             if mean_damping and agreement is not None:
                 mass, undamped, undamped_variance = votes.moments(agreement)

@@ -27,19 +27,13 @@ observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 """Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
 
 
-@torch.compiler.assume_constant_result
-def _has_autocast(kind: str) -> bool:
-    """Return whether a kind of device has autocast. PyTorch before 2.13 cannot compile this call."""
-    return torch.amp.is_autocast_available(kind)
-
-
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
     kind = device.type
-    if not _has_autocast(kind):
-        return nullcontext()
-    # An exported graph must contain the context, because it may later run under autocast.
-    needed = torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)
+    if torch.compiler.is_compiling():  # PyTorch 2.11 cannot compile is_autocast_available
+        # An exported graph must contain the context, because it may later run under autocast.
+        return nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+    needed = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.autocast(kind, enabled=False) if needed else nullcontext()
 
 
@@ -338,7 +332,7 @@ class Votes:
         _check_variance(agreement)
         vectors, dtype, device = self.parent_shape, self.dtype, self._pose.device
         other_dtype = False
-        for name, part in zip(Agreement._fields, tensors, strict=False):
+        for name, part in zip(Agreement._fields[:5], tensors, strict=True):  # PyTorch 2.9 cannot compile strict=False
             if part is None:
                 continue
             shape = vectors[:3] if name == "constant" else vectors

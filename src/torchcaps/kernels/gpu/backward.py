@@ -19,16 +19,13 @@ import triton.language as tl
 
 from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
-    agreement_of,
     child_program,
     children_of,
     edges_of_site,
     edges_of_softmax,
-    group_scalars,
-    group_vectors,
+    ends_of,
     load,
     log_couplings,
-    numbers_at,
     offsets,
     own_edges,
     parent_program,
@@ -39,6 +36,7 @@ from torchcaps.kernels.gpu.votes import (
     repeated,
     rows_of,
     scalars,
+    size_of_groups,
     softmax_of,
     sum_of_numbers,
     tiny_of,
@@ -81,7 +79,7 @@ def _coupling_grads(votes, log_c, a, record, parents, is_vote):
 @triton.jit
 def _logit_grads(log_c, a, c_grad, record, softmax, is_vote):
     """Return ḡ_logit, which is 0 for a child with activation 0, even if c u is infinite."""
-    gamma = tl.load(record.coupling_grads + softmax.start + softmax.at)
+    gamma = tl.load(record.coupling_grads + softmax.at)
     scaled = a / _gradient_scale(a) * (c_grad - tl.exp(log_c) * gamma)
     return tl.where((a == 0) | (is_vote == 0), 0.0, scaled)
 
@@ -97,15 +95,15 @@ def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
     softmax = softmax_of(layer.lists, site, index, child_type, program, z)
     gamma = tl.full([z.block_samples, z.block_types], 0, dtype)
     for edge in range(begin, end):
-        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in range(z.parent_types):
-            places = places_of(parent_site, parent_type, program, z)
+            places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
             parents = parents_of(record, places, z)
             log_c, _ = log_couplings(votes, record, parents, softmax, z)
             _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, program.is_vote)
             gamma += c_grad
-    tl.store(out + softmax.start + softmax.at, gamma, program.is_vote)
+    tl.store(out + softmax.at, gamma, program.is_vote)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -114,7 +112,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     dtype: tl.constexpr = zeroths.dtype.element_ty
     parent_site, group, program = parent_program(group_count, samples, unit, z)
     parent_type, is_vote = program.first_type, program.is_vote
-    places = places_of(parent_site, parent_type, program, z)
+    places = places_of(parent_site, parent_type, z.stride, program, z)
     parents = parents_of(record, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
@@ -122,7 +120,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
-        site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in range(z.types):
             children = children_of(layer, site, child_type, program, z, dtype)
             votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
@@ -135,13 +133,12 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
                 first += logit_grad[:, :, None, None] * d
             if seconds is not None:
                 second += logit_grad[:, :, None, None] * d * d
-    to = places.start + group * group_scalars(samples, z)
-    tl.store(zeroths + to + places.at, zeroth, is_vote)
-    to = places.first + group * group_vectors(samples, z)
+    scalars, vectors = size_of_groups(samples, z)
+    tl.store(zeroths + group * scalars + places.at, zeroth, is_vote)
     if firsts is not None:
-        tl.store(firsts + to + places.numbers, first, places.is_own)
+        tl.store(firsts + group * vectors + places.numbers, first, places.is_own)
     if seconds is not None:
-        tl.store(seconds + to + places.numbers, second, places.is_own)
+        tl.store(seconds + group * vectors + places.numbers, second, places.is_own)
 
 
 @triton.jit
@@ -177,9 +174,9 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
     activation_grad = tl.full([z.block_samples, z.block_types], 0, dtype)
     begin, end = edges_of_site(layer.lists, site, z)
     for edge in range(begin, end):
-        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in range(z.parent_types):
-            places = places_of(parent_site, parent_type, program, z)
+            places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
             vote_grad, added = _vote_grads(
@@ -191,12 +188,12 @@ def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grad
                 sums = sums + (pose_grad[q] + tl.sum(vote_grad * rows[q], axis=3)[:, :, :, None],)
             pose_grad = sums
     child = site * z.types + child_type
-    start, poses, is_pose = poses_at(child, samples, program, z)
+    poses, is_pose = poses_at(child, samples, program, z)
     for q in tl.static_range(tl.constexpr(z.inner)):
-        tl.store(pose_grads + start + (poses + q * samples), pose_grad[q], program.is_vote[:, :, None, None] & is_pose)
+        tl.store(pose_grads + poses + q * samples, pose_grad[q], program.is_vote[:, :, None, None] & is_pose)
     if activation_grads is not None:
-        start, at = offsets(child, 1, samples, 1, program)
-        tl.store(activation_grads + start + at, activation_grad / _gradient_scale(children.a), program.is_vote)
+        at = offsets(child, 1, samples, 1, program)
+        tl.store(activation_grads + at, activation_grad / _gradient_scale(children.a), program.is_vote)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -214,11 +211,11 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
     begin, end = own_edges(layer.lists + z.kernel_begin + kernel, group, group_count)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.kernel_edge + place)
-        site, parent_site = tl.load(layer.lists + edge), tl.load(layer.lists + z.edges + edge)
+        site, parent_site, _kernel = ends_of(layer.lists, edge, z)
         for sample_block in range(sample_blocks):
             program = program_of(first.first_type * 0 + sample_block, type_block, samples, unit, z)
             children = children_of(layer, site, child_type, program, z, dtype)
-            places = places_of(parent_site, parent_type, program, z)
+            places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows, z)
             vote_grad, _activation_grad = _vote_grads(
                 layer.lists, passes, count, site, edge, votes, children.a, places, program, z
@@ -229,13 +226,9 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
             transform_grad = sums
     column = tl.arange(0, z.block_columns)[None, :]
     in_transform = first.is_type[:, None] & (column < z.columns)
-    start, at = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)
+    to = transforms_at(group * z.transforms + kernel, child_type, parent_type, first, z)[:, None] + column
     for q in tl.static_range(tl.constexpr(z.inner)):
-        tl.store(
-            transform_grads + start + (at[:, None] + column + q * z.columns),
-            tl.sum(transform_grad[q], axis=0),
-            in_transform,
-        )
+        tl.store(transform_grads + to + q * z.columns, tl.sum(transform_grad[q], axis=0), in_transform)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -246,25 +239,26 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
     dtype: tl.constexpr = zeroths.dtype.element_ty
     padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
     parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, program, z)
+    places = places_of(parent_site, program.first_type, z.stride, program, z)
     zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
     first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
+    scalars, vectors = size_of_groups(samples, z)
     for group in range(group_count):
-        start, to = places.start + group * group_scalars(samples, z), places.first + group * group_vectors(samples, z)
-        zeroth += tl.load(zeroths + start + places.at)
+        zeroth += tl.load(zeroths + group * scalars + places.at)
+        to = group * vectors + places.numbers
         if firsts is not None:
-            first += load(firsts + to + places.numbers, places.is_number, padded)
+            first += load(firsts + to, places.is_number, padded)
         if seconds is not None:
-            second += load(seconds + to + places.numbers, places.is_number, padded)
-    agreement, numbers = agreement_of(record, places, z), numbers_at(parent_site, program, z)
+            second += load(seconds + to, places.is_number, padded)
+    agreement, out = parents_of(record, places, z), places_of(parent_site, program.first_type, samples, program, z)
     if constant_grad is not None:
-        tl.store(constant_grad + places.start + places.at, zeroth, program.is_vote)
+        tl.store(constant_grad + places.at, zeroth, program.is_vote)
     if linear_grad is not None:
-        tl.store(linear_grad + numbers, first, places.is_own)
+        tl.store(linear_grad + out.numbers, first, out.is_own)
     if centre_grad is not None:
         grad = 2 * agreement.quadratic * first - agreement.linear * zeroth[:, :, None, None]
-        tl.store(centre_grad + numbers, grad, places.is_own)
+        tl.store(centre_grad + out.numbers, grad, out.is_own)
     if quadratic_grad is not None:
         grad = -second
         if record.numbers is not None:
@@ -272,15 +266,14 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
             factor = -2 / tl.where(inverse_temperature == 0, 1.0, inverse_temperature)
             of_variance = grad * agreement.quadratic * (factor * agreement.quadratic)
             grad = tl.where(inverse_temperature == 0, grad, of_variance)
-        tl.store(quadratic_grad + numbers, grad, places.is_own)
+        tl.store(quadratic_grad + out.numbers, grad, out.is_own)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
 def _complete(record, quadratic, variance, variance_grad, group_count, samples, unit, z: tl.constexpr):
     """Compute three entries of a record; see `completed`."""
     parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, program, z)
-    to = places.first + places.numbers
+    places = places_of(parent_site, program.first_type, z.stride, program, z)
     if quadratic is not None:
         dtype: tl.constexpr = quadratic.dtype.element_ty
         given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
@@ -288,7 +281,7 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
         square = tl.where(used, given + tl.load(record.numbers + 1), 1.0)
         inverse = tl.div_rn(1.0, square) if dtype == tl.float32 else 1.0 / square
         found = tl.where(used, inverse * (0.5 * inverse_temperature), given)
-        tl.store(quadratic + to, found, places.is_own)
+        tl.store(quadratic + places.numbers, found, places.is_own)
     if variance_grad is not None:
         found_variance, grad = vectors(record.variance, places, z), vectors(record.variance_grad, places, z)
         if record.log_volume_grad is not None:
@@ -297,8 +290,8 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
             share = scalars(record.log_volume_grad, places)[:, :, None, None] / tl.where(constant, 1.0, 2 * square)
             grad += tl.where(constant, 0.0, share)
         grad = tl.where(places.is_number, grad, 0.0)
-        tl.store(variance_grad + to, grad, places.is_own)
-        tl.store(variance + places.start + places.at, sum_of_numbers(grad * found_variance), program.is_vote)
+        tl.store(variance_grad + places.numbers, grad, places.is_own)
+        tl.store(variance + places.at, sum_of_numbers(grad * found_variance), program.is_vote)
 
 
 def completed(problem, record):

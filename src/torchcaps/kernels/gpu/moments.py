@@ -6,20 +6,19 @@ import triton.language as tl
 from torchcaps.kernels.gpu.backward import completed, moments_backward, votes_backward
 from torchcaps.kernels.gpu.problem import Problem
 from torchcaps.kernels.gpu.votes import (
-    agreement_of,
     child_program,
     children_of,
     edges_of_softmax,
-    group_scalars,
-    group_vectors,
+    ends_of,
     load,
     log_couplings,
     logits_of,
-    numbers_at,
     own_edges,
     parent_program,
+    parents_of,
     places_of,
     rows_of,
+    size_of_groups,
     softmax_of,
     sum_of_numbers,
     tiny_of,
@@ -42,20 +41,20 @@ def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
     top = tl.full([z.block_samples, z.block_types], 0.0 if z.none_of_the_above else -float("inf"), dtype)
     total = tl.full([z.block_samples, z.block_types], 1.0 if z.none_of_the_above else 0.0, dtype)
     for edge in range(begin, end):
-        parent_site, kernel = tl.load(layer.lists + z.edges + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        _site, parent_site, kernel = ends_of(layer.lists, edge, z)
         for parent_type in range(z.parent_types):
-            places = places_of(parent_site, parent_type, program, z)
+            places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
-            logits, _ = logits_of(votes, agreement, agreement_of(agreement, places, z))
+            logits, _ = logits_of(votes, agreement, parents_of(agreement, places, z))
             higher = tl.maximum(top, logits)
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.exp(logits - base)
             top = higher
     empty = (begin == end) & (total == 0)
     to = softmax_of(layer.lists, site, softmax, child_type, program, z)
-    tl.store(log_sums + to.start + to.at, tl.where(empty, 0.0, top), program.is_vote)
-    tl.store(log_sums + (to.count + to.start) + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
+    tl.store(log_sums + to.at, tl.where(empty, 0.0, top), program.is_vote)
+    tl.store(log_sums + to.count + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -67,8 +66,8 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     dtype: tl.constexpr = tops.dtype.element_ty
     parent_site, group, program = parent_program(group_count, samples, unit, z)
     parent_type = program.first_type
-    places = places_of(parent_site, parent_type, program, z)
-    parents = agreement_of(agreement, places, z)
+    places = places_of(parent_site, parent_type, z.stride, program, z)
+    parents = parents_of(agreement, places, z)
     begin, end = own_edges(layer.lists + z.parent_begin + parent_site, group, group_count)
     top = tl.full([z.block_samples, z.block_types], -float("inf"), dtype)
     mass = tl.full([z.block_samples, z.block_types], 0, dtype)
@@ -77,7 +76,7 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
-        site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
+        site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in range(z.types):
             children = children_of(layer, site, child_type, program, z, dtype)
             votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
@@ -97,13 +96,12 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             if variances is not None:
                 rest = 1 - portion
                 variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
-    to = places.start + group * group_scalars(samples, z)
-    tl.store(tops + to + places.at, top, program.is_vote)
-    tl.store(masses + to + places.at, mass * tl.exp(top_a), program.is_vote)
-    to = places.first + group * group_vectors(samples, z)
-    tl.store(means + to + places.numbers, mean, places.is_own)
+    scalars, vectors = size_of_groups(samples, z)
+    tl.store(tops + group * scalars + places.at, top, program.is_vote)
+    tl.store(masses + group * scalars + places.at, mass * tl.exp(top_a), program.is_vote)
+    tl.store(means + group * vectors + places.numbers, mean, places.is_own)
     if variances is not None:
-        tl.store(variances + to + places.numbers, variance, places.is_own)
+        tl.store(variances + group * vectors + places.numbers, variance, places.is_own)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -113,41 +111,40 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
     mass_out, mean_out, variance_out, largest_out, log_mass_out, volume_out = found
     dtype: tl.constexpr = mass_out.dtype.element_ty
     parent_site, _, program = parent_program(1, samples, unit, z)
-    places = places_of(parent_site, program.first_type, program, z)
-    start = places.start
+    places = places_of(parent_site, program.first_type, z.stride, program, z)
+    scalars, vectors = size_of_groups(samples, z)
     lowest = -3.4028234663852886e38 if dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
     padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
     top = tl.full([z.block_samples, z.block_types], lowest, dtype)
     for group in range(group_count):
-        top = tl.maximum(top, tl.load(tops + (start + group * group_scalars(samples, z)) + places.at))
+        top = tl.maximum(top, tl.load(tops + group * scalars + places.at))
     mass = tl.full([z.block_samples, z.block_types], 0, dtype)
     mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for group in range(group_count):
-        at = start + group * group_scalars(samples, z)
-        scale = tl.exp(tl.load(tops + at + places.at) - top)
-        weight = tl.load(masses + at + places.at) * scale
+        scale = tl.exp(tl.load(tops + group * scalars + places.at) - top)
+        weight = tl.load(masses + group * scalars + places.at) * scale
         mass += weight
         portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
-        to = places.first + group * group_vectors(samples, z)
+        to = group * vectors
         delta = load(means + to + places.numbers, places.is_number, padded) - mean
         mean += portion * delta
         if variances is not None:
             found_variance = load(variances + to + places.numbers, places.is_number, padded)
             variance += portion * (found_variance - variance + (1 - portion) * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
-    tl.store(mass_out + start + places.at, mass * tl.exp(top), program.is_vote)
-    tl.store(largest_out + start + places.at, top, program.is_vote)
-    tl.store(log_mass_out + start + places.at, log_mass, program.is_vote)
-    to = numbers_at(parent_site, program, z)
-    tl.store(mean_out + to, mean, places.is_own)
+    tl.store(mass_out + places.at, mass * tl.exp(top), program.is_vote)
+    tl.store(largest_out + places.at, top, program.is_vote)
+    tl.store(log_mass_out + places.at, log_mass, program.is_vote)
+    out = places_of(parent_site, program.first_type, samples, program, z)
+    tl.store(mean_out + out.numbers, mean, out.is_own)
     if variances is not None:
-        tl.store(variance_out + to, variance, places.is_own)
+        tl.store(variance_out + out.numbers, variance, out.is_own)
     if volume_out is not None:
         square = variance + tl.load(numbers)
         square = tl.where(square < tiny_of(dtype), tiny_of(dtype), square)
         log_deviation = tl.where(places.is_number, 0.5 * tl.log(square), 0.0)
-        tl.store(volume_out + places.start + places.at, sum_of_numbers(log_deviation), program.is_vote)
+        tl.store(volume_out + places.at, sum_of_numbers(log_deviation), program.is_vote)
 
 
 @triton.jit(do_not_specialize=["samples", "unit"])
@@ -155,14 +152,14 @@ def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
     """Compute the couplings ``[B, J, E, C]``."""
     dtype: tl.constexpr = out.dtype.element_ty
     edge, program = child_program(z.edges, samples, unit, z)
-    site, kernel = tl.load(layer.lists + edge), tl.load(layer.lists + 2 * z.edges + edge)
-    parent_site, child_type = tl.load(layer.lists + z.edges + edge), program.first_type
+    site, parent_site, kernel = ends_of(layer.lists, edge, z)
+    child_type = program.first_type
     children = children_of(layer, site, child_type, program, z, dtype)
     softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
     for parent_type in range(z.parent_types):
-        places = places_of(parent_site, parent_type, program, z)
+        places = places_of(parent_site, parent_type, z.stride, program, z)
         votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-        parents = agreement_of(agreement, places, z)
+        parents = parents_of(agreement, places, z)
         log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
         to = (program.sample.to(tl.int64) * z.parent_types + parent_type)[:, None] * z.edges + edge
         tl.store(out + to * z.types + (child_type + program.lane)[None, :], tl.exp(log_c), program.is_vote)

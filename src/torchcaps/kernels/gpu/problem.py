@@ -95,7 +95,8 @@ class Plan:
         sites, _, rows, _, parent_sites, parent_types, columns, transforms, edges = sizes
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
         blocks = max(SAMPLES, _power_of_2(batch)), SAMPLES, _power_of_2(rows), _power_of_2(columns)
-        self.children = Shape(*sizes, types, int(none_of_the_above), *blocks, *begins, of_children=1)
+        constants: Any = (*sizes, types, int(none_of_the_above), *blocks, *begins)
+        self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)
         vector = (batch, parent_sites, parent_types, rows, columns)
         self.scalar, self.vector = ((shape, samples_last_strides(shape)) for shape in (vector[:3], vector))

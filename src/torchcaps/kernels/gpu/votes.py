@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from torchcaps.kernels.moments import Record
+
 
 class Program(NamedTuple):
     """What a program handles: a block of samples, and a block of child types or of parent types.
@@ -47,12 +49,11 @@ class Softmax(NamedTuple):
     """The softmax over the parents of each child of a tile.
 
     Arguments:
-        start, at: the sum of these is the offset of each softmax in ``[G, C, B]``; a number, and ``[samples, types]``.
+        at: offset of each softmax in ``[G, C, B]``, ``[samples, types]``.
         count: number of softmaxes, ``G · C · B``.
         competitors: number of logits in the softmax.
     """
 
-    start: Any
     at: Any
     count: Any
     competitors: Any
@@ -62,38 +63,16 @@ class Places(NamedTuple):
     """Where the parents of a tile are in memory.
 
     Arguments:
-        start, at: the sum of these is the offset of each parent in ``[P, J, B]``; a number, and ``[samples, types]``.
-        first, numbers: the same for each number of a pose in ``[P, J, R, N, B']``, where B' is ``z.stride``; a number,
-            and ``[samples, types, rows, columns]``.
+        at: offset of each parent in ``[P, J, B]``, ``[samples, types]``.
+        numbers: offset of each number of a pose in ``[P, J, R, N, stride]``, ``[samples, types, rows, columns]``.
         is_number: mask of the rows and columns of a pose, ``[1, 1, rows, columns]``.
         is_own: mask of the numbers that the program has to store.
     """
 
-    start: Any
     at: Any
-    first: Any
     numbers: Any
     is_number: Any
     is_own: Any
-
-
-class Parents(NamedTuple):
-    """The entries of a `Record` for the parents of a tile: ``[samples, types]`` or ``[samples, types, rows, columns]``.
-
-    A missing entry is 0.
-    """
-
-    constant: Any
-    linear: Any
-    quadratic: Any
-    centre: Any
-    mean: Any
-    largest: Any
-    log_mass: Any
-    variance: Any
-    mass_grad: Any
-    mean_grad: Any
-    variance_grad: Any
 
 
 @triton.jit
@@ -132,6 +111,12 @@ def own_edges(begin, group, group_count):
 
 
 @triton.jit
+def ends_of(lists, edge, z: tl.constexpr):
+    """Return child site, parent site and transform of an edge."""
+    return tl.load(lists + edge), tl.load(lists + z.edges + edge), tl.load(lists + 2 * z.edges + edge)
+
+
+@triton.jit
 def edges_of_site(lists, site, z: tl.constexpr):
     """Return the index of a child site's first edge, and the index after the last edge of the site."""
     return tl.load(lists + z.child_begin + site), tl.load(lists + z.child_begin + 1 + site)
@@ -149,93 +134,78 @@ def edges_of_softmax(lists, softmax, z: tl.constexpr):
 
 
 @triton.jit
-def offsets(index, size, stride, lanes: tl.constexpr, program):
-    """Return two numbers whose sum is the offset of ``index · size · stride``: the start, and ``[samples, types]``.
+def offsets(index, size, stride, own: tl.constexpr, program):
+    """Return the offset of ``index · size · stride`` numbers, ``[samples, types]``.
 
-    If `lanes` is 1, the index is that of the first type, and the others follow it. If it is 0, all have the same index.
+    If `own` is 1, the index is that of the program's first type, and the others follow it. If it is 0, all types have
+    the same index.
     """
-    start = index.to(tl.int64) * size * stride
-    return start, program.sample[:, None] + (program.lane * lanes).to(tl.int64)[None, :] * (size * stride)
+    of_types = index.to(tl.int64) + program.lane * own
+    return program.sample[:, None] + (of_types * size * stride)[None, :]
 
 
 @triton.jit
 def softmax_of(lists, site, edge, child_type, program, z: tl.constexpr):
     """Return the `Softmax` to which the votes along an edge belong."""
     if z.types_compete:
-        start, at = offsets(edge * z.types + child_type, 1, program.samples, z.of_children, program)
-        competitors = z.parent_types + z.none_of_the_above
+        index, competitors = edge, z.parent_types + z.none_of_the_above
     else:
-        start, at = offsets(site * z.types + child_type, 1, program.samples, z.of_children, program)
         begin, end = edges_of_site(lists, site, z)
-        competitors = (end - begin) * z.parent_types + z.none_of_the_above
-    return Softmax(start, at, program.samples.to(tl.int64) * (z.softmaxes * z.types), competitors)
+        index, competitors = site, (end - begin) * z.parent_types + z.none_of_the_above
+    at = offsets(index * z.types + child_type, 1, program.samples, z.of_children, program)
+    return Softmax(at, program.samples.to(tl.int64) * (z.softmaxes * z.types), competitors)
 
 
 @triton.jit
-def places_of(site, parent_type, program, z: tl.constexpr):
-    """Return the `Places` of parents."""
+def places_of(site, parent_type, stride, program, z: tl.constexpr):
+    """Return the `Places` of parents, if `stride` is the distance between two numbers of a pose."""
     row, column = tl.arange(0, z.block_rows)[None, None, :, None], tl.arange(0, z.block_columns)[None, None, None, :]
-    parent = site * z.parent_types + parent_type
-    start, at = offsets(parent, 1, program.samples, 1 - z.of_children, program)
-    first, numbers = offsets(parent, z.rows * z.columns, z.stride, 1 - z.of_children, program)
-    numbers = numbers[:, :, None, None] + (row * z.columns + column).to(tl.int64) * z.stride
-    is_number = (row < z.rows) & (column < z.columns)
-    return Places(start, at, first, numbers, is_number, program.is_vote[:, :, None, None] & is_number)
+    parent, is_number = site * z.parent_types + parent_type, (row < z.rows) & (column < z.columns)
+    first = offsets(parent, z.rows * z.columns, stride, 1 - z.of_children, program)
+    return Places(
+        offsets(parent, 1, program.samples, 1 - z.of_children, program),
+        first[:, :, None, None] + (row * z.columns + column).to(tl.int64) * stride,
+        is_number,
+        program.is_vote[:, :, None, None] & is_number,
+    )
 
 
 @triton.jit
-def group_scalars(samples, z: tl.constexpr):
-    """Return the size of a tensor ``[P, J, B]``."""
-    return samples.to(tl.int64) * (z.parent_sites * z.parent_types)
-
-
-@triton.jit
-def group_vectors(samples, z: tl.constexpr):
-    """Return the size of a tensor ``[P, J, R, N, B']``."""
-    return (samples * 0).to(tl.int64) + z.stride * z.parent_sites * z.parent_types * z.rows * z.columns
-
-
-@triton.jit
-def numbers_at(site, program, z: tl.constexpr):
-    """Return the offset of each number of the own parents' poses in ``[P, J, R, N, B]``."""
-    row, column = tl.arange(0, z.block_rows)[None, None, :, None], tl.arange(0, z.block_columns)[None, None, None, :]
-    parent = site * z.parent_types + program.first_type
-    start, first = offsets(parent, z.rows * z.columns, program.samples, 1, program)
-    return start + first[:, :, None, None] + (row * z.columns + column).to(tl.int64) * program.samples
+def size_of_groups(samples, z: tl.constexpr):
+    """Return the sizes of tensors ``[P, J, B]`` and ``[P, J, R, N, stride]``."""
+    parents, numbers = z.parent_sites * z.parent_types, z.stride * z.rows * z.columns
+    return samples.to(tl.int64) * parents, (samples * 0).to(tl.int64) + parents * numbers
 
 
 @triton.jit
 def poses_at(child, stride, program, z: tl.constexpr):
-    """Return start and offset of each row of the children's poses in ``[S, C, R, Q, stride]``, and the mask of rows."""
+    """Return the offset of each row of the children's poses in ``[S, C, R, Q, stride]``, and the mask of rows."""
     row = tl.arange(0, z.block_rows)[None, None, :, None]
-    start, first = offsets(child, z.rows * z.inner, stride, z.of_children, program)
-    at = first[:, :, None, None] + row.to(tl.int64) * (z.inner * stride)
-    return start, at, row < z.rows
+    first = offsets(child, z.rows * z.inner, stride, z.of_children, program)
+    return first[:, :, None, None] + row.to(tl.int64) * (z.inner * stride), row < z.rows
 
 
 @triton.jit
 def children_of(layer, site, child_type, program, z: tl.constexpr, dtype: tl.constexpr):
     """Load the `Children` at a site."""
     child = site * z.types + child_type
-    start, poses, is_pose = poses_at(child, z.stride, program, z)
+    poses, is_pose = poses_at(child, z.stride, program, z)
     columns = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
-        column = load(layer.pose + start + (poses + q * z.stride), is_pose, z.block_rows != z.rows)
+        column = load(layer.pose + poses + q * z.stride, is_pose, z.block_rows != z.rows)
         columns = columns + (column.to(dtype),)
     if layer.activation is None:
         a = tl.full([z.block_samples, z.block_types], 1, dtype)
     else:
-        first, at = offsets(child, 1, program.samples, z.of_children, program)
-        a = tl.load(layer.activation + first + at).to(dtype)
+        a = tl.load(layer.activation + offsets(child, 1, program.samples, z.of_children, program)).to(dtype)
     return Children(a, columns)
 
 
 @triton.jit
 def transforms_at(kernel, child_type, parent_type, program, z: tl.constexpr):
-    """Return two numbers whose sum is the offset of transforms in ``[K, C, J, Q, N]``: the start, and ``[types]``."""
-    start = ((kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type) * (z.inner * z.columns)
-    between = (z.parent_types if z.of_children else 1) * z.inner * z.columns
-    return start, (program.lane * between).to(tl.int64)
+    """Return the offset of transforms in ``[K, C, J, Q, N]``, ``[types]``."""
+    start = (kernel.to(tl.int64) * z.types + child_type) * z.parent_types + parent_type
+    return (start + program.lane * (z.parent_types if z.of_children else 1)) * (z.inner * z.columns)
 
 
 @triton.jit
@@ -245,14 +215,13 @@ def rows_of(layer, kernel, child_type, parent_type, program, z: tl.constexpr, dt
     The same number is loaded for all samples, so that the result is laid out in registers like the votes.
     """
     column = tl.arange(0, z.block_columns)[None, None, None, :]
-    start, first = transforms_at(kernel, child_type, parent_type, program, z)
+    first = transforms_at(kernel, child_type, parent_type, program, z)[None, :, None, None]
     shape: tl.constexpr = (z.block_samples, z.block_types, 1, z.block_columns)
-    column_offset = column if z.block_columns <= 4 else column * program.unit
-    at = tl.broadcast_to(first[None, :, None, None] + column_offset, shape)
+    at = tl.broadcast_to(first + (column if z.block_columns <= 4 else column * program.unit), shape)
     is_number = tl.broadcast_to(column < z.columns, shape)
     rows = ()
     for q in tl.static_range(tl.constexpr(z.inner)):
-        row = load(layer.transform + start + (at + q * z.columns), is_number, z.block_columns != z.columns)
+        row = load(layer.transform + at + q * z.columns, is_number, z.block_columns != z.columns)
         rows = rows + (row.to(dtype),)
     return rows
 
@@ -275,33 +244,26 @@ def load(pointer, mask, masked: tl.constexpr):
 @triton.jit
 def scalars(base, places):
     """Load parents from a tensor ``[P, J, B]``; None is 0."""
-    return 0.0 if base is None else tl.load(base + places.start + places.at)
+    return 0.0 if base is None else tl.load(base + places.at)
 
 
 @triton.jit
 def vectors(base, places, z: tl.constexpr):
-    """Load parents from a tensor ``[P, J, R, N, B']``; None is 0, and so are rows and columns beyond the pose."""
+    """Load parents from a tensor ``[P, J, R, N, stride]``; None is 0, and so are rows and columns beyond the pose."""
     padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
-    return 0.0 if base is None else load(base + places.first + places.numbers, places.is_number, padded)
-
-
-@triton.jit
-def agreement_of(record, places, z: tl.constexpr):
-    """Load the agreement from a record."""
-    constant, linear = scalars(record.constant, places), vectors(record.linear, places, z)
-    quadratic, centre = vectors(record.quadratic, places, z), vectors(record.centre, places, z)
-    return Parents(constant, linear, quadratic, centre, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    return 0.0 if base is None else load(base + places.numbers, places.is_number, padded)
 
 
 @triton.jit
 def parents_of(record, places, z: tl.constexpr):
-    """Load all entries of a record."""
-    agreement = agreement_of(record, places, z)
-    return Parents(
-        agreement.constant,
-        agreement.linear,
-        agreement.quadratic,
-        agreement.centre,
+    """Load the entries of a `Record` for the parents of a tile. A missing entry is 0."""
+    return Record(
+        scalars(record.constant, places),
+        vectors(record.linear, places, z),
+        vectors(record.quadratic, places, z),
+        vectors(record.centre, places, z),
+        0.0,
+        0.0,
         vectors(record.mean, places, z),
         scalars(record.largest, places),
         scalars(record.log_mass, places),
@@ -309,6 +271,8 @@ def parents_of(record, places, z: tl.constexpr):
         scalars(record.mass_grad, places),
         vectors(record.mean_grad, places, z),
         vectors(record.variance_grad, places, z),
+        0.0,
+        0.0,
     )
 
 
@@ -348,8 +312,8 @@ def log_couplings(votes, record, parents, softmax, z: tl.constexpr):
         d = votes
     else:
         logits, d = logits_of(votes, record, parents)
-        top = tl.load(record.log_sums + softmax.start + softmax.at)
-        log_sum = tl.load(record.log_sums + (softmax.count + softmax.start) + softmax.at)
+        top = tl.load(record.log_sums + softmax.at)
+        log_sum = tl.load(record.log_sums + softmax.count + softmax.at)
         log_c = (logits - top) - log_sum
         log_c = tl.where(log_c > 0, 0.0, log_c)  # unlike tl.where, tl.minimum would replace NaN with 0
     return log_c, d
