@@ -17,11 +17,13 @@ from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 
-__all__ = ["DEVICE", "compare", "peak_bytes", "progress", "write_csv"]
+__all__ = ["DEVICE", "SCALE", "compare", "peak_bytes", "progress", "write_csv"]
 
 Way = Callable[[], object]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Device of the benchmarks of routing, memory and training steps."""
+SCALE = 8 if DEVICE == "cuda" else 1
+"""Factor on the batch size in the benchmarks of routing. A small batch would leave most of a GPU idle."""
 
 
 def compare(

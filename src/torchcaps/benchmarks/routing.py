@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.benchmarks import DEVICE, compare
+from torchcaps.benchmarks import DEVICE, SCALE, compare
 from torchcaps.capsules import Capsules
 from torchcaps.errors import BadInput
 from torchcaps.routing import dynamic_routing, em_routing
@@ -182,8 +182,8 @@ def dynamic_with_materialised_votes(pose: Tensor, transform: Tensor) -> Tensor:
 
 
 PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
-    "EM, ConvCaps stack": (em_stack, 32),
-    "dynamic, CapsNet": (dynamic_layer, 100),
+    "EM, ConvCaps stack": (em_stack, 32 * SCALE),
+    "dynamic, CapsNet": (dynamic_layer, 100 * SCALE),
 }
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.benchmarks import DEVICE
+from torchcaps.benchmarks import DEVICE, SCALE
 from torchcaps.benchmarks.routing import Problem
 from torchcaps.capsules import Capsules
 from torchcaps.routing import ROUTINGS, GenerativeRouting, LayerShape, SelfRouting
 from torchcaps.routing.variational_bayes import VariationalBayesRouting, normalised
 from torchcaps.routing_map import RoutingMap
 
-BATCH = 32
+BATCH = 32 * SCALE
 
 
 def patches(pose: Tensor, activation: Tensor, grid: tuple[int, int], stride: int) -> tuple[Tensor, Tensor]:
