@@ -33,7 +33,7 @@ from torchcaps.kernels.memory import (
     statistics_dtype,
     vector_strides,
 )
-from torchcaps.kernels.operator import PLAIN, operator
+from torchcaps.kernels.operator import PLAIN, operator, pose_of
 
 
 class Record(NamedTuple):
@@ -140,10 +140,11 @@ _kept = lru_cache(maxsize=256)(Shapes)
 
 
 def on_gpu(name: str, *arguments: Any) -> Any:
-    """Run an operator as Triton kernels. The first call imports Triton."""
+    """Run an operator as Triton kernels, on the GPU that holds the pose. The first call imports Triton."""
     from torchcaps.kernels.gpu import moments as gpu
 
-    return getattr(gpu, name)(*arguments)
+    with torch.cuda.device_of(pose_of(arguments)):
+        return getattr(gpu, name)(*arguments)
 
 
 def _call(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PLAIN", "differentiate", "needs_the_dispatcher", "operator", "refuse_batched"]
+__all__ = ["PLAIN", "differentiate", "needs_the_dispatcher", "operator", "pose_of", "refuse_batched"]
 
 _library = torch.library.Library("torchcaps", "DEF")
 
@@ -28,11 +28,11 @@ def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or not _ORDINARY.issuperset(map(type, arguments))
         or not all(_ORDINARY.issuperset(map(type, x)) for x in arguments if isinstance(x, list | tuple))
-        or _pose_of(arguments).device.type not in ("cpu", "cuda")
+        or pose_of(arguments).device.type not in ("cpu", "cuda")
     )
 
 
-def _pose_of(arguments: tuple[Any, ...]) -> Tensor:
+def pose_of(arguments: tuple[Any, ...]) -> Tensor:
     """Return the pose, which is the first tensor among the arguments of an operator."""
     return arguments[0] if isinstance(arguments[0], Tensor) else arguments[1]
 
@@ -66,7 +66,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
         dispatched = getattr(torch.ops.torchcaps, name).default
 
         def direct(*arguments: Any) -> Any:
-            return (on_cpu if _pose_of(arguments).is_cpu else on_gpu)(*arguments)
+            return (on_cpu if pose_of(arguments).is_cpu else on_gpu)(*arguments)
 
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:
