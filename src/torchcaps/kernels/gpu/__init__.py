@@ -1,8 +1,13 @@
 """Triton kernels that compute the moments of votes. The first call on a GPU imports this package.
 
-Each program handles one block of samples and one site, edge or transform. The program loops over edges and blocks of
-parent types, and keeps a tile of votes ``[samples, parent types, numbers]`` in registers. A child-side program computes
-the softmax sums or the gradients of one child site or edge. A parent-side program computes sums over the votes for one
-parent site. If a parent has many children, the children are split into groups, and the sums of the groups are added in
-a fixed order. No two programs add to the same number, so results are bitwise reproducible.
+Each program handles a block of samples, a block of types, and one site, edge or transform. It keeps a tile of votes
+``[samples, types, rows, columns]`` in registers: each warp has one type, each thread of a warp has one sample, and so
+each thread has whole votes. Sums over the numbers of a vote need no other thread, and threads next to each other read
+numbers next to each other, because the samples are the last dimension in memory.
+
+The types of a child-side program are child types; it computes the softmax sums or the gradients of the children at one
+site, in a loop over all of their parents. The types of a parent-side program are parent types; it computes sums over
+the votes for the parents at one site. If there are too few programs for a GPU, the edges are split into groups, and the
+sums of the groups are added in a fixed order. No two programs add to the same number, so results are bitwise
+reproducible.
 """
