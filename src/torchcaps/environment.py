@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+@cache
 def _commit() -> str | None:
+    """Return the commit of the code that this process runs."""
     source = Path(__file__).resolve().parent
     git = shutil.which("git")
     if git is None or not (source.parents[1] / ".git").exists():

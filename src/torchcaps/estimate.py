@@ -103,7 +103,8 @@ def estimate(
 
     The steps use real batches. The module and the random state of PyTorch are not changed, so the trained weights are
     bit-identical with and without an estimate. After a warm-up step, steps are measured until about two seconds have
-    passed, but at most six steps. If the warm-up step takes longer than two seconds, its time is used instead.
+    passed, but at most six steps. If the warm-up step takes longer than two seconds on a CPU, its time is used instead.
+    On a GPU, the warm-up step includes the compilation of kernels, so its time is never used.
 
     On a CPU, the estimated memory is the resident memory of the process: Python and its libraries, the images of all
     splits, weights, gradients, the state of the optimiser, and everything that a step allocates. On a GPU, the
@@ -129,10 +130,12 @@ def estimate(
         gradients = sum(one.numel() * one.element_size() for one in copy.parameters() if one.requires_grad)
         optimizer = sum(_bytes_of(state) for state in steps.optimizer.state.values())
         start = time.perf_counter()
-        while seconds[0] < BUDGET_SECONDS and len(seconds) <= MOST_STEPS:
+        while (kind != "cpu" or seconds[0] < BUDGET_SECONDS) and len(seconds) <= MOST_STEPS:
             seconds.append(steps.train())
             if time.perf_counter() - start > BUDGET_SECONDS:
                 break
+        if kind != "cpu":
+            steps.validate()
         per_image = steps.validate()
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))

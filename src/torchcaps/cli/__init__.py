@@ -43,6 +43,7 @@ def main() -> None:
     fabric = "lightning.fabric.utilities"
     names = (
         "lightning.pytorch",
+        "lightning.pytorch.accelerators.cuda",
         "lightning.pytorch.utilities.rank_zero",
         f"{fabric}.rank_zero",
         f"{fabric}.distributed",

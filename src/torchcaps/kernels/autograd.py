@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcaps.kernels import once
-from torchcaps.kernels.memory import constants, laid_out
+from torchcaps.kernels.memory import constants, laid_out, statistics_dtype
 from torchcaps.kernels.moments import Record, couplings, moments, moments_backward, open_votes, votes_backward
 from torchcaps.kernels.operator import differentiate, refuse_batched
 
@@ -45,7 +45,7 @@ def _keep_pass(ctx, inputs, output) -> None:
     ctx.with_variance, constant_couplings, ctx.floor = rest[10:]
     _, *found, _ = output
     ctx.save_for_backward(pose, activation, transform, edge_lists, *agreement, *found)
-    ctx.tokens, ctx.gaussian = bool(tokens), (variance_floor, inverse_temperature)
+    ctx.tokens, ctx.gaussian, ctx.direct = bool(tokens), (variance_floor, inverse_temperature), False
     ctx.couplings = (not uniform, not uniform and not constant_couplings, types, none_of_the_above, by_sample)
     ctx.wanted = [x is not None and x.requires_grad for x in agreement]
     ctx.set_materialize_grads(False)
@@ -60,7 +60,7 @@ def _differentiate_couplings(ctx, mass_grad, mean_grad, variance_grad, _, __, __
     mean_grad, variance_grad = (None if x is None else laid_out(x, mean.stride()) for x in (mean_grad, variance_grad))
     numbers = None
     if log_volume_grad is not None or ctx.gaussian[1]:
-        numbers = constants((ctx.floor or 0.0, *ctx.gaussian), mean)
+        numbers = constants((ctx.floor or 0.0, *ctx.gaussian), mean, keep=ctx.direct)
     record = Record(
         constant, linear, quadratic, centre, log_sums if routed else None, None, mean, largest,
         log_mass, variance if second else None, mass_grad, mean_grad, variance_grad, log_volume_grad, numbers,
@@ -83,7 +83,10 @@ class _OpenVotes(torch.autograd.Function):
     def forward(ctx: Any, pose: Tensor, activation: Tensor | None, transform: Tensor, *others: Any) -> Any:
         _keep_children(ctx, (pose, activation, transform, *others), None)
         passes = others[2]
-        return tuple([pose.new_empty(0) for _ in range(passes)])
+        dtype = statistics_dtype(
+            pose.dtype
+        )  # that of the gradients: autograd would convert others, without their record
+        return tuple([pose.new_empty(0, dtype=dtype) for _ in range(passes)])
 
     @staticmethod
     def backward(ctx: Any, *token_grads: Any) -> Any:
@@ -106,6 +109,7 @@ class _Moments(torch.autograd.Function):
     def forward(ctx: Any, arguments: tuple[Any, ...], token: Tensor, *agreement: Tensor | None) -> Any:
         output = moments.direct(*arguments)
         _keep_pass(ctx, arguments, output)
+        ctx.direct = True
         ctx.kind = {"dtype": output[0].dtype, "device": output[0].device}
         return output
 

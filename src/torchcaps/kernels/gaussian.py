@@ -1,4 +1,4 @@
-"""Terms of the log density of a Gaussian, computed by PyTorch operations. The C++ kernels compute them themselves."""
+"""Terms of the log density of a Gaussian, computed by PyTorch operations. The kernels compute them themselves."""
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ def log_volume(variance: Tensor, floor: float) -> Tensor:
     return 0.5 * (variance + floor).clamp_min(torch.finfo(variance.dtype).tiny).log().sum(dim=(3, 4))
 
 
-def half_precision(variance: Tensor, floor: float | Tensor, inverse_temperature: float | Tensor) -> Tensor:
-    """Return ``inverse_temperature / 2σ²``, with ``σ² = variance + floor``.
-
-    Numbers and tensors give the same bits, so that a backward pass computes the same logits as the forward pass.
-    """
+def half_precision(variance: Tensor, floor: float, inverse_temperature: float) -> Tensor:
+    """Return ``inverse_temperature / 2σ²``, with ``σ² = variance + floor``."""
     return (variance + floor).reciprocal() * (0.5 * inverse_temperature)

@@ -19,6 +19,7 @@ __all__ = [
     "laid_out",
     "lanes_of",
     "padded",
+    "sample_stride",
     "samples_in_lanes",
     "samples_last_strides",
     "statistics_dtype",
@@ -64,7 +65,7 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
         most_edges: largest number of edges that start at one child site.
     """
     if own_transforms or not pose.is_cpu:
-        return own_transforms
+        return pose.is_cpu
     lanes, types, numbers = lanes_of(pose), transform.shape[2], pose.shape[3] * transform.shape[4]
     full, cache = types / padded(types, lanes), 256 * 1024
     small = 5 * 64 * most_edges * types * numbers <= cache
@@ -89,17 +90,28 @@ def samples_last_strides(shape: Sequence[IntLikeType]) -> tuple[IntLikeType, ...
     return 1, *(batch * stride for _, stride in zip(*contiguous(*others), strict=False))
 
 
+def sample_stride(batch: int) -> int:
+    """Return the distance between two numbers of a pose in the memory of a GPU: `batch`, rounded up to a power of 2."""
+    return 1 << (max(batch, 32) - 1).bit_length()
+
+
 def for_kernels(of_children: Tensor) -> Tensor:
     """Return poses or activations of children in the memory order that the kernels read."""
-    return of_children.contiguous() if of_children.is_cpu else of_children.movedim(0, -1).contiguous().movedim(-1, 0)
+    if of_children.is_cpu:
+        return of_children.contiguous()
+    batch, *others = of_children.shape
+    if of_children.ndim < 5 or torch.compiler.is_compiling() or sample_stride(batch) == batch:
+        return of_children.movedim(0, -1).contiguous().movedim(-1, 0)
+    return laid_out(of_children, samples_last_strides((sample_stride(batch), *others)))
 
 
-def constants(values: tuple[float, ...], like: Tensor) -> Tensor:
+def constants(values: tuple[float, ...], like: Tensor, keep: bool) -> Tensor:
     """Return a tensor with these values, and with the dtype and the device of `like`. Do not change the tensor.
 
-    On a GPU, the tensor is kept for the next call, because a tensor of several numbers needs several launches.
+    A tensor of several numbers needs several launches on a GPU, so `keep` keeps it for the next call. This must not be
+    used in compiled functions: a CUDA graph may own the memory that they allocate.
     """
-    if like.is_cuda and type(like) is Tensor and not torch.cuda.is_current_stream_capturing():
+    if keep and like.is_cuda and not torch.cuda.is_current_stream_capturing():
         return _kept_constants(values, like.dtype, like.device)
     return torch.stack([like.new_full((), value) for value in values])
 

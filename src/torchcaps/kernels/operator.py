@@ -54,7 +54,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.
-        on_gpu: implementation for CUDA.
+        on_gpu: implementation for CUDA. It has an argument ``direct``: whether the call is not from the dispatcher.
     """
 
     def define(on_cpu: Callable[..., Any]) -> Any:
@@ -66,7 +66,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
         dispatched = getattr(torch.ops.torchcaps, name).default
 
         def direct(*arguments: Any) -> Any:
-            return (on_cpu if pose_of(arguments).is_cpu else on_gpu)(*arguments)
+            return on_cpu(*arguments) if pose_of(arguments).is_cpu else on_gpu(*arguments, direct=True)
 
         @wraps(on_cpu)
         def call(*arguments: Any) -> Any:

@@ -24,7 +24,6 @@ from torchcaps.kernels.gpu.votes import (
     edges_of_site,
     edges_of_softmax,
     ends_of,
-    load,
     log_couplings,
     offsets,
     own_edges,
@@ -133,12 +132,12 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
                 first += logit_grad[:, :, None, None] * d
             if seconds is not None:
                 second += logit_grad[:, :, None, None] * d * d
-    scalars, vectors = size_of_groups(samples, z)
-    tl.store(zeroths + group * scalars + places.at, zeroth, is_vote)
+    scalar_size, vector_size = size_of_groups(samples, z)
+    tl.store(zeroths + group * scalar_size + places.at, zeroth, is_vote)
     if firsts is not None:
-        tl.store(firsts + group * vectors + places.numbers, first, places.is_own)
+        tl.store(firsts + group * vector_size + places.numbers, first, places.is_own)
     if seconds is not None:
-        tl.store(seconds + group * vectors + places.numbers, second, places.is_own)
+        tl.store(seconds + group * vector_size + places.numbers, second, places.is_own)
 
 
 @triton.jit
@@ -220,6 +219,7 @@ def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_
             vote_grad, _activation_grad = _vote_grads(
                 layer.lists, passes, count, site, edge, votes, children.a, places, program, z
             )
+            vote_grad = tl.where(program.is_vote[:, :, None, None], vote_grad, 0.0)  # it may be infinite
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
                 sums = sums + (transform_grad[q] + tl.sum(vote_grad * children.columns[q], axis=2),)
@@ -237,20 +237,18 @@ def _agreement_grads(record, sums, grads, group_count, samples, unit, z: tl.cons
     zeroths, firsts, seconds = sums
     constant_grad, linear_grad, quadratic_grad, centre_grad = grads
     dtype: tl.constexpr = zeroths.dtype.element_ty
-    padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
     parent_site, _, program = parent_program(1, samples, unit, z)
     places = places_of(parent_site, program.first_type, z.stride, program, z)
     zeroth = tl.full([z.block_samples, z.block_types], 0, dtype)
     first = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     second = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
-    scalars, vectors = size_of_groups(samples, z)
+    scalar_size, vector_size = size_of_groups(samples, z)
     for group in range(group_count):
-        zeroth += tl.load(zeroths + group * scalars + places.at)
-        to = group * vectors + places.numbers
+        zeroth += tl.load(zeroths + group * scalar_size + places.at)
         if firsts is not None:
-            first += load(firsts + to, places.is_number, padded)
+            first += vectors(firsts + group * vector_size, places, z)
         if seconds is not None:
-            second += load(seconds + to, places.is_number, padded)
+            second += vectors(seconds + group * vector_size, places, z)
     agreement, out = parents_of(record, places, z), places_of(parent_site, program.first_type, samples, program, z)
     if constant_grad is not None:
         tl.store(constant_grad + places.at, zeroth, program.is_vote)
@@ -275,12 +273,10 @@ def _complete(record, quadratic, variance, variance_grad, group_count, samples, 
     parent_site, _, program = parent_program(1, samples, unit, z)
     places = places_of(parent_site, program.first_type, z.stride, program, z)
     if quadratic is not None:
-        dtype: tl.constexpr = quadratic.dtype.element_ty
         given, inverse_temperature = vectors(record.quadratic, places, z), tl.load(record.numbers + 2)
         used = tl.where(places.is_number, inverse_temperature, 0.0) != 0
         square = tl.where(used, given + tl.load(record.numbers + 1), 1.0)
-        inverse = tl.div_rn(1.0, square) if dtype == tl.float32 else 1.0 / square
-        found = tl.where(used, inverse * (0.5 * inverse_temperature), given)
+        found = tl.where(used, 0.5 * inverse_temperature / square, given)
         tl.store(quadratic + places.numbers, found, places.is_own)
     if variance_grad is not None:
         found_variance, grad = vectors(record.variance, places, z), vectors(record.variance_grad, places, z)

@@ -10,7 +10,6 @@ from torchcaps.kernels.gpu.votes import (
     children_of,
     edges_of_softmax,
     ends_of,
-    load,
     log_couplings,
     logits_of,
     own_edges,
@@ -22,6 +21,7 @@ from torchcaps.kernels.gpu.votes import (
     softmax_of,
     sum_of_numbers,
     tiny_of,
+    vectors,
     votes_of,
 )
 from torchcaps.kernels.memory import constants
@@ -87,7 +87,8 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             log_a = tl.log(tl.where(a < tiny_of(dtype), 1.0, a))
             rise = (tl.where(used, log_c, 0.0) - top) + (log_a - top_a)  # log_c + log_a would round log_a away
             larger = used & (rise > 0)
-            w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), 0.0)
+            unused = tl.where((log_c != log_c) & program.is_vote, log_c, 0.0)  # NaN remains NaN
+            w = tl.where(used, tl.exp(tl.where(larger | (used == 0), 0.0, rise)), unused)
             mass = mass * tl.exp(tl.where(larger, -rise, 0.0)) + w
             top, top_a = tl.where(larger, log_c, top), tl.where(larger, log_a, top_a)
             portion = tl.where(w == 0, 0.0, w / tl.where(w == 0, 1.0, mass))
@@ -96,12 +97,12 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
             if variances is not None:
                 rest = 1 - portion
                 variance = rest[:, :, None, None] * variance + (rest * portion)[:, :, None, None] * delta * delta
-    scalars, vectors = size_of_groups(samples, z)
-    tl.store(tops + group * scalars + places.at, top, program.is_vote)
-    tl.store(masses + group * scalars + places.at, mass * tl.exp(top_a), program.is_vote)
-    tl.store(means + group * vectors + places.numbers, mean, places.is_own)
+    scalar_size, vector_size = size_of_groups(samples, z)
+    tl.store(tops + group * scalar_size + places.at, top, program.is_vote)
+    tl.store(masses + group * scalar_size + places.at, mass * tl.exp(top_a), program.is_vote)
+    tl.store(means + group * vector_size + places.numbers, mean, places.is_own)
     if variances is not None:
-        tl.store(variances + group * vectors + places.numbers, variance, places.is_own)
+        tl.store(variances + group * vector_size + places.numbers, variance, places.is_own)
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
@@ -112,25 +113,23 @@ def _over_groups(groups, found, numbers, group_count, samples, unit, z: tl.const
     dtype: tl.constexpr = mass_out.dtype.element_ty
     parent_site, _, program = parent_program(1, samples, unit, z)
     places = places_of(parent_site, program.first_type, z.stride, program, z)
-    scalars, vectors = size_of_groups(samples, z)
+    scalar_size, vector_size = size_of_groups(samples, z)
     lowest = -3.4028234663852886e38 if dtype == tl.float32 else -1.7976931348623157e308  # -∞ - -∞ is NaN
-    padded: tl.constexpr = z.block_rows * z.block_columns != z.rows * z.columns
     top = tl.full([z.block_samples, z.block_types], lowest, dtype)
     for group in range(group_count):
-        top = tl.maximum(top, tl.load(tops + group * scalars + places.at))
+        top = tl.maximum(top, tl.load(tops + group * scalar_size + places.at))
     mass = tl.full([z.block_samples, z.block_types], 0, dtype)
     mean = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     variance = tl.full([z.block_samples, z.block_types, z.block_rows, z.block_columns], 0, dtype)
     for group in range(group_count):
-        scale = tl.exp(tl.load(tops + group * scalars + places.at) - top)
-        weight = tl.load(masses + group * scalars + places.at) * scale
+        scale = tl.exp(tl.load(tops + group * scalar_size + places.at) - top)
+        weight = tl.load(masses + group * scalar_size + places.at) * scale
         mass += weight
         portion = tl.where(weight == 0, 0.0, weight / tl.where(weight == 0, 1.0, mass))[:, :, None, None]
-        to = group * vectors
-        delta = load(means + to + places.numbers, places.is_number, padded) - mean
+        delta = vectors(means + group * vector_size, places, z) - mean
         mean += portion * delta
         if variances is not None:
-            found_variance = load(variances + to + places.numbers, places.is_number, padded)
+            found_variance = vectors(variances + group * vector_size, places, z)
             variance += portion * (found_variance - variance + (1 - portion) * delta * delta)
     log_mass = tl.where(mass == 0, float("inf"), tl.log(tl.where(mass == 0, 1.0, mass)))
     tl.store(mass_out + places.at, mass * tl.exp(top), program.is_vote)
@@ -168,13 +167,17 @@ def _write_couplings(layer, agreement, out, samples, unit, z: tl.constexpr):
 def moments(
     tokens, pose, activation, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor,
     inverse_temperature, uniform, types, none_of_the_above, by_sample, with_variance, constant_couplings, floor,
+    keep=False,
 ):  # fmt: skip
-    """Run `torchcaps.kernels.moments.moments` on a GPU."""
+    """Run `torchcaps.kernels.moments.moments` on a GPU. `keep` is that of `constants`."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     numbers = None
     if floor is not None or inverse_temperature:
-        numbers = constants((floor or 0.0, variance_floor, inverse_temperature), problem.empty((0,)))
-    agreement = Record() if uniform else _with_log_sums(problem, constant, linear, quadratic, centre, numbers)
+        numbers = constants((floor or 0.0, variance_floor, inverse_temperature), problem.empty((0,)), keep)
+    given, log_sums = (constant, linear, quadratic, centre), problem.empty((0,))
+    agreement = Record()
+    if not uniform:
+        agreement, log_sums = _with_log_sums(problem, given, numbers if inverse_temperature else None)
     tops, masses, means = (
         problem.empty(problem.plan.group_scalars),
         problem.empty(problem.plan.group_scalars),
@@ -192,27 +195,29 @@ def moments(
     volume = None if floor is None else problem.strided(problem.plan.scalar)
     found = (mass, mean, variance, largest, log_mass, volume)
     problem.per_parent(_over_groups, (tops, masses, means, variances), found, numbers)
-    found = (mass, mean, variance, largest, log_mass, agreement.log_sums, volume)
+    found = (mass, mean, variance, largest, log_mass, log_sums, volume)
     return tuple(problem.empty((0,)) if x is None else x for x in found)
 
 
 def couplings(
     pose, transform, edge_lists, parent_sites, constant, linear, quadratic, centre, variance_floor, inverse_temperature,
-    types, none_of_the_above, by_sample,
+    types, none_of_the_above, by_sample, keep=False,
 ):  # fmt: skip
-    """Run `torchcaps.kernels.moments.couplings` on a GPU."""
+    """Run `torchcaps.kernels.moments.couplings` on a GPU. `keep` is that of `constants`."""
     problem = Problem(pose, None, transform, edge_lists, parent_sites, types, none_of_the_above)
     z = problem.plan.children
     out = problem.empty((problem.samples, z.parent_types, z.edges, z.types))
-    numbers = constants((0.0, variance_floor, inverse_temperature), problem.empty((0,)))
-    agreement = _with_log_sums(problem, constant, linear, quadratic, centre, numbers)
+    numbers = None
+    if inverse_temperature:
+        numbers = constants((0.0, variance_floor, inverse_temperature), problem.empty((0,)), keep)
+    agreement, _ = _with_log_sums(problem, (constant, linear, quadratic, centre), numbers)
     problem.per_child(_write_couplings, z.edges, agreement, out)
     return out
 
 
-def _with_log_sums(problem, constant, linear, quadratic, centre, numbers):
+def _with_log_sums(problem, agreement, numbers):
+    """Return the `Record` of an agreement for the kernels, and its log_sums."""
     log_sums = problem.of_softmaxes(2)
-    record = Record(constant, linear, quadratic, centre, log_sums, numbers=numbers)
-    agreement = completed(problem, record)
-    problem.per_child(_logsumexp, problem.plan.children.softmaxes, agreement, log_sums)
-    return agreement
+    record = completed(problem, Record(*agreement, log_sums, numbers=numbers))
+    problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums)
+    return record, log_sums

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.types import IntLikeType
 
-from torchcaps.kernels.memory import Layout, has_strides, samples_last_strides, statistics_dtype
+from torchcaps.kernels.memory import (
+    Layout,
+    contiguous,
+    has_strides,
+    sample_stride,
+    samples_last_strides,
+    statistics_dtype,
+)
 from torchcaps.kernels.moments import Record, shapes_of
 
 SAMPLES = 32
@@ -94,7 +101,7 @@ class Plan:
     def __init__(self, sizes: Any, batch: int, types: bool, none_of_the_above: bool) -> None:
         sites, _, rows, _, parent_sites, parent_types, columns, transforms, edges = sizes
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
-        blocks = max(SAMPLES, _power_of_2(batch)), SAMPLES, _power_of_2(rows), _power_of_2(columns)
+        blocks = sample_stride(batch), SAMPLES, _power_of_2(rows), _power_of_2(columns)
         constants: Any = (*sizes, types, int(none_of_the_above), *blocks, *begins)
         self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)
@@ -141,12 +148,14 @@ class Problem:
         self.samples, self.dtype = batch, statistics_dtype(pose.dtype)
         self.stride = self.plan.children.stride
         activation = None if activation is None else self.ordered(activation, batch, activation.dtype)
-        self.layer = Layer(self.ordered(pose, self.stride, pose.dtype), activation, transform.contiguous(), lists)
+        self.layer = Layer(
+            self.ordered(pose, self.stride, pose.dtype), activation, transform.contiguous().resolve_neg(), lists
+        )
 
     def ordered(self, tensor: Tensor, stride: int, dtype: Any) -> Tensor:
         """Convert a tensor to a dtype and to a memory order in which samples are contiguous, with room for `stride`."""
         strides = _strides(stride, tuple(tensor.shape[1:]))
-        if tensor.dtype == dtype and has_strides(tensor, strides):
+        if tensor.dtype == dtype and has_strides(tensor, strides) and not tensor.is_neg():
             return tensor
         return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor)
 
@@ -167,7 +176,8 @@ class Problem:
 
     def of_softmaxes(self, *sizes: int) -> Tensor:
         """Create an uninitialised tensor ``[B, …, G, C]``; see `Record`. The kernels use the order ``[…, G, C, B]``."""
-        return self.empty((self.samples, *sizes, self.plan.children.softmaxes, self.plan.children.types))
+        z = self.plan.children
+        return self.strided(contiguous(self.samples, *sizes, z.softmaxes, z.types))
 
     def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
         """Run a child-side kernel for `count` sites, softmaxes or edges."""
