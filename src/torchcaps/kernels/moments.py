@@ -317,7 +317,9 @@ def couplings(
     return output
 
 
-def _tokens(pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample):
+def _tokens(
+    pose, activation, transform, edge_lists, parent_sites, passes, types, none_of_the_above, by_sample, direct=False
+):  # fmt: skip
     shapes, dtype = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample), statistics_dtype(pose.dtype)
     zero = partial(torch.zeros, 1, dtype=dtype, device=pose.device)
     return [zero().expand(shape) for _ in range(passes) for shape, _ in shapes.record.values()]
