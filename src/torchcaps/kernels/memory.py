@@ -52,7 +52,7 @@ def padded(count: IntLikeType, lanes: int) -> IntLikeType:
 
 
 def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most_edges: int) -> bool:
-    """Return whether the SIMD lanes of the CPU hold samples rather than parent types.
+    """Return whether the SIMD lanes of the CPU hold samples rather than parent types; False on other devices.
 
     Lanes hold samples if each child site has its own transforms: several samples then share each read of a transform.
     Lanes also hold samples if parent types would leave many lanes empty, and the parents of a child fit into the cache.
