@@ -16,7 +16,7 @@ from problems import far, full_problem
 from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
-from torchcaps.kernels.memory import lanes_of, padded
+from torchcaps.kernels.memory import for_kernels, has_strides, lanes_of, padded, sample_stride, samples_last_strides
 from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes, kernel_arguments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -382,3 +382,34 @@ def test_sums_over_many_children_equal_the_reference(device):
     routing_map = RoutingMap.shared(16)
     case = problem(routing_map, parent_types=1, child_types=1)
     compare(device, case, routing_map, one_pass)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, batch):
+    def on_meta(x):
+        return [on_meta(y) for y in x] if isinstance(x, list) else x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    case, options = problem(SMALL, batch=batch), (False, True, False)
+    pose, activation, transform, *agreement = (x.to(device) for x in case.values())
+    layer = pose, activation, transform, SMALL.edge_lists.on(pose.device), SMALL.parent_sites
+    forward = [], *layer, *agreement, 0.1, 0.5, False, *options, True, False, 0.1
+    mass, mean, variance, largest, log_mass, log_sums, volume = operators.on_gpu("moments", *forward)
+    nothing, numbers = mean.new_empty(0), torch.tensor([0.1, 0.1, 0.5], dtype=mean.dtype, device=device)
+    record = [*agreement, log_sums, nothing, mean, largest, log_mass, variance, mass, mean, variance, volume, numbers]
+    calls = {
+        "moments": forward,
+        "moments_backward": (*layer, record, *options, True),
+        "votes_backward": (*layer, record, *options),
+        "couplings": (pose, *layer[2:], *agreement, 0.1, 0.5, *options),
+    }
+    for name, arguments in calls.items():
+        found = operators.on_gpu(name, *arguments)
+        expected = getattr(torch.ops.torchcaps, name)(*map(on_meta, arguments))
+        for one, right in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (right.shape, right.stride(), right.dtype), name
+
+
+@pytest.mark.parametrize("batch", [1, 32, 33])
+def test_poses_prepared_for_a_gpu_need_no_copy(batch):
+    pose = for_kernels(torch.empty(batch, 2, 3, 4, 4, device="meta"))
+    assert has_strides(pose, samples_last_strides((sample_stride(batch), 2, 3, 4, 4)))
