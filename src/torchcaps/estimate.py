@@ -104,7 +104,8 @@ def estimate(
     The steps use real batches. The module and the random state of PyTorch are not changed, so the trained weights are
     bit-identical with and without an estimate. After a warm-up step, steps are measured until about two seconds have
     passed, but at most six steps. If the warm-up step takes longer than two seconds on a CPU, its time is used instead.
-    On a GPU, the warm-up step includes the compilation of kernels, so its time is never used.
+    On a GPU, the warm-up step includes the compilation of kernels, so its time is never used, and validation is timed
+    in its second run.
 
     On a CPU, the estimated memory is the resident memory of the process: Python and its libraries, the images of all
     splits, weights, gradients, the state of the optimiser, and everything that a step allocates. On a GPU, the

@@ -83,9 +83,8 @@ class _OpenVotes(torch.autograd.Function):
     def forward(ctx: Any, pose: Tensor, activation: Tensor | None, transform: Tensor, *others: Any) -> Any:
         _keep_children(ctx, (pose, activation, transform, *others), None)
         passes = others[2]
-        dtype = statistics_dtype(
-            pose.dtype
-        )  # that of the gradients: autograd would convert others, without their record
+        # This is the dtype of the gradients: autograd would convert other gradients, and lose their record.
+        dtype = statistics_dtype(pose.dtype)
         return tuple([pose.new_empty(0, dtype=dtype) for _ in range(passes)])
 
     @staticmethod

@@ -19,6 +19,7 @@ __all__ = [
     "laid_out",
     "lanes_of",
     "padded",
+    "power_of_2",
     "sample_stride",
     "samples_in_lanes",
     "samples_last_strides",
@@ -73,10 +74,10 @@ def samples_in_lanes(pose: Tensor, transform: Tensor, own_transforms: bool, most
 
 
 def vector_strides(shape: Sequence[IntLikeType], by_sample: bool) -> tuple[IntLikeType, ...]:
-    """Return the strides that the CPU kernels use for ``[B, P, J, R, N]``, a tensor with one vector per parent.
+    """Return the strides that the kernels use for ``[B, P, J, R, N]``, a tensor with one vector per parent.
 
     The dimension along the SIMD lanes is contiguous. If the lanes hold parent types, the memory order is
-    ``[B, P, R, N, J]``. If the lanes hold samples (`by_sample`), it is ``[P, J, R, N, B]``.
+    ``[B, P, R, N, J]``. If the lanes hold samples (`by_sample`), it is ``[P, J, R, N, B]``, as always on a GPU.
     """
     if by_sample:
         return samples_last_strides(shape)
@@ -91,12 +92,24 @@ def samples_last_strides(shape: Sequence[IntLikeType]) -> tuple[IntLikeType, ...
 
 
 def sample_stride(batch: int) -> int:
-    """Return the distance between two numbers of a pose in the memory of a GPU: `batch`, rounded up to a power of 2."""
-    return 1 << (max(batch, 32) - 1).bit_length()
+    """Return the distance between two numbers of a pose in the memory of a GPU.
+
+    It is the batch size, rounded up to a power of 2 that is at least 32.
+    """
+    return power_of_2(max(batch, 32))
+
+
+def power_of_2(number: int) -> int:
+    """Round a positive number up to a power of 2."""
+    return 1 << (number - 1).bit_length()
 
 
 def for_kernels(of_children: Tensor) -> Tensor:
-    """Return poses or activations of children in the memory order that the kernels read."""
+    """Return poses or activations of children in the memory order that the kernels read.
+
+    While compiling, the batch size may be symbolic. Then poses are not padded, and the GPU kernels copy them if
+    `sample_stride` is not the batch size.
+    """
     if of_children.is_cpu:
         return of_children.contiguous()
     batch, *others = of_children.shape
@@ -108,8 +121,8 @@ def for_kernels(of_children: Tensor) -> Tensor:
 def constants(values: tuple[float, ...], like: Tensor, keep: bool) -> Tensor:
     """Return a tensor with these values, and with the dtype and the device of `like`. Do not change the tensor.
 
-    A tensor of several numbers needs several launches on a GPU, so `keep` keeps it for the next call. This must not be
-    used in compiled functions: a CUDA graph may own the memory that they allocate.
+    Making such a tensor takes several launches on a GPU; with `keep`, it is made once and kept. Do not use `keep` in
+    compiled functions: a CUDA graph may own the memory that they allocate.
     """
     if keep and like.is_cuda and not torch.cuda.is_current_stream_capturing():
         return _kept_constants(values, like.dtype, like.device)

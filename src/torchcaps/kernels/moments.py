@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
     G is the number of softmaxes per child type and sample; see `Shapes`. If the SIMD lanes hold samples, B′ is the
     batch size B, rounded up to a multiple of the lanes; otherwise B′ = B. `torchcaps.capsules` explains the other
-    dimension letters.
+    dimension letters. In GPU memory, log_sums and coupling_grads have the order ``[2, G, C, B]`` and ``[G, C, B]``.
 
     Arguments:
         constant, linear, quadratic, centre: tensors of the `Agreement` of the pass. If the inverse temperature in

@@ -16,9 +16,9 @@ _ORDINARY = PLAIN | {type(None), bool, int, float, list, tuple}
 
 
 def needs_the_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Return whether a compiler, a mode, torch.func, a profiler, a Tensor subclass or a device must intercept the call.
+    """Return whether a compiler, a mode, torch.func, a profiler or a Tensor subclass must intercept the call.
 
-    Devices other than CPUs and CUDA must, such as meta.
+    This is also true for a device that is neither a CPU nor a CUDA GPU.
     """
     return (
         torch.compiler.is_compiling()
@@ -50,7 +50,7 @@ def operator(like: Callable[..., Any], on_gpu: Callable[..., Any]) -> Callable[[
 
     A call through PyTorch's dispatcher and `torch.library` takes longer than the kernels need for one image. If nothing
     needs the dispatcher and the output needs no gradient, the function for the device is called directly. The attribute
-    ``direct`` of the operator always does so.
+    ``direct`` of the operator is a function that never uses the dispatcher.
 
     Arguments:
         like: function for fake tensors. It takes the arguments of the operator and returns uninitialised outputs.

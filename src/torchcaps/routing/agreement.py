@@ -55,8 +55,8 @@ class Moments(NamedTuple):
 
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
-    Use ``reshape`` or ``flatten`` instead of ``view``: the mean and the variance from the fused kernels are not always
-    contiguous in memory. An elementwise operation keeps the memory layout, so its result may not be contiguous either.
+    Use ``reshape`` or ``flatten`` instead of ``view``: tensors from the fused kernels are not always contiguous in
+    memory. An elementwise operation keeps the memory layout, so its result may not be contiguous either.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
@@ -83,8 +83,8 @@ class Gaussians(NamedTuple):
 
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
-    Use ``reshape`` or ``flatten`` instead of ``view``: as in `Moments`, the mean and the variance from the fused
-    kernels are not always contiguous in memory.
+    Use ``reshape`` or ``flatten`` instead of ``view``: as in `Moments`, tensors from the fused kernels are not always
+    contiguous in memory.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

@@ -28,7 +28,7 @@ observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context manager that switches autocast off, also for devices without autocast, such as meta."""
+    """Return a context manager that switches autocast off. The meta device has no autocast."""
     kind = device.type
     if torch.compiler.is_compiling():  # PyTorch 2.11 cannot compile is_autocast_available
         # An exported graph must contain the context, because it may later run under autocast.

@@ -1,6 +1,7 @@
 """Triton kernels that compute the moments of votes. The first call on a GPU imports this package.
 
-Each program handles a block of samples, a block of types, and one site, edge or transform. It keeps a tile of votes
+Each program handles a block of samples, a block of types, and one site, edge or transform; a program for transforms
+loops over all blocks of samples. It keeps a tile of votes
 ``[samples, types, rows, columns]`` in registers: each warp has one type, each thread of a warp has one sample, and so
 each thread has whole votes. Sums over the numbers of a vote need no other thread, and threads next to each other read
 numbers next to each other, because the samples are the last dimension in memory.

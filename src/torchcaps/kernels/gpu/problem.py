@@ -8,15 +8,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.types import IntLikeType
 
+from torchcaps.kernels import expect_one_device
 from torchcaps.kernels.memory import (
     Layout,
     contiguous,
     has_strides,
+    power_of_2,
     sample_stride,
     samples_last_strides,
     statistics_dtype,
 )
-from torchcaps.kernels.moments import Record, shapes_of
+from torchcaps.kernels.moments import Record, Shapes
 
 SAMPLES = 32
 """Number of samples in a tile: one for each thread of a warp."""
@@ -44,9 +46,9 @@ class Layer(NamedTuple):
 class Shape:
     """Compile-time constants of a kernel: all sizes except the batch size, block sizes, and offsets of edge lists.
 
-    The *own* types of a program are child types if `of_children` is 1, and parent types if it is 0. `stride` is the
-    distance in memory between two numbers of a pose: the batch size, rounded up to a power of two so that there are few
-    different kernels. As a constant, it saves the kernels many integer operations.
+    The *own* types of a program are child types if `of_children` is 1, and parent types if it is 0. `stride` is
+    `sample_stride`. As a constant, it saves the kernels many integer operations; as a power of two, it leaves only few
+    different kernels.
     """
 
     sites: int
@@ -77,7 +79,7 @@ class Shape:
 
     @property
     def block_types(self) -> int:
-        """The largest number of types that leaves at most an eighth of the warps without a type of their own."""
+        """The largest block whose missing types are at most an eighth of the types."""
         return next(block for block in TYPES if -self.own_types % block <= self.own_types / 8)
 
     @property
@@ -98,15 +100,19 @@ class Plan:
         scalar, vector: shapes and strides of tensors ``[B, P, J]`` and ``[B, P, J, R, N]`` with contiguous samples.
     """
 
-    def __init__(self, sizes: Any, batch: int, types: bool, none_of_the_above: bool) -> None:
-        sites, _, rows, _, parent_sites, parent_types, columns, transforms, edges = sizes
+    def __init__(
+        self, pose: Any, transform: Any, edge_lists: int, parent_sites: int, types: bool, none_of_the_above: bool
+    ) -> None:
+        shapes = Shapes(pose, transform, edge_lists, parent_sites, types, by_sample=False, lanes=1)
+        sizes: Any = shapes.sizes
+        batch, sites, child_types, parent_sites, parent_types, transforms, rows, inner, columns, edges = sizes
+        self.scalar, self.vector = shapes.scalar, shapes.vector
         begins = accumulate((3 * edges, sites + 1, parent_sites + 1, edges, transforms + 1))
-        blocks = sample_stride(batch), SAMPLES, _power_of_2(rows), _power_of_2(columns)
-        constants: Any = (*sizes, types, int(none_of_the_above), *blocks, *begins)
+        blocks = sample_stride(batch), SAMPLES, power_of_2(rows), power_of_2(columns)
+        ordered = (sites, child_types, rows, inner, parent_sites, parent_types, columns, transforms, edges)
+        constants: Any = (*ordered, types, int(none_of_the_above), *blocks, *begins)
         self.children = Shape(*constants, of_children=1)
         self.parents = replace(self.children, of_children=0)
-        vector = (batch, parent_sites, parent_types, rows, columns)
-        self.scalar, self.vector = ((shape, samples_last_strides(shape)) for shape in (vector[:3], vector))
         self.sample_blocks = -(-batch // SAMPLES)
         self.parent_programs = parent_sites * self.parents.type_blocks * self.sample_blocks
         self.parent_groups = _groups(self.parent_programs, edges // parent_sites)
@@ -114,10 +120,6 @@ class Plan:
         self.transform_groups = _groups(self.transform_programs // 4, edges // transforms)
         self.group_scalars = (self.parent_groups, parent_sites, parent_types, batch)
         self.group_vectors = (self.parent_groups, parent_sites, parent_types, rows, columns, blocks[0])
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length() if number else 1
 
 
 def _groups(programs: int, edges: int) -> int:
@@ -140,16 +142,12 @@ class Problem:
     """
 
     def __init__(self, pose, activation, transform, lists, parent_sites: int, types: bool, none_of_the_above: bool):
-        batch, *children = pose.shape
-        transforms, _, parent_types, _, columns = transform.shape
-        edges = shapes_of(pose, transform, lists, parent_sites, types, by_sample=False).edges
-        sizes = (*children, parent_sites, parent_types, columns, transforms, edges)
-        self.plan = _plan(sizes, batch, types, none_of_the_above)
-        self.samples, self.dtype = batch, statistics_dtype(pose.dtype)
-        self.stride = self.plan.children.stride
-        activation = None if activation is None else self.ordered(activation, batch, activation.dtype)
+        expect_one_device(pose, lists)
+        self.plan = _plan(pose.shape, transform.shape, lists.shape[0], parent_sites, types, none_of_the_above)
+        self.samples, self.dtype, stride = pose.shape[0], statistics_dtype(pose.dtype), self.plan.children.stride
+        activation = None if activation is None else self.ordered(activation, self.samples, activation.dtype)
         self.layer = Layer(
-            self.ordered(pose, self.stride, pose.dtype), activation, transform.contiguous().resolve_neg(), lists
+            self.ordered(pose, stride, pose.dtype), activation, transform.contiguous().resolve_neg(), lists
         )
 
     def ordered(self, tensor: Tensor, stride: int, dtype: Any) -> Tensor:
@@ -162,7 +160,7 @@ class Problem:
     def ordered_record(self, record: Record) -> Record:
         """Convert a record to one dtype and to the kernels' memory order, with None for empty tensors."""
         found = {name: x if x is not None and x.numel() else None for name, x in record._asdict().items()}
-        for names, stride in ((VECTORS, self.stride), (SCALARS, self.samples)):
+        for names, stride in ((VECTORS, self.plan.children.stride), (SCALARS, self.samples)):
             for name in names:
                 if (tensor := found.get(name)) is not None:
                     found[name] = self.ordered(tensor, stride, self.dtype)
