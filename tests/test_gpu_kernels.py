@@ -54,7 +54,11 @@ def device():
                 library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
         for module in ("kernels.operator", "routing.votes"):
             patch.setattr(f"torchcaps.{module}.needs_the_dispatcher", lambda arguments: True)
-        patch.setattr("torchcaps.kernels.gpu.problem.SAMPLES", 4)  # the interpreter also computes with missing samples
+        # The interpreter takes about as long for each program, whatever its size.
+        sizes = import_module("torchcaps.kernels.gpu.problem")
+        patch.setattr(sizes, "SAMPLES", 4)
+        patch.setattr(sizes, "PROGRAMS", 16)
+        patch.setattr(sizes.Shape, "block_types", property(lambda shape: 4))
         prepare_once(patch)
         yield "cpu"
         library._destroy()
