@@ -13,6 +13,7 @@ from PIL import Image
 from torchcaps import cli
 
 torch.set_num_threads(1)
+pytest_plugins = ["gpu_problems"]
 settings.register_profile("house", deadline=None, derandomize=True)  # the same examples in every run
 settings.register_profile("search", deadline=None)  # new examples in every run: --hypothesis-profile=search
 settings.load_profile("house")

@@ -1,121 +1,23 @@
 """The Triton kernels against the reference: on a GPU if there is one, otherwise in Triton's interpreter on the CPU."""
 
-import sys
-import warnings
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations
 
 import pytest
 import torch
 
-from problems import MAPS as ALL_MAPS
-from problems import far, full_problem
-from torchcaps import Capsules, RoutingMap, dynamic_routing, em_routing
-from torchcaps.kernels import _cpu
+from gpu_problems import CHILDREN, MAPS, PARTS, SMALL, Fused, problem
+from problems import far
+from torchcaps import RoutingMap
 from torchcaps.kernels import moments as operators
-from torchcaps.kernels.memory import for_kernels, has_strides, lanes_of, padded, sample_stride, samples_last_strides
-from torchcaps.routing.votes import Agreement, Gaussians, Moments, Votes, kernel_arguments
+from torchcaps.kernels.memory import lanes_of, padded
+from torchcaps.routing.votes import Agreement, Votes, kernel_arguments
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-MAPS = {
-    "dense": RoutingMap.dense(3),
-    "shared": RoutingMap.shared(5),
-    "conv": RoutingMap.conv((3, 2), 3, padding=1, stride=2),
-    **{name: ALL_MAPS[name] for name in ("one-parent", "irregular", "no-edges")},
-}
-SMALL = RoutingMap(torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 1]]), 2, 2, 2, (1, 2))
-POSES = {"matrix": (4, 4, 4), "vector": (1, 3, 5), "odd": (3, 2, 2)}
 Reference = partial(Votes, backend="reference")
-PARTS = ("constant", "linear", "quadratic", "centre")
 SUBSETS = [parts for count in range(5) for parts in combinations(PARTS, count)]
-CHILDREN = ("pose", "activation", "transform")
-
-
-@pytest.fixture(scope="module")
-def device():
-    """The device of the kernels: a GPU, or the CPU with Triton's interpreter, which reads the source of the kernels.
-
-    The kernels are imported without type checks. For the interpreter, the operators are registered for the CPU.
-    """
-    finders = sys.meta_path[:]
-    sys.meta_path[:] = [finder for finder in finders if "jaxtyping" not in type(finder).__module__]
-    import_module("torchcaps.kernels.gpu.moments")
-    sys.meta_path[:] = finders
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        library = torch.library.Library("torchcaps", "IMPL")
-        with warnings.catch_warnings(action="ignore"):
-            for name in ("moments", "moments_backward", "votes_backward", "couplings"):
-                library.impl(name, partial(operators.on_gpu, name), "CPU", allow_override=True)
-        for module in ("kernels.operator", "routing.votes"):
-            patch.setattr(f"torchcaps.{module}.needs_the_dispatcher", lambda arguments: True)
-        # The interpreter takes about as long for each program, whatever its size.
-        sizes = import_module("torchcaps.kernels.gpu.problem")
-        patch.setattr(sizes, "SAMPLES", 4)
-        patch.setattr(sizes, "PROGRAMS", 16)
-        patch.setattr(sizes.Shape, "block_types", property(lambda shape: 4))
-        prepare_once(patch)
-        yield "cpu"
-        library._destroy()
-
-
-def prepare_once(patch):
-    """Let Triton's interpreter prepare each module only once; preparing it at every call takes half of the time."""
-    interpreter, prepared = import_module("triton.runtime.interpreter"), set()
-
-    def call(function, *arguments, **options):
-        if id(function.fn.__globals__) not in prepared:
-            prepared.add(id(function.fn.__globals__))
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*arguments, **options)
-
-    patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-
-
-class Fused:
-    """The same interface as `Votes`, computed by the operators."""
-
-    def __init__(self, pose, activation, transform, routing_map, competition="parents", none_of_the_above=False):
-        self.children = (pose, activation, transform, routing_map.edge_lists.on(pose.device))
-        self.detached = [None if x is None else x.detach() for x in self.children]
-        self.sites, self.options = routing_map.parent_sites, (competition == "types", none_of_the_above, False)
-        self.tokens = operators.open_votes(*self.children, self.sites, 3, *self.options)
-
-    def run(self, agreement, *options):
-        size = len(operators.Record._fields)
-        tokens, self.tokens = self.tokens[:size], self.tokens[size:]
-        even = agreement is None
-        layer = *self.detached, self.sites, *kernel_arguments(agreement or Agreement()), even, *self.options
-        return operators.moments(tokens, *layer, *options)
-
-    def moments(self, agreement=None, *, variance=True, constant_couplings=False):
-        mass, mean, second, *_ = self.run(agreement, variance, constant_couplings, None)
-        return Moments(mass, mean, second if variance else None)
-
-    def gaussians(self, agreement=None, *, floor):
-        mass, mean, variance, _, _, _, log_volume = self.run(agreement, True, False, floor)
-        return Gaussians(mass, mean, variance, log_volume)
-
-    def couplings(self, agreement):
-        pose, _, *others = self.detached
-        return operators.couplings(pose, *others, self.sites, *kernel_arguments(agreement), *self.options)
-
-
-def problem(routing_map, parent_types=3, pose="vector", batch=2, child_types=2):
-    """Pose, activation, transform and the parts of an agreement, keyed by name, in float64."""
-    rows, _, columns = POSES[pose]
-    pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSES[pose], child_types, batch)
-    parents = (batch, routing_map.parent_sites, parent_types)
-    constant, *vectors = (
-        torch.randn(parents).double(),
-        *(0.5 * torch.randn(*parents, rows, columns).double() for _ in range(3)),
-    )
-    return dict(zip((*CHILDREN, *PARTS), (0.5 * pose, activation, transform, constant, *vectors), strict=True))
 
 
 def everything(votes, case, routing_map, rule, device="cpu", dtype=torch.float64, **options):
@@ -223,62 +125,6 @@ def test_every_kind_of_pass_equals_the_reference(device, rule):
 )
 def test_several_passes_equal_the_reference(device, rule, competition):
     compare(device, problem(SMALL), SMALL, rule, competition=competition)
-
-
-@pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
-def test_rules_equal_the_reference(device):
-    """The rules call `Votes`, as in a layer."""
-    tensors, results = full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2), []
-    for backend, where in (("fused", device), ("reference", "cpu")):
-        leaves = [x.to(where, copy=True).requires_grad_() for x in tensors]
-        pose, activation, transform, *betas = leaves
-        routing_map = replace(SMALL, edges=SMALL.edges.to(where))
-        by_em = em_routing(Capsules(0.3 * pose, activation), transform, routing_map, *betas, backend=backend)
-        by_agreement = dynamic_routing(pose, transform, routing_map, leaky=True, backend=backend)
-        (by_em.pose.square().sum() + by_em.activation.sum() + by_agreement.pose[..., 0].sum()).backward()
-        outputs = (*by_em, by_agreement.pose)
-        results.append([x.detach().cpu() for x in (*outputs, *(leaf.grad for leaf in leaves))])
-    for found, right in zip(*results, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
-
-
-@pytest.fixture
-def direct(device, monkeypatch):
-    """The device of the kernels; the rules call them without PyTorch's dispatcher, also in the interpreter."""
-    if device == "cpu":
-        monkeypatch.setattr("torchcaps.kernels.CPU_DTYPES", (torch.float32, torch.float64, torch.bfloat16))
-        monkeypatch.setattr("torchcaps.routing.votes.needs_the_dispatcher", lambda arguments: False)
-        monkeypatch.setattr(operators.moments, "direct", partial(operators.on_gpu, "moments", direct=True))
-    return device
-
-
-def passes_of_em(tensors, device, backend):
-    """The parents of EM routing, and the gradients of children and transforms."""
-    pose, activation, transform, *betas = (x.to(device) for x in tensors)
-    leaves = [x.detach().requires_grad_() for x in (pose, activation, transform)]
-    routing_map = replace(SMALL, edges=SMALL.edges.to(device))
-    parents = em_routing(Capsules(*leaves[:2]), leaves[2], routing_map, *betas, backend=backend)
-    found = torch.autograd.grad(parents.pose.double().square().sum() + parents.activation.double().sum(), leaves)
-    return [x.detach().double().cpu() for x in (*parents, *found)]
-
-
-@pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
-def test_half_precision_without_the_dispatcher_equals_the_reference(direct):
-    tensors = [x.bfloat16() for x in full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=2)]
-    for found, right in zip(
-        passes_of_em(tensors, direct, "fused"), passes_of_em(tensors, "cpu", "reference"), strict=True
-    ):
-        assert far(found, right) < 0.02
-
-
-@pytest.mark.skipif(_cpu is None and not torch.cuda.is_available(), reason="the operators are not built")
-def test_negative_views_equal_the_reference(direct):
-    tensors = full_problem(SMALL, 3, POSES["vector"], child_types=2, batch=1)
-    negative = [torch._neg_view(-x.to(direct)) for x in tensors]
-    for found, right in zip(
-        passes_of_em(negative, direct, "fused"), passes_of_em(tensors, "cpu", "reference"), strict=True
-    ):
-        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
 
 
 def test_couplings_equal_the_reference(device):
@@ -421,34 +267,3 @@ def test_sums_over_many_children_equal_the_reference(device):
     routing_map = RoutingMap.shared(16)
     case = problem(routing_map, parent_types=1, child_types=1)
     compare(device, case, routing_map, one_pass)
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, batch):
-    def on_meta(x):
-        return [on_meta(y) for y in x] if isinstance(x, list) else x.to("meta") if isinstance(x, torch.Tensor) else x
-
-    case, options = problem(SMALL, batch=batch), (False, True, False)
-    pose, activation, transform, *agreement = (x.to(device) for x in case.values())
-    layer = pose, activation, transform, SMALL.edge_lists.on(pose.device), SMALL.parent_sites
-    forward = [], *layer, *agreement, 0.1, 0.5, False, *options, True, False, 0.1
-    mass, mean, variance, largest, log_mass, log_sums, volume = operators.on_gpu("moments", *forward)
-    nothing, numbers = mean.new_empty(0), torch.tensor([0.1, 0.1, 0.5], dtype=mean.dtype, device=device)
-    record = [*agreement, log_sums, nothing, mean, largest, log_mass, variance, mass, mean, variance, volume, numbers]
-    calls = {
-        "moments": forward,
-        "moments_backward": (*layer, record, *options, True),
-        "votes_backward": (*layer, record, *options),
-        "couplings": (pose, *layer[2:], *agreement, 0.1, 0.5, *options),
-    }
-    for name, arguments in calls.items():
-        found = operators.on_gpu(name, *arguments)
-        expected = getattr(torch.ops.torchcaps, name)(*map(on_meta, arguments))
-        for one, right in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True):
-            assert (one.shape, one.stride(), one.dtype) == (right.shape, right.stride(), right.dtype), name
-
-
-@pytest.mark.parametrize("batch", [1, 32, 33])
-def test_poses_prepared_for_a_gpu_need_no_copy(batch):
-    pose = for_kernels(torch.empty(batch, 2, 3, 4, 4, device="meta"))
-    assert has_strides(pose, samples_last_strides((sample_stride(batch), 2, 3, 4, 4)))
