@@ -303,9 +303,6 @@ def has_fused(program):
 
 @built
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.filterwarnings(
-    "ignore:The given buffer is not writable:UserWarning"
-)  # of torch.export.load in PyTorch 2.11
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_saved_exported_program_gives_the_same_prediction_for_any_batch_size(name):
     model = small(name)

@@ -52,7 +52,7 @@ def test_a_network_with_a_head_learns_two_classes_with_every_rule(rule):
         image[label, 2:7, 3:9] += 0.5
     network = nn.Sequential(backbone_of(), CapsuleHead((6, 4, 5), 2, types=4, routing=rule))
     optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
-    for _ in range(100):
+    for _ in range(60):
         optimizer.zero_grad()
         activation_logit_cross_entropy(network(images).scores, labels).backward()
         optimizer.step()

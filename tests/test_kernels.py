@@ -180,7 +180,6 @@ def test_the_gradients_of_a_single_output_equal_the_reference(part):
         torch.testing.assert_close(found, torch.zeros_like(found) if right is None else right, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # of torch.profiler in PyTorch 2.11
 def test_the_backward_pass_allocates_less_than_half_of_what_the_forward_pass_saves():
     """Autograd must not allocate zeros as gradients of the tensors that the forward pass saves."""
     children = Capsules(torch.randn(4, 9, 1, 4, 4, requires_grad=True), torch.rand(4, 9, 1))

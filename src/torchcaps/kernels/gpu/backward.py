@@ -41,6 +41,7 @@ from torchcaps.kernels.gpu.votes import (
     tiny_of,
     transforms_at,
     vectors,
+    votes_along,
     votes_of,
 )
 from torchcaps.kernels.moments import Record, children_grads
@@ -121,9 +122,9 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in range(z.types):
-            children = children_of(layer, site, child_type, program, z, dtype)
-            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            children, votes, softmax = votes_along(
+                layer, edge, site, kernel, child_type, parent_type, program, z, dtype
+            )
             log_c, d = log_couplings(votes, record, parents, softmax, z)
             _, c_grad, _ = _coupling_grads(votes, log_c, children.a, record, parents, is_vote)
             logit_grad = _logit_grads(log_c, children.a, c_grad, record, softmax, is_vote)

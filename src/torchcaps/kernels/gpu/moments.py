@@ -22,6 +22,7 @@ from torchcaps.kernels.gpu.votes import (
     sum_of_numbers,
     tiny_of,
     vectors,
+    votes_along,
     votes_of,
 )
 from torchcaps.kernels.memory import constants
@@ -78,9 +79,9 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
         for child_type in range(z.types):
-            children = children_of(layer, site, child_type, program, z, dtype)
-            votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
-            softmax = softmax_of(layer.lists, site, edge, child_type, program, z)
+            children, votes, softmax = votes_along(
+                layer, edge, site, kernel, child_type, parent_type, program, z, dtype
+            )
             log_c, _ = log_couplings(votes, agreement, parents, softmax, z)
             a = children.a
             used = ((a < tiny_of(dtype)) == 0) & program.is_vote & (log_c != -float("inf"))

@@ -236,6 +236,14 @@ def votes_of(columns, rows, z: tl.constexpr):
 
 
 @triton.jit
+def votes_along(layer, edge, site, kernel, child_type, parent_type, program, z: tl.constexpr, dtype: tl.constexpr):
+    """Return the `Children` of a type, their votes for the own parents along an edge, and the votes' `Softmax`."""
+    children = children_of(layer, site, child_type, program, z, dtype)
+    votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
+    return children, votes, softmax_of(layer.lists, site, edge, child_type, program, z)
+
+
+@triton.jit
 def load(pointer, mask, masked: tl.constexpr):
     """Load numbers; if `masked` is True, numbers outside the mask are 0."""
     return tl.load(pointer, mask, 0) if masked else tl.load(pointer)
