@@ -36,9 +36,9 @@ class TrainingModule(lightning.LightningModule):
     """
 
     tested: Int64[Tensor, "K K"]
-    """Confusion matrix of the last test. Rows are true classes, and columns are predicted classes."""
+    """Confusion matrix of the last test, on the CPU. Rows are true classes, and columns are predicted classes."""
     scored: Float[Tensor, "N K+1"] | None
-    """Scores (K columns) and true class (last column) of each image of the last test, from all processes.
+    """Scores (K columns) and true class (last column) of each image of the last test, from all processes, on the CPU.
 
     The images are in the order of the split. None if images show several classes.
     """
@@ -182,8 +182,9 @@ class TrainingModule(lightning.LightningModule):
             self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))
 
     def on_test_epoch_end(self) -> None:
-        self.tested = self.confusion.compute()
-        self.log("test_accuracy_percent", accuracy_percent(self.tested))
+        confusion = self.confusion.compute()
+        self.log("test_accuracy_percent", accuracy_percent(confusion))
+        self.tested = confusion.cpu()
         self.confusion.reset()
         if self.gathered.update_called:
             gathered, processes = self.gathered.compute().cpu(), self.trainer.world_size
