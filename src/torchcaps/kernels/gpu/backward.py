@@ -17,7 +17,7 @@ With constant couplings, γ is used only as the gradient of a, and ḡ_logit is 
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gpu.problem import Problem
+from torchcaps.kernels.gpu.problem import REGISTERS, Problem
 from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
@@ -96,7 +96,7 @@ def _sum_over_softmax(layer, record, out, samples, unit, z: tl.constexpr):
     gamma = tl.full([z.block_samples, z.block_types], 0, dtype)
     for edge in range(begin, end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
-        for parent_type in range(z.parent_types):
+        for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows_of(layer, kernel, child_type, parent_type, program, z, dtype), z)
             parents = parents_of(record, places, z)
@@ -121,7 +121,7 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
-        for child_type in range(z.types):
+        for child_type in tl.range(0, z.types, loop_unroll_factor=2):
             children, votes, softmax = votes_along(
                 layer, edge, site, kernel, child_type, parent_type, program, z, dtype
             )
@@ -325,7 +325,7 @@ def moments_backward(
     record = completed(problem, Record(*record))
     coupling_grads = problem.of_softmaxes()
     coupling_grads.completed = record
-    problem.per_child(_sum_over_softmax, problem.plan.children.softmaxes, record, coupling_grads)
+    problem.per_child(_sum_over_softmax, problem.plan.children.softmaxes, record, coupling_grads, registers=128)
     grads = [None] * 4
     if agreement_grads:
         constant, *vectors = record[:4]
@@ -339,7 +339,7 @@ def moments_backward(
             None if quadratic_grad is None else problem.empty(problem.plan.group_vectors),
         )
         record = record._replace(coupling_grads=coupling_grads)
-        problem.per_group(_sum_at_parents, record, *sums)
+        problem.per_group(_sum_at_parents, record, *sums, registers=REGISTERS if quadratic_grad is not None else 128)
         problem.per_parent(_agreement_grads, record, sums, tuple(grads))
     return coupling_grads, *(problem.empty((0,)) if grad is None else grad for grad in grads)
 

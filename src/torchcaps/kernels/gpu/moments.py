@@ -43,7 +43,7 @@ def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
     total = tl.full([z.block_samples, z.block_types], 1.0 if z.none_of_the_above else 0.0, dtype)
     for edge in range(begin, end):
         _site, parent_site, kernel = ends_of(layer.lists, edge, z)
-        for parent_type in range(z.parent_types):
+        for parent_type in tl.range(0, z.parent_types, loop_unroll_factor=2):
             places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
@@ -78,7 +78,7 @@ def _m_step(layer, agreement, tops, masses, means, variances, group_count, sampl
     for place in range(begin, end):
         edge = tl.load(layer.lists + z.parent_edge + place)
         site, _parent_site, kernel = ends_of(layer.lists, edge, z)
-        for child_type in range(z.types):
+        for child_type in tl.range(0, z.types, loop_unroll_factor=2):
             children, votes, softmax = votes_along(
                 layer, edge, site, kernel, child_type, parent_type, program, z, dtype
             )
@@ -185,7 +185,8 @@ def moments(
         problem.empty(problem.plan.group_vectors),
     )
     variances = problem.empty(problem.plan.group_vectors) if with_variance else None
-    problem.per_group(_m_step, agreement, tops, masses, means, variances)
+    registers = 168 if with_variance else 128
+    problem.per_group(_m_step, agreement, tops, masses, means, variances, registers=registers)
     mass, largest, log_mass, mean = (
         problem.strided(problem.plan.scalar),
         problem.strided(problem.plan.scalar),
@@ -220,5 +221,5 @@ def _with_log_sums(problem, agreement, numbers):
     """Return the `Record` of an agreement for the kernels, and its log_sums."""
     log_sums = problem.of_softmaxes(2)
     record = completed(problem, Record(*agreement, log_sums, numbers=numbers))
-    problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums)
+    problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums, registers=128)
     return record, log_sums

@@ -1,7 +1,7 @@
 """The inputs of the Triton kernels for a layer's votes: tensors, sizes, block sizes and launch grids."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -28,6 +28,12 @@ PROGRAMS = 1024
 """Number of programs that keeps the largest GPUs busy. If there are fewer, each program's edges are split into groups.
 
 Programs for transforms are split into more groups, because they load all poses and parents again for each vote.
+"""
+REGISTERS = 255
+"""Largest number of registers of a thread. Without any limit, the compiler uses fewer registers and loads later.
+
+Some kernels set a lower limit, so that more warps run at the same time. These limits were measured on an H200. They
+hold for votes of up to 16 float32 numbers. For longer votes, the limit is 255.
 """
 VECTORS = ("linear", "quadratic", "centre", "mean", "variance", "mean_grad", "variance_grad")
 SCALARS = ("constant", "largest", "log_mass", "mass_grad", "log_volume_grad")
@@ -73,20 +79,20 @@ class Shape:
     kernel_edge: int
     of_children: int
 
-    @property
+    @cached_property
     def own_types(self) -> int:
         return self.types if self.of_children else self.parent_types
 
-    @property
+    @cached_property
     def block_types(self) -> int:
         """The largest block whose missing types are at most an eighth of the types."""
         return next(block for block in TYPES if -self.own_types % block <= self.own_types / 8)
 
-    @property
+    @cached_property
     def type_blocks(self) -> int:
         return -(-self.own_types // self.block_types)
 
-    @property
+    @cached_property
     def softmaxes(self) -> int:
         """Number of softmaxes G per child type and sample: one per child site, or per edge if `types_compete`."""
         return self.edges if self.types_compete else self.sites
@@ -177,27 +183,30 @@ class Problem:
         z = self.plan.children
         return self.strided(contiguous(self.samples, *sizes, z.softmaxes, z.types))
 
-    def per_child(self, kernel: Any, count: int, *arguments: Any) -> None:
+    def per_child(self, kernel: Any, count: int, *arguments: Any, registers: int = REGISTERS) -> None:
         """Run a child-side kernel for `count` sites, softmaxes or edges."""
         z = self.plan.children
-        self._launch(kernel, z, count * z.type_blocks * self.plan.sample_blocks, self.layer, *arguments)
+        programs = count * z.type_blocks * self.plan.sample_blocks
+        self._launch(kernel, z, programs, self.layer, *arguments, registers=registers)
 
     def per_parent(self, kernel: Any, *arguments: Any) -> None:
         """Run a parent-side kernel that combines the results for groups of children."""
         plan = self.plan
         self._launch(kernel, plan.parents, plan.parent_programs, *arguments, plan.parent_groups)
 
-    def per_group(self, kernel: Any, *arguments: Any) -> None:
+    def per_group(self, kernel: Any, *arguments: Any, registers: int = REGISTERS) -> None:
         """Run a parent-side kernel for each group of a parent's children."""
         plan = self.plan
         programs = plan.parent_programs * plan.parent_groups
-        self._launch(kernel, plan.parents, programs, self.layer, *arguments, plan.parent_groups)
+        self._launch(kernel, plan.parents, programs, self.layer, *arguments, plan.parent_groups, registers=registers)
 
     def per_transform(self, kernel: Any, *arguments: Any) -> None:
         plan = self.plan
         programs = plan.transform_programs * plan.transform_groups
         self._launch(kernel, plan.children, programs, self.layer, *arguments, plan.transform_groups)
 
-    def _launch(self, kernel: Any, z: Shape, programs: int, *arguments: Any) -> None:
+    def _launch(self, kernel: Any, z: Shape, programs: int, *arguments: Any, registers: int = REGISTERS) -> None:
+        if z.block_rows * z.block_columns * self.dtype.itemsize > 64:
+            registers = REGISTERS
         if programs:
-            kernel[(programs,)](*arguments, self.samples, 1, z, num_warps=z.block_types)
+            kernel[(programs,)](*arguments, self.samples, 1, z, num_warps=z.block_types, maxnreg=registers)
