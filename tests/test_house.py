@@ -37,6 +37,7 @@ FLOORS = {
     "chosen_epoch": 4,
     "classifier": 4,
     "confusion": 4,
+    "devices": 4,
     "environment": 4,
     "estimate": 4,
     "fine_tuning": 4,

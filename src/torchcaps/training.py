@@ -1,6 +1,5 @@
 """Training and evaluation with Lightning, independent of any particular dataset or model."""
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
+from torchcaps.devices import check_devices, check_shares, reproducible
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
@@ -43,6 +43,7 @@ FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 """Cure in an error message if a worker process of a training ends."""
 
 
+@reproducible()
 def fit(
     recipe: Recipe,
     splits: Splits,
@@ -129,34 +130,6 @@ def fit(
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
         return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)
-
-
-def check_devices(devices: int, recipe: Recipe) -> None:
-    """Check that every batch can be split evenly among the processes.
-
-    Raises:
-        BadInput: `devices` is below 1 or does not divide the batch size.
-    """
-    together = math.prod(processes(devices))
-    if together < 1 or recipe.batch_size % together:
-        raise BadInput(
-            f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
-        )
-
-
-def check_shares(splits: Splits, devices: int) -> None:
-    """Check that every split has at least one image for each process.
-
-    Raises:
-        BadInput: a split has fewer images than there are processes.
-    """
-    together = math.prod(processes(devices))
-    for name, images in vars(splits).items():
-        if not len(images):
-            raise BadInput(f"the {name} split has no images: add images to each class")
-        if len(images) < together:
-            count = f"{len(images)} image{'' if len(images) == 1 else 's'}"
-            raise BadInput(f"the {name} split has {count}, but devices is {together}: use at most {len(images)}")
 
 
 def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
@@ -306,7 +279,6 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
         plugins=[AtomicCheckpoints()],
-        deterministic=True,
         enable_progress_bar=show_bar,
         enable_model_summary=False,
         use_distributed_sampler=False,

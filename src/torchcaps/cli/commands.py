@@ -90,13 +90,14 @@ def train(
 ) -> None:
     """Train the network of a recipe. At the end, evaluate the network once on the test images."""
     from torchcaps.data import check_source, load_splits
+    from torchcaps.devices import check_devices, check_shares
     from torchcaps.environment import first_process
     from torchcaps.estimate import print_estimate
     from torchcaps.fine_tuning import load_matching
     from torchcaps.loggers import check_logger
     from torchcaps.recipes import OWN_IMAGES, create_recipe
     from torchcaps.run_folder import existing_run, read_rows
-    from torchcaps.training import check_devices, check_shares, fit, new_module
+    from torchcaps.training import fit, new_module
 
     changes = dict(setting(text) for text in settings or [])
     flags = {"data": data, "epochs": epochs, "batch_size": batch_size, "learning_rate": lr, "seed": seed}

@@ -1,0 +1,69 @@
+"""Devices of a training run: checks of their number, deterministic algorithms, and clear errors if memory runs out."""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchcaps.data import Splits
+from torchcaps.environment import processes
+from torchcaps.errors import BadInput
+from torchcaps.recipe import Recipe
+
+
+def check_devices(devices: int, recipe: Recipe) -> None:
+    """Check that every batch can be split evenly among the processes.
+
+    Raises:
+        BadInput: `devices` is below 1 or does not divide the batch size.
+    """
+    together = math.prod(processes(devices))
+    if together < 1 or recipe.batch_size % together:
+        raise BadInput(
+            f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
+        )
+
+
+def check_shares(splits: Splits, devices: int) -> None:
+    """Check that every split has at least one image for each process.
+
+    Raises:
+        BadInput: a split has fewer images than there are processes.
+    """
+    together = math.prod(processes(devices))
+    for name, images in vars(splits).items():
+        if not len(images):
+            raise BadInput(f"the {name} split has no images: add images to each class")
+        if len(images) < together:
+            count = f"{len(images)} image{'' if len(images) == 1 else 's'}"
+            raise BadInput(f"the {name} split has {count}, but devices is {together}: use at most {len(images)}")
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Use deterministic algorithms, and restore the settings of PyTorch at the end.
+
+    An operation without a deterministic algorithm causes a warning of PyTorch. Uninitialised memory is not filled,
+    although this is PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such
+    memory.
+    """
+    from torch._inductor import config
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch can read it only at the first matrix product
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    compiling = getattr(config, "deterministic", None)  # the next lines change it, but not in old versions of PyTorch
+    filling, timing = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+        torch.backends.cudnn.benchmark = timing
+        if compiling is not None:
+            config.deterministic = compiling
