@@ -21,6 +21,8 @@ settings.load_profile("house")
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
+TWO_PROCESSES = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
+"""Mark of tests that train in two processes: on a machine with GPUs, each process needs a GPU."""
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read once, when Triton is imported: torch.compile does so too
 

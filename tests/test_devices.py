@@ -67,3 +67,11 @@ def test_the_command_shows_the_warning_of_an_operation_that_is_not_deterministic
     assert code == 0
     assert error.startswith("warning: put_ does not have a deterministic implementation")
     assert error.count("warning: ") == 1
+
+
+def test_more_devices_than_gpus_are_refused_before_anything_is_written(refused, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    words = ("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--batch-size", 8, "--devices", 2)
+    assert "devices is 2, but this machine has 1 GPU: use at most 1" in refused(*words)
+    assert not (tmp_path / "run").exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import ENVIRONMENT, SMALL_CAPSNET, train
+from conftest import ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 
 MODELS = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
@@ -102,6 +102,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+@TWO_PROCESSES
 @pytest.mark.slow
 def test_a_decoder_without_reconstruction_loss_does_not_stop_two_processes(command, images, tmp_path):
     settings = ("--set", "reconstruction_weight=0", "--epochs", 1, "--batch-size", 8, "--devices", 2)
@@ -111,6 +112,7 @@ def test_a_decoder_without_reconstruction_loss_does_not_stop_two_processes(comma
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
+@TWO_PROCESSES
 @pytest.mark.slow
 def test_torchrun_trains_on_one_machine_and_on_two(command, images, tmp_path):
     """This machine plays both machines. The weights must equal those of two processes that Lightning starts."""

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, train
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
 from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preparation, Splits, load_splits
@@ -169,7 +169,8 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call
 
 
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, images, tmp_path):
+def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, images, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     other = {"val": "test", "test": "val"}[split]
     paths = sorted(images.glob("*/*.png"))
     of_path = dict.fromkeys(paths, "train") | dict.fromkeys([paths[1], paths[-1]], other) | {paths[0]: split}
@@ -181,6 +182,7 @@ def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, ima
     assert not (tmp_path / "run").exists()
 
 
+@TWO_PROCESSES
 @pytest.mark.filterwarnings("ignore")
 def test_two_processes_train_together(command, images, tmp_path):
     done = train(command, images, tmp_path / "run", "--epochs", 2, "--batch-size", 8, "--devices", 2)

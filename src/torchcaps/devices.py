@@ -14,16 +14,19 @@ from torchcaps.recipe import Recipe
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
-    """Check that every batch can be split evenly among the processes.
+    """Check that every batch can be split evenly among the processes, and that every process has a GPU if there is one.
 
     Raises:
-        BadInput: `devices` is below 1 or does not divide the batch size.
+        BadInput: `devices` is below 1, does not divide the batch size, or is larger than the number of GPUs.
     """
-    together = math.prod(processes(devices))
+    here, together = processes(devices)[0], math.prod(processes(devices))
     if together < 1 or recipe.batch_size % together:
         raise BadInput(
             f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
         )
+    if torch.cuda.is_available() and here > (gpus := torch.cuda.device_count()):
+        count = f"{gpus} GPU{'' if gpus == 1 else 's'}"
+        raise BadInput(f"devices is {here}, but this machine has {count}: use at most {gpus}")
 
 
 def check_shares(splits: Splits, devices: int) -> None:
