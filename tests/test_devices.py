@@ -1,13 +1,17 @@
 """Settings of PyTorch, devices and GPU memory during training and evaluation, as far as a CPU can show them."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._inductor import config
 
+from conftest import SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
-from torchcaps.training import fit
+from torchcaps import BadInput, Classifier, PooledCNN, Preparation
+from torchcaps.devices import clear_memory_errors
+from torchcaps.training import evaluate, fit
 from torchcaps.training_module import TrainingModule
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -75,3 +79,53 @@ def test_more_devices_than_gpus_are_refused_before_anything_is_written(refused, 
     words = ("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--batch-size", 8, "--devices", 2)
     assert "devices is 2, but this machine has 1 GPU: use at most 1" in refused(*words)
     assert not (tmp_path / "run").exists()
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+
+
+CURE = "the memory of the GPU ran out: use smaller batches"
+
+
+def test_memory_of_the_gpu_that_runs_out_in_the_training_is_one_line(refused, images, tmp_path, monkeypatch):
+    words = ("train", "capsnet-mnist", "--data", images, "--epochs", 1, *SMALL_CAPSNET, "--out", tmp_path / "run")
+    monkeypatch.setattr("torchcaps.estimate._Steps.train", out_of_memory)
+    assert CURE in refused(*words, "--dry-run")
+    monkeypatch.setattr("torchcaps.estimate.print_estimate", lambda *_, **__: None)
+    monkeypatch.setattr(TrainingModule, "training_step", out_of_memory)
+    assert CURE in refused(*words)
+
+
+def test_memory_of_the_gpu_that_runs_out_in_a_prediction_is_one_line(monkeypatch):
+    network = PooledCNN((1, 28, 28), 10)
+    monkeypatch.setattr(PooledCNN, "forward", out_of_memory)
+    with pytest.raises(BadInput, match=CURE):
+        evaluate(network, SPLITS.test)
+    with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory, or move the network to the CPU"):
+        Classifier(network, SPLITS.test.class_names, (1, 28, 28), Preparation()).predict(SPLITS.test.pixels[:1])
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(BadInput, match="smaller"), clear_memory_errors("smaller"):
+        raise RuntimeError("CUDA error: out of memory")
+    with pytest.raises(RuntimeError, match="other"), clear_memory_errors("smaller"):
+        raise RuntimeError("other")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
+    """The meta device plays the GPU. Like Lightning, the replaced function moves the model to the CPU."""
+
+    def test(trainer, module, *_):
+        module.to_empty(device="cpu")
+        if fails:
+            raise KeyboardInterrupt
+        module.tested, module.scored = torch.eye(10).long(), None
+        return 50.0
+
+    monkeypatch.setattr("torchcaps.training._test", test)
+    network = PooledCNN((1, 28, 28), 10).to("meta")
+    with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+        evaluate(network, SPLITS.test)
+    assert {weights.device.type for weights in network.parameters()} == {"meta"}

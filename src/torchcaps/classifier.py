@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchcaps.checks import described
 from torchcaps.data import Preparation, read_image
+from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
@@ -155,6 +156,7 @@ class Classifier:
             raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preparation)
 
+    @clear_memory_errors("free memory, or move the network to the CPU: classifier.model.cpu()")
     def predict(
         self, images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"]
     ) -> Answer:
@@ -168,7 +170,8 @@ class Classifier:
                 must have this shape.
 
         Raises:
-            BadInput: a file cannot be read as an image; `images` is empty; or the pixels have the wrong dtype or shape.
+            BadInput: a file cannot be read as an image; `images` is empty; the pixels have the wrong dtype or shape; or
+                the memory of the GPU runs out.
         """
         if isinstance(images, str | Path):
             images = [images]

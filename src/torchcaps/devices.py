@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -11,6 +12,9 @@ from torchcaps.data import Splits
 from torchcaps.environment import processes
 from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
+
+SMALLER_BATCHES = "use smaller batches (--batch-size), or free memory"
+"""Cure in an error message if the memory of a GPU runs out."""
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -58,15 +62,31 @@ def reproducible() -> Iterator[None]:
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     compiling = getattr(config, "deterministic", None)  # the next lines change it, but not in old versions of PyTorch
-    filling, timing = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark
+    options: Any = torch.utils.deterministic
+    filling, timing = options.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     try:
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        options.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filling
+        options.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = timing
         if compiling is not None:
             config.deterministic = compiling
+
+
+@contextmanager
+def clear_memory_errors(cure: str) -> Iterator[None]:
+    """Raise `BadInput` if the memory of a GPU runs out.
+
+    Arguments:
+        cure: what the user can do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "CUDA error: out of memory" not in str(error):
+            raise
+        raise BadInput(f"the memory of the GPU ran out: {cure}") from error

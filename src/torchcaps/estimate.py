@@ -20,6 +20,7 @@ from torch import nn
 
 from torchcaps.batches import ImageBatches, SplitBatches, default_workers
 from torchcaps.data import DATASETS, Splits
+from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
 from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
@@ -90,6 +91,7 @@ class Estimate:
         )
 
 
+@clear_memory_errors(SMALLER_BATCHES)
 def estimate(
     module: TrainingModule,
     splits: Splits,
@@ -119,6 +121,9 @@ def estimate(
         devices: number of processes that train together. The estimate itself runs in one process.
         workers: number of worker processes that load images, over all devices. They are not started for the estimate.
         say: function that is called with a message if the estimate takes longer than ten seconds.
+
+    Raises:
+        BadInput: the memory of the GPU runs out.
     """
     recipe = module.recipe
     kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"

@@ -23,7 +23,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
-from torchcaps.devices import check_devices, check_shares, reproducible
+from torchcaps.devices import SMALLER_BATCHES, check_devices, check_shares, clear_memory_errors, reproducible
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
@@ -43,6 +43,7 @@ FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 """Cure in an error message if a worker process of a training ends."""
 
 
+@clear_memory_errors(SMALLER_BATCHES)
 @reproducible()
 def fit(
     recipe: Recipe,
@@ -90,7 +91,7 @@ def fit(
     Raises:
         BadInput: a setting is invalid; a split has no images; the folder contains a run and `resume` is False; the
             folder contains files but no recipe.json; the run was started with other data or settings; a file cannot be
-            read or written.
+            read or written; or the memory of the GPU runs out.
         Diverged: the loss is not finite.
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
 
@@ -150,8 +151,10 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         return module  # it computes its loss in its own way
     check_loss(recipe.loss, recipe.model, cast(Pretrained, module.model).logits)
+    labels = splits.train.labels[:1]
+    scores = torch.full((1, classes), 0.5, device=labels.device)
     try:
-        module.loss_of_scores(torch.full((1, classes), 0.5), splits.train.labels[:1], dict(recipe.loss_options))
+        module.loss_of_scores(scores, labels, dict(recipe.loss_options))
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"loss {recipe.loss} cannot run with these options: {first_line(error)}") from error
     return module
@@ -164,9 +167,10 @@ def _new_model(recipe: Recipe, images: Images) -> nn.Module:
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
     model = create_model(recipe.model, **options).eval()
+    blank = torch.zeros(1, *cast(Pretrained, model).options["image_shape"], device=next(model.parameters()).device)
     try:
         with torch.inference_mode():
-            model(torch.zeros(1, *cast(Pretrained, model).options["image_shape"]))
+            model(blank)
     except (ValueError, RuntimeError, MemoryError) as error:
         raise BadInput(f"model {recipe.model} cannot run with these options: {error}") from error
     check_loadable(cast(Pretrained, model))  # not only at the end of the training
@@ -328,6 +332,7 @@ class Evaluation(NamedTuple):
     scores: Float[Tensor, "N K"] | None
 
 
+@clear_memory_errors(SMALLER_BATCHES)
 def evaluate(
     model: nn.Module,
     images: Images,
@@ -339,17 +344,21 @@ def evaluate(
 ) -> Evaluation:
     """Compute the accuracy and the confusion matrix of a model on a split, using one device.
 
+    At the end, the model is on the device where it was before.
+
     Arguments:
         model: a model of `MODELS`, or a `MeanScores` of several models.
         images: images of the split.
         preparation: conversion of the images to the model's input. By default, the input is the whole image with pixels
             in [0, 1].
-        batch_size: images per batch; the result does not depend on the batch size.
+        batch_size: images per batch. The result does not depend on it, except for rounding errors on a GPU.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
             float32.
         loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
+
     Raises:
-        BadInput: `precision` is unknown, a score is not finite, or the model has another number of classes.
+        BadInput: `precision` is unknown, a score is not finite, the model has another number of classes, or the memory
+            of the GPU runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
@@ -367,6 +376,10 @@ def evaluate(
     )
     batches = ImageBatches(images, preparation or Preparation())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
-    accuracy = _test(trainer, module, loader, "free memory, or use smaller batches (--batch-size)")
+    device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
+    try:
+        accuracy = _test(trainer, module, loader, "free memory, or use smaller batches (--batch-size)")
+    finally:
+        model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]
     return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)
