@@ -123,6 +123,44 @@ def test_the_estimator_can_be_cloned_copied_pickled_and_searched():
     assert pipeline.set_params(capsuleclassifier__epochs=4).fit(X.reshape(40, -1), y).score(X.reshape(40, -1), y) == 1
 
 
+def test_a_change_of_the_device_has_no_effect_until_the_next_fit():
+    X, y = halves()
+    network = short(epochs=1).fit(X, y)
+    right = network.decision_function(X)
+    assert np.array_equal(network.set_params(device="meta").decision_function(X), right)
+
+
+def test_a_pickle_has_the_network_on_the_cpu(monkeypatch):
+    """The meta device plays the GPU."""
+    network = short(epochs=1).fit(*halves())
+    network.model_.to("meta")
+    monkeypatch.setattr(torch.nn.Module, "cpu", lambda module: module.to_empty(device="cpu"))
+    state = pickle.dumps(network)
+    assert {weights.device.type for weights in pickle.loads(state).model_.parameters()} == {"cpu"}
+    assert {weights.device.type for weights in network.model_.parameters()} == {"meta"}
+
+
+def test_training_on_the_cpu_does_not_seed_the_gpus(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    torch.manual_seed(7)
+    short(epochs=1).fit(*halves())
+    assert seeded == [7]
+
+
+def test_gpu_memory_that_runs_out_is_refused(monkeypatch):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    X, y = halves()
+    network = short(epochs=1).fit(X, y)
+    monkeypatch.setattr("torchcaps.models.EfficientCapsNet.forward", out_of_memory)
+    with pytest.raises(BadInput, match="the memory of the GPU ran out: use a smaller batch_size"):
+        network.fit(X, y)
+    with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory"):
+        network.decision_function(X)
+
+
 def test_class_weights_raise_the_recall_of_a_rare_class():
     """The classes have 200 and 10 noisy images. Without weights, every image is predicted as the frequent class."""
 

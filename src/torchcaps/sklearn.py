@@ -1,7 +1,9 @@
 """`CapsuleClassifier`: a capsule network as a scikit-learn classifier of image arrays."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput, Diverged, first_line, nearest
 from torchcaps.losses import LOSSES, check_loss
 from torchcaps.models import MODELS, create_model
@@ -61,7 +64,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             ``[N, features]``, or if images of height 1 or 3 have more than four channels. One of the sizes may be -1;
             it is then computed from the number of features. For example, ``(1, -1)`` makes each row of X an image of
             height 1.
-        device: device of the network, such as ``"cpu"`` or ``"cuda"``.
+        device: device on which `fit` trains the network, such as ``"cpu"`` or ``"cuda"``. In a pickle, the network is
+            on the CPU.
         random_state: seed of the initial weights and the order of the images: None, an integer or a ``RandomState``.
         verbose: print the loss of each epoch.
 
@@ -114,6 +118,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         self.random_state = random_state
         self.verbose = verbose
 
+    @clear_memory_errors("use a smaller batch_size, or free memory")
     def fit(self, X: Any, y: Any) -> "CapsuleClassifier":
         """Train a new network.
 
@@ -137,17 +142,17 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         self.mean_, self.scale_ = float(X.mean(dtype=np.float64)), float(X.std(dtype=np.float64)) or 1.0
         images = self._prepared(X)
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            network = self._network(images.shape[1:], recipe)
-            try:
-                network = network.to(self.device, torch.float32)
-            except (RuntimeError, AssertionError) as error:
-                raise BadInput(f"device is {self.device!r}, which cannot be used: {first_line(error)}") from error
+        try:
+            device = torch.empty(0, device=self.device).device
+        except (RuntimeError, AssertionError) as error:
+            raise BadInput(f"device is {self.device!r}, which cannot be used: {first_line(error)}") from error
+        with _seeded(seed, device):
+            network = self._network(images.shape[1:], recipe).to(device, torch.float32)
             self.loss_curve_ = _train(network, images, torch.from_numpy(labels), weights, recipe, self.verbose)
         self.model_ = network.eval()
         return self
 
+    @clear_memory_errors("free memory, or move the network to the CPU: model_.cpu()")
     def decision_function(self, X: Any) -> np.ndarray:
         """Compute the score of each class: activations of the class capsules, or logits of a network without capsules.
 
@@ -165,8 +170,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         if X.shape[1:] != self.image_shape_:
             raise BadInput(f"X has images of shape {X.shape[1:]}: give images of shape {self.image_shape_}, as in fit")
         images = self._prepared(X)
+        device = next(self.model_.parameters()).device
         with torch.inference_mode():
-            parts = [self.model_(part.to(self.device)).scores.double().cpu() for part in images.split(64)]
+            parts = [self.model_(part.to(device)).scores.double().cpu() for part in images.split(64)]
         scores = torch.cat(parts).numpy()
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
@@ -178,6 +184,13 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         """
         scores = self.decision_function(X)
         return self.classes_[(scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(axis=1)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with the network on the CPU, so that a computer without a GPU can load a pickle."""
+        state = {**super().__getstate__()}  # without a copy, this is the dictionary of the estimator itself
+        if "model_" in state and next(self.model_.parameters()).device.type != "cpu":
+            state["model_"] = deepcopy(self.model_).cpu()
+        return state
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -257,6 +270,19 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         return network
 
 
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the random numbers of the CPU and of one device, and at the end set them back. Other GPUs keep theirs."""
+    gpus = [device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
+        if device.type == "mps":
+            torch.mps.manual_seed(seed)
+        yield
+
+
 def _train(
     network: nn.Module, images: Tensor, labels: Tensor, weights: Tensor | None, recipe: Recipe, verbose: bool
 ) -> list[float]:
@@ -268,7 +294,7 @@ def _train(
     curve: list[float] = []
     for epoch in range(recipe.epochs):
         total = 0.0
-        for batch in torch.randperm(len(images)).tensor_split([*starts][1:]):
+        for batch in torch.randperm(len(images), device="cpu").tensor_split([*starts][1:]):
             scores = network(images[batch].to(device)).scores
             options = {} if weights is None else {"weights": weights[batch].to(device)}
             loss = LOSSES[recipe.loss](scores, labels[batch].to(device), **options)
