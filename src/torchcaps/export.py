@@ -171,7 +171,7 @@ def _compared_on(images: Images, runtime: str, run: Run, own: Run, file: str | P
 def _scores_and_speed(run: Run, images: Images) -> tuple[Float[Tensor, "N K"], float | None]:
     """Return the scores of all images and the median speed in images per second, without the first batch."""
     scores, seconds = [], []
-    for indices in torch.arange(len(images)).split(BATCH):
+    for indices in torch.arange(len(images), device="cpu").split(BATCH):
         pixels = images.batch(indices)
         begin = perf_counter()
         scores.append(run(pixels))
@@ -197,7 +197,8 @@ def _quiet() -> Iterator[None]:
 
 def _random(count: int, shape: tuple[int, int, int]) -> UInt8[Tensor, "N C H W"]:
     """Draw the same random images in every call, without changing the random state."""
-    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    random = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=random, device="cpu")
 
 
 def _unfused(network: nn.Module) -> nn.Module:

@@ -126,7 +126,7 @@ def in_the_image(
     values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
     axes = []
     for axis, pixels in ((0, height), (1, width)):
-        site = (torch.arange(pixels) - place.first[axis]) / place.step[axis]
+        site = (torch.arange(pixels, device=below.device) - place.first[axis]) / place.step[axis]
         axes.append(2 * site / max(1, place.grid[axis] - 1) - 1 if place.grid[axis] > 1 else 2 * site)
     places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
     found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)

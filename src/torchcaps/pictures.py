@@ -71,7 +71,7 @@ def save_reconstructions(
         True if a picture was written, False if the model has no decoder.
     """
     step = max(1, len(images) // count)
-    return _draw(model, preparation, images.subset(torch.arange(0, len(images), step)[:count]), path, always=False)
+    return _draw(model, preparation, images.subset(range(0, len(images), step)[:count]), path, always=False)
 
 
 def save_worst(

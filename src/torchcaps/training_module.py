@@ -84,7 +84,7 @@ class TrainingModule(lightning.LightningModule):
         others, share = labels, 1.0
         if recipe.mixup and train:
             share = float(torch.distributions.Beta(recipe.mixup, recipe.mixup).sample())
-            order = torch.randperm(len(images)).to(images.device)
+            order = torch.randperm(len(images), device="cpu").to(images.device)
             images, others = share * images + (1 - share) * images[order], labels[order]
         prediction = self.model(images, labels)
         options = dict(recipe.loss_options)
@@ -162,7 +162,8 @@ class TrainingModule(lightning.LightningModule):
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
         rank = validation_rank(float(reached), float(loss))
-        self.log("validation_rank", torch.tensor(rank, dtype=torch.float64))  # float32 would round the loss away
+        exact = torch.tensor(rank, dtype=torch.float64, device="cpu")  # float32 would round the loss away
+        self.log("validation_rank", exact)
         self.confusion.reset()
 
     def on_test_epoch_start(self) -> None:
@@ -189,8 +190,8 @@ class TrainingModule(lightning.LightningModule):
         if self.gathered.update_called:
             gathered, processes = self.gathered.compute().cpu(), self.trainer.world_size
             # `SplitBatches` gives process r the images r, r + processes, r + 2 * processes, ...
-            order = torch.cat([torch.arange(first, len(gathered), processes) for first in range(processes)])
-            self.scored = gathered[order.argsort()]
+            order = np.concatenate([np.arange(first, len(gathered), processes) for first in range(processes)])
+            self.scored = gathered[torch.from_numpy(order.argsort())]
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed the random numbers of dropout at the first batch of each epoch.

@@ -283,7 +283,7 @@ def load_test_images(
     elif folder.is_dir():
         has_test = (folder / "test").is_dir() and bool(folders_in(folder / "test"))
         images = list_folder(folder / "test" if has_test else folder)
-        chosen = torch.arange(len(images.labels)) if has_test else None
+        chosen = torch.arange(len(images.labels), device="cpu") if has_test else None
     else:
         raise BadInput(f"{folder_or_table}: no folder or table exists at this path; give an existing path")
     if unknown := [name for name in images.class_names if name not in class_names]:
@@ -291,9 +291,10 @@ def load_test_images(
             f"{folder_or_table} has the class {unknown[0]}, but the network was trained on {', '.join(class_names)}: "
             "use images of these classes"
         )
-    numbers = torch.tensor([class_names.index(name) for name in images.class_names])
+    numbers = torch.tensor([class_names.index(name) for name in images.class_names], device="cpu")
     images = replace(images, labels=numbers[images.labels], class_names=tuple(class_names))
-    rows, none = torch.arange(len(images.labels)) if chosen is None else chosen, torch.arange(0)
+    rows = torch.arange(len(images.labels), device="cpu") if chosen is None else chosen
+    none = rows[:0]
     splits, remarks = read_list(images, [none, none, rows], **options, cache=cache)
     for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=2)

@@ -30,7 +30,7 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
     """
     shape = repr(images.image_shape).encode()
     digests = b""
-    for indices in torch.arange(len(images)).split(AT_ONCE):
+    for indices in torch.arange(len(images), device="cpu").split(AT_ONCE):
         rows = images.batch(indices).contiguous().numpy().reshape(len(indices), -1)
         digests += b"".join(hashlib.blake2b(row.data, digest_size=8, key=shape).digest() for row in rows)
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)

@@ -87,7 +87,7 @@ class ImageFiles:
         Raises:
             BadInput: an image cannot be read, or its size differs from `shape` and `resize` is False.
         """
-        pixels = torch.empty(len(self), *shape, dtype=torch.uint8)
+        pixels = torch.empty(len(self), *shape, dtype=torch.uint8, device="cpu")
         for row, index in enumerate(self.indices.tolist()):
             name = self.source.name(index)
             image, _ = decode(self.source.read(index), name, shape[0], shape[1:] if resize else None)

@@ -86,9 +86,9 @@ def list_folder(root: Path, validation: bool = True) -> ImageList:
     files = [file for tree in trees.values() for members in tree.values() for file in members]
     labels = [label for tree in trees.values() for label, members in enumerate(tree.values()) for _ in members]
     lengths = [sum(map(len, tree.values())) for tree in trees.values()]
-    rows = dict(zip(trees, torch.arange(len(files)).split(lengths), strict=True))
+    rows = dict(zip(trees, torch.arange(len(files), device="cpu").split(lengths), strict=True))
     remarks = [*_remarks_on_folders(root, skipped, ignored, class_names)]
-    return ImageList(str(root), Paths(files), torch.tensor(labels), class_names, rows, remarks)
+    return ImageList(str(root), Paths(files), torch.tensor(labels, device="cpu"), class_names, rows, remarks)
 
 
 def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:

@@ -82,7 +82,7 @@ class ImageList:
             rest, chosen = cut_indices(self.labels[train], test_fraction, seed)
             train, test = train[rest], train[chosen]
         if held_out is None:
-            held_out = torch.arange(0)
+            held_out = torch.arange(0, device="cpu")
             if validation is not None:
                 rest, chosen = cut_indices(self.labels[train], *validation)
                 train, held_out = train[rest], train[chosen]
@@ -157,7 +157,7 @@ def train_and_test(images: ImageList, test_fraction: float, seed: int, **options
         options: as for `read_list`.
     """
     train, _, test = images.split(test_fraction, seed, None)
-    read, remarks = read_list(images, [train, torch.arange(0), test], **options)
+    read, remarks = read_list(images, [train, torch.arange(0, device="cpu"), test], **options)
     for remark in remarks:
         warnings.warn(remark, DataWarning, stacklevel=3)
     return read.train, read.test
@@ -244,7 +244,7 @@ def _check_size(source: Source, place: int, index: int, size: tuple[int, ...], f
 
 def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor:
     try:
-        return torch.empty(count, channels, height, width, dtype=torch.uint8)
+        return torch.empty(count, channels, height, width, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise BadInput(
             f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"

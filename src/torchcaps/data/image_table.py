@@ -324,6 +324,6 @@ def _image_list(
         class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()
     if len(class_names) < 2:
         raise BadInput(f"{name}: has only the class {class_names[0]}; give images of at least 2 classes")
-    rows = {split: torch.tensor(indices) for split, indices in splits.items()}
+    rows = {split: torch.tensor(indices, device="cpu") for split, indices in splits.items()}
     remarks = [*remarks_on_names(name, class_names, "write both the same way")]
-    return ImageList(name, source, torch.tensor(labels), tuple(class_names), rows, remarks)
+    return ImageList(name, source, torch.tensor(labels, device="cpu"), tuple(class_names), rows, remarks)

@@ -68,7 +68,7 @@ class Images:
 
     def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> "Images":
         """Return the images at `indices`, in that order, with the same class names."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         attributes = {name: values[chosen] for name, values in self.attributes.items()}
         files = None if self.files is None else self.files.subset(chosen)
         return Images(self.pixels[chosen], self.labels[chosen], self.class_names, attributes, files)
@@ -86,11 +86,11 @@ class Images:
             >>> len(images.where(azimuth=[0, 4]))
             2
         """
-        chosen = torch.ones(len(self), dtype=torch.bool)
+        chosen = torch.ones(len(self), dtype=torch.bool, device="cpu")
         for name, values in allowed.items():
             if name not in self.attributes:
                 raise BadInput(f"unknown attribute {name!r}{nearest(name, self.attributes)}")
-            chosen &= torch.isin(self.attributes[name], torch.tensor([*values]))
+            chosen &= torch.isin(self.attributes[name], torch.tensor([*values], device="cpu"))
         return self.subset(chosen.nonzero().flatten())
 
 
@@ -139,7 +139,7 @@ class ImagesOnDisk(Images):
 
     def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> Images:
         """Return the images at `indices`, in that order, with the same class names; nothing is decoded."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
         files, labels = self.files.subset(chosen), self.labels[chosen]
         return ImagesOnDisk(files, labels, self.class_names, self.decoded_shape, self.resize)
 
@@ -205,7 +205,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
     if attribute not in images.attributes:
         known = nearest(attribute, images.attributes) if images.attributes else "; these images have no attributes"
         raise BadInput(f"unknown attribute {attribute!r}{known}")
-    held_out = torch.zeros(len(images), dtype=torch.bool)
+    held_out = torch.zeros(len(images), dtype=torch.bool, device="cpu")
     for label in images.labels.unique().tolist():
         members = images.labels == label
         values = images.attributes[attribute][members].unique()
@@ -227,7 +227,7 @@ def cut_indices(
         raise BadInput(f"fraction is {fraction}; give a number above 0 and below 1")
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    held_out = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()
         count = min(max(round(fraction * len(members)), 1), len(members) - 1)

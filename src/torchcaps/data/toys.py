@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     rendered = {}
     for split, instance, category in _tracked(jobs, progress):
         rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
-    grid = torch.cartesian_prod(torch.tensor(ELEVATIONS), torch.tensor(AZIMUTHS), torch.tensor(LIGHTINGS)).numpy()
+    grid = np.array([*product(ELEVATIONS, AZIMUTHS, LIGHTINGS)])
     sums = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,18 +204,16 @@ def cast(
     Returns:
         For each ray, the unit normal of the surface that it hits, and whether it hits a surface.
     """
-    place, right, up, towards = (
-        torch.tensor(np.stack(part), dtype=torch.float32) for part in zip(*cameras, strict=True)
-    )
-    across = ((torch.arange(width) + 0.5) / width * 2 - 1) * HALF_WIDTH / DISTANCE
+    place, right, up, towards = (torch.from_numpy(np.stack(part)).float() for part in zip(*cameras, strict=True))
+    across = ((torch.arange(width, device=place.device) + 0.5) / width * 2 - 1) * HALF_WIDTH / DISTANCE
     x, y = across.repeat(width), -across.repeat_interleave(width)
-    nearest = torch.full((len(cameras), width * width), torch.inf)
-    normals = torch.zeros(len(cameras), 3, width * width)
+    nearest = place.new_full((len(cameras), width * width), torch.inf)
+    normals = place.new_zeros(len(cameras), 3, width * width)
     for solid in solids:
-        turn = torch.tensor(solid.rotation(), dtype=torch.float32)
-        half = torch.tensor(solid.half_sizes, dtype=torch.float32)
+        turn = place.new_tensor(solid.rotation())
+        half = place.new_tensor(solid.half_sizes)
         into = turn.T / half[:, None]
-        start = _product(place - torch.tensor(solid.centre, dtype=torch.float32), into)
+        start = _product(place - place.new_tensor(solid.centre), into)
         ahead, aside, above = (_product(part, into)[:, :, None] for part in (-towards, right, up))
         distance, normal = MEETINGS[solid.kind](start[:, :, None], ahead + x * aside + y * above, solid.taper)
         closer = distance < nearest
@@ -274,7 +273,7 @@ def _meet_cylinder(start: Tensor, ray: Tensor, taper: float) -> tuple[Tensor, Te
         width = middle + slope * end
         closer = (point[:, 0] ** 2 + point[:, 1] ** 2 <= width**2) & (distance > 0) & (distance < best)
         best = torch.where(closer, distance, best)
-        cap = torch.tensor([0.0, 0.0, end])[None, :, None].expand_as(point)
+        cap = ray.new_tensor([0.0, 0.0, end])[None, :, None].expand_as(point)
         normal = torch.where(closer[:, None], cap, normal)
     return best, normal
 

@@ -169,7 +169,7 @@ class Explorer:
         if not isinstance(classifier.model, PooledCapsNet) or found.image.shape[2] < 1.5 * found.image.shape[1]:
             return []
         present = [index for index, score in enumerate(found.scores.tolist()) if score > 0.5]
-        columns = torch.arange(found.support.shape[3])
+        columns = torch.arange(found.support.shape[3], device="cpu")
         centres = {index: float((found.support[-1, index].sum(dim=0) * columns).sum()) for index in present}
         return [found.class_names[index] for index in sorted(present, key=lambda index: centres[index])]
 
@@ -252,7 +252,7 @@ def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UIn
         raise BadInput("this network has no decoder to draw the image of a changed pose: use a network with a decoder")
     best, device = found.best, next(decoder.parameters()).device
     poses = found.poses[None, None].clone()
-    poses[0, 0, best] = torch.tensor(pose).view_as(found.poses[best])
+    poses[0, 0, best] = torch.tensor(pose, device="cpu").view_as(found.poses[best])
     with torch.inference_mode():
         return enlarged(decoder(poses.to(device), torch.tensor([best], device=device))[0].cpu())
 
