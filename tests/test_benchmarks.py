@@ -13,6 +13,7 @@ from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
 from torchcaps.benchmarks.routing import Problem, check_agreement, dynamic_layer, em_stack
 from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
+from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 
 
@@ -81,6 +82,13 @@ def test_results_are_written_with_hardware_and_versions(tmp_path):
     assert (row["command"], row["seed"]) == ("torchcaps bench a", "0")
     assert row["processor"]
     assert int(row["threads"]) == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_results_name_the_gpu_only_if_it_was_measured(on_cpu, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchcaps.benchmarks.environment", lambda: {**environment(), "gpu": "H200"})
+    write_csv(tmp_path / "some.csv", [{"case": "a"}], "torchcaps bench a", on_cpu=on_cpu)
+    assert next(csv.DictReader((tmp_path / "some.csv").read_text().splitlines()))["gpu"] == ("" if on_cpu else "H200")
 
 
 def test_the_plot_of_memory_is_written(tmp_path):

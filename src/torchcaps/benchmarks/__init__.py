@@ -109,9 +109,16 @@ def peak_bytes(work: Way) -> int:
         ) from error
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str) -> None:
-    """Write rows to a CSV file atomically. The command, commit, hardware and versions are added to each row."""
-    here = environment()
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], command: str, *, on_cpu: bool = False) -> None:
+    """Write rows to a CSV file atomically. The command, commit, hardware and versions are added to each row.
+
+    Arguments:
+        path: CSV file to write; its folder is created if absent.
+        rows: rows with the same keys.
+        command: command that measured the rows.
+        on_cpu: whether the rows were measured on the CPU even if there is a GPU; then no GPU is named.
+    """
+    here = environment() | ({"gpu": None} if on_cpu else {})
     beside = {"command": command, "seed": 0, "torch": torch.__version__}
     beside |= {name: here[name] for name in ("commit", "processor", "threads", "gpu")}
     text = io.StringIO()

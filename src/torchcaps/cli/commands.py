@@ -336,7 +336,8 @@ def bench(
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
     if out:
-        write_csv(out, rows, f"torchcaps bench {what} --repeats {repeats} --heap {heap}")
+        command = f"torchcaps bench {what} --repeats {repeats} --heap {heap}"
+        write_csv(out, rows, command, on_cpu=what == "devices")
     if plot:
         draw_growth(rows, plot)
 

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from matplotlib.figure import Figure
 
-from torchcaps.benchmarks import compare
+from torchcaps.benchmarks import DEVICE, compare
 from torchcaps.benchmarks.training import capsnet_step
 from torchcaps.errors import BadInput
 from torchcaps.experiments.study import Outcome, Row, Study, part
@@ -65,9 +65,10 @@ def run(study: Study) -> Outcome:
         return float(compare("CapsNet, batch 100", ways, images=100, repeats=study.choose(2, 10, 10))[0]["median ms"])
 
     step = study.cached(part(PORT, 0), "step", compute) / 1000
+    where = "GPU" if DEVICE == "cuda" else "CPU"
     rows.append(
         Row(
-            f"{PORT}: training steps only, float32 with materialised votes on the CPU, {step:.2f} s per step",
+            f"{PORT}: training steps only, float32 with materialised votes on the {where}, {step:.2f} s per step",
             [epochs_of_port * math.ceil(images / 100) * step / 60],
             unit="min",
         )
