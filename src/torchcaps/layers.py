@@ -59,7 +59,7 @@ class CapsuleLayer(TransformModule):
         return self
 
     def _constants(self) -> list[Constant]:
-        return [self.routing_map.constant]
+        return [self.routing_map.constant, self.routing_map.edge_lists, self.routing_map.place_by_child]
 
     def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
         """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``."""
