@@ -77,6 +77,8 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "this installation was built without the fused kernels"
     if not on_cpu and not _TRITON:
         return "triton is not installed"
+    if not on_cpu and not torch.compiler.is_compiling() and _too_old(pose.device.index):
+        return "triton needs a GPU of compute capability 7.0 or higher"
     if dtype not in (CPU_DTYPES if on_cpu else GPU_DTYPES):
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
@@ -86,6 +88,11 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
     if in_torch_func():
         return "the fused kernels do not support torch.func or forward-mode differentiation"
     return None
+
+
+@cache
+def _too_old(gpu: int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(gpu) < (7, 0)
 
 
 def in_torch_func() -> bool:
