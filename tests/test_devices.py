@@ -3,14 +3,21 @@
 import os
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor import config
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from conftest import SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
-from torchcaps import BadInput, Classifier, PooledCNN, Preparation
+from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preparation, kernels, margin_loss
+from torchcaps.batches import Batches, ImageBatches
+from torchcaps.capsules import check_labels
 from torchcaps.devices import clear_memory_errors
+from torchcaps.routing_map import Constant
 from torchcaps.training import evaluate, fit
 from torchcaps.training_module import TrainingModule
 
@@ -129,3 +136,54 @@ def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
         evaluate(network, SPLITS.test)
     assert {weights.device.type for weights in network.parameters()} == {"meta"}
+
+
+def test_batches_are_pinned_for_a_gpu_and_errors_of_workers_pass(monkeypatch):
+    def loader():
+        return Batches(ImageBatches(SPLITS.test, Preparation()), np.arange(20), 8)
+
+    for gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        assert loader().pin_memory is gpu
+    error = BadInput("a damaged image")
+    assert pin_memory(error) is error
+
+
+def test_labels_are_checked_with_one_transfer():
+    transfers = []
+
+    class Transfers(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__, torch.Tensor.__bool__):
+                transfers.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Transfers():
+        check_labels(torch.arange(3), 3)
+        margin_loss(torch.rand(2, 2), torch.rand(2, 2))
+    assert transfers == 2 * [torch.Tensor.tolist]
+
+
+@pytest.mark.parametrize("add_coordinates", [False, True])
+def test_a_moved_layer_copies_all_constants_that_routing_uses(add_coordinates, monkeypatch):
+    layer = ClassCaps(torch.rand(4, 2), 3, 2, (2, 2), add_coordinates)
+    copied, used, on = [], [], Constant.on
+    monkeypatch.setattr(Constant, "on", lambda constant, device: copied.append(constant) or on(constant, device))
+    layer.to("cpu")
+    monkeypatch.setattr(Constant, "on", lambda constant, device: used.append(constant) or on(constant, device))
+    layer(Capsules(torch.rand(1, 4, 3, 2, 2), torch.rand(1, 4, 3)), return_couplings=True)
+    assert len({*map(id, used)}) > add_coordinates
+    assert {*map(id, used)} <= {*map(id, copied)}
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
+def test_triton_is_not_chosen_on_gpus_that_it_does_not_support(capability, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(kernels, "_TRITON", True)
+    kernels._too_old.cache_clear()
+    with FakeTensorMode():
+        pose, transform = torch.empty(1, 2, 3, 1, 4, device="cuda"), torch.empty(2, 3, 2, 4, 4, device="cuda")
+        found = kernels.obstacle(pose, transform, torch.float32)
+    kernels._too_old.cache_clear()
+    assert found == (None if fits else "triton needs a GPU of compute capability 7.0 or higher")

@@ -61,7 +61,8 @@ class Batches(DataLoader):
 
     def __init__(self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int = 0) -> None:
         parts = np.split(order, batch_starts(len(order), batch_size)[1:])
-        super().__init__(batches, sampler=parts, batch_size=None, num_workers=min(workers, len(parts)))
+        options: dict[str, Any] = {"num_workers": min(workers, len(parts)), "pin_memory": torch.cuda.is_available()}
+        super().__init__(batches, sampler=parts, batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:

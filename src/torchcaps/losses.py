@@ -329,7 +329,7 @@ def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> No
 
 def _check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
     if has_values(tensor) and tensor.numel():
-        low, high = (bound.item() for bound in tensor.detach().aminmax())
+        low, high = torch.stack(tensor.detach().aminmax()).tolist()  # one transfer from a GPU
         if low < least or high > most:
             raise ValueError(f"{name} must be in [{least:g}, {most:g}]; got {low:g} to {high:g}")
 
