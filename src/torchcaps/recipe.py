@@ -112,8 +112,8 @@ class Recipe:
         choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
-            supports bf16 natively, else float32. On NVIDIA GPUs, PyTorch's default is to compute float32 convolutions
-            in TF32, which has the precision of 10 bits.
+            supports bf16 natively, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is TF32,
+            which rounds their inputs to about three decimal digits.
 
     Raises:
         BadInput: a setting has the wrong type or is out of range, or two settings exclude each other.
