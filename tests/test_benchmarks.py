@@ -11,7 +11,7 @@ import torch
 from torchcaps.benchmarks import compare, peak_bytes, write_csv
 from torchcaps.benchmarks.devices import bench_devices
 from torchcaps.benchmarks.memory import GROWTH, WAYS, draw_growth
-from torchcaps.benchmarks.routing import Problem, check_agreement, dynamic_layer, em_stack
+from torchcaps.benchmarks.routing import Problem, bench_routing, check_agreement, dynamic_layer, em_stack
 from torchcaps.benchmarks.rules import MATERIALISED, rule_stack
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
@@ -67,6 +67,17 @@ def test_implementations_that_disagree_are_not_timed():
     different = Problem([weight], {}, [(lambda: [weight], lambda: [1.1 * weight])], 0.0)
     with pytest.raises(BadInput, match="nothing was timed"):
         check_agreement("different", different)
+
+
+def test_rows_of_a_case_are_available_before_the_next_case():
+    weight = torch.ones(3, requires_grad=True)
+    right = Problem([weight], {"one": lambda: [weight], "other": lambda: [2 * weight]}, [], 8.0)
+    wrong = right._replace(agreeing=[(lambda: [weight], lambda: [1.1 * weight])])
+    found = bench_routing(2, problems={"right": (lambda batch: right, 1), "wrong": (lambda batch: wrong, 1)})
+    rows = [next(found) for _ in range(4)]
+    assert [row["case"] for row in rows] == 2 * ["right, forward"] + 2 * ["right, forward and backward"]
+    with pytest.raises(BadInput, match="nothing was timed"):
+        next(found)
 
 
 def test_em_with_materialised_votes_equals_the_reference_with_competition_over_types():

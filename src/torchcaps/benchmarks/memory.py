@@ -1,6 +1,6 @@
 """Benchmark of the peak memory of routing as batch size, grid size, capsule types or iterations grow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
 WAYS = ("fused", "reference", "materialised votes")
 
 
-def bench_memory() -> list[dict[str, Any]]:
+def bench_memory() -> Iterator[dict[str, Any]]:
     """Measure the peak memory of routing in two ConvCaps layers of the small `MatrixCapsNet`, and of a training step.
 
     For routing, one forward and backward pass is measured. The batch size is 16, except where it is varied. The
@@ -29,7 +29,6 @@ def bench_memory() -> list[dict[str, Any]]:
     outputs, and the gradients of both. For this ratio, the peak includes the leaf tensors, which are allocated before
     the measurement.
     """
-    rows = []
     for what, points in GROWTH.items():
         for value, options in points:
             progress(f"memory: {what} {value}")
@@ -39,27 +38,22 @@ def bench_memory() -> list[dict[str, Any]]:
             needed = 2 * (leaves + sum(_bytes(x) for x in outputs))
             for way in WAYS:
                 peak = peak_bytes(both(problem, problem.ways[way]))
-                rows.append(
-                    {
-                        "case": what,
-                        "value": value,
-                        "implementation": way,
-                        "peak MiB": _mib(peak),
-                        "peak / minimum": round((peak + leaves) / needed, 2),
-                    }
-                )
+                yield {
+                    "case": what,
+                    "value": value,
+                    "implementation": way,
+                    "peak MiB": _mib(peak),
+                    "peak / minimum": round((peak + leaves) / needed, 2),
+                }
     progress("memory: MatrixCapsNet base at 224×224")
     step = matrix_step("fused", batch=4, size="base", image_shape=(3, 224, 224))
-    rows.append(
-        {
-            "case": "MatrixCapsNet base, a step",
-            "value": 224,
-            "implementation": "fused",
-            "peak MiB": _mib(peak_bytes(step)),
-            "peak / minimum": "",
-        }
-    )
-    return rows
+    yield {
+        "case": "MatrixCapsNet base, a step",
+        "value": 224,
+        "implementation": "fused",
+        "peak MiB": _mib(peak_bytes(step)),
+        "peak / minimum": "",
+    }
 
 
 def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:

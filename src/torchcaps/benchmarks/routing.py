@@ -3,7 +3,7 @@
 Most implementations of capsule networks materialise the votes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ def em_stack(
             capsules = (found, parents)
         return list(capsules)
 
-    compiled = cache(lambda: torch.compile(em_of_votes))
+    compiled = cache(lambda: torch.compile(em_of_votes, dynamic=False))
     votes = sum(len(layer.routing_map.edges) * layer.transform.shape[1] * layer.transform.shape[2] for layer in layers)
     return Problem(
         leaves=[pose, activation, *(x for layer in layers for x in layer[:3])],
@@ -152,7 +152,7 @@ def dynamic_layer(batch: int) -> Problem:
     pose = (0.3 * torch.randn(batch, 36, 32, 1, 8, device=DEVICE)).requires_grad_()
     transform = (0.05 * torch.randn(36, 32, 10, 8, 16, device=DEVICE)).requires_grad_()
     routing_map = RoutingMap.dense(36)
-    compiled = cache(lambda: torch.compile(dynamic_with_materialised_votes))
+    compiled = cache(lambda: torch.compile(dynamic_with_materialised_votes, dynamic=False))
     ways = {
         "fused": lambda: [dynamic_routing(pose, transform, routing_map, backend="fused").pose],
         "reference": lambda: [dynamic_routing(pose, transform, routing_map, backend="reference").pose],
@@ -189,7 +189,7 @@ PROBLEMS: dict[str, tuple[Callable[[int], Problem], int]] = {
 
 def bench_routing(
     repeats: int = 10, warm_ups: int = 3, problems: Mapping[str, tuple[Callable[[int], Problem], int]] = PROBLEMS
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Time all implementations of all problems: the forward pass alone, then the forward and the backward pass.
 
     On a GPU, the fused implementation is also timed as a CUDA graph, which has no overhead of Python.
@@ -197,7 +197,6 @@ def bench_routing(
     Raises:
         BadInput: two implementations that must agree compute different values or gradients.
     """
-    rows = []
     for name, (create, batch) in problems.items():
         problem = create(batch)
         check_agreement(name, problem)
@@ -207,8 +206,7 @@ def bench_routing(
                 ways["fused, CUDA graph"] = captured(ways["fused"])
             for row in compare(f"{name}, {direction}", ways, images=batch, repeats=repeats, warm_ups=warm_ups):
                 reached = share * problem.flops * batch / (1e6 * row["median ms"])
-                rows.append({**row, "useful GFLOP/s": round(reached, 1)})
-    return rows
+                yield {**row, "useful GFLOP/s": round(reached, 1)}
 
 
 def forward(problem: Problem, run: Callable[[], list[Tensor]]) -> Callable[[], None]:

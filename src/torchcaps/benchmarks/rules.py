@@ -135,7 +135,7 @@ def rule_stack(name: str, batch: int = BATCH, *, grid: int = 14, types: tuple[in
             found = found.unflatten(3, (4, 4))
         return [found, active]
 
-    compiled = cache(lambda: torch.compile(MATERIALISED[name]))
+    compiled = cache(lambda: torch.compile(MATERIALISED[name], dynamic=False))
     ways = {
         "fused": lambda: routed("fused"),
         "reference": lambda: routed("reference"),

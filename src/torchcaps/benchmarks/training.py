@@ -1,6 +1,6 @@
 """Benchmark of training steps with fused routing and with the reference implementation, in float32 and bf16."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torchcaps.models import create_model
 from torchcaps.routing import Routing
 
 
-def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
+def bench_training(repeats: int = 10) -> Iterator[dict[str, Any]]:
     """Time a training step of CapsNet on MNIST-sized images, and a step of the small MatrixCapsNet on 32×32 crops."""
     capsnet = {
         "fused": capsnet_step("fused"),
@@ -21,11 +21,9 @@ def bench_training(repeats: int = 10) -> list[dict[str, Any]]:
         "reference": capsnet_step("reference"),
         "reference, bf16": capsnet_step("reference", bf16=True),
     }
+    yield from compare("CapsNet, batch 100", capsnet, images=100, repeats=repeats)
     matrix = {name: matrix_step(name) for name in ("fused", "reference")}
-    return [
-        *compare("CapsNet, batch 100", capsnet, images=100, repeats=repeats),
-        *compare("MatrixCapsNet small, batch 64", matrix, images=64, repeats=repeats),
-    ]
+    yield from compare("MatrixCapsNet small, batch 64", matrix, images=64, repeats=repeats)
 
 
 def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batch: int = 100) -> Callable[[], None]:

@@ -1,6 +1,7 @@
 """The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
 import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -298,7 +299,9 @@ def bench(
             "the default of the system's memory allocator."
         ),
     ] = "warm",
-    out: Annotated[Path | None, typer.Option(help="CSV file to write; rows include hardware and versions.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="CSV file to write during the benchmark; rows include hardware and versions.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
     """Measure the time and memory of several implementations of routing, and the time of training steps.
@@ -313,7 +316,7 @@ def bench(
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
 
-    runs = {
+    runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
         "routing": lambda: bench_routing(repeats),
         "rules": lambda: bench_routing(repeats, problems=rule_problems()),
         "train": lambda: bench_training(repeats),
@@ -331,13 +334,15 @@ def bench(
     heap = "plain" if what == "memory" else heap
     if heap == "warm":
         keep_freed_memory()
-    rows = [{**row, "heap": heap} for row in runs[what]()]
+    command = f"torchcaps bench {what} --repeats {repeats} --heap {heap}"
+    rows = []
+    for row in runs[what]():
+        rows.append({**row, "heap": heap})
+        if out:
+            write_csv(out, rows, command, on_cpu=what == "devices")
     same = {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
-    if out:
-        command = f"torchcaps bench {what} --repeats {repeats} --heap {heap}"
-        write_csv(out, rows, command, on_cpu=what == "devices")
     if plot:
         draw_growth(rows, plot)
 
