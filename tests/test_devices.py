@@ -9,14 +9,13 @@ import torch
 from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from conftest import SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preparation, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.capsules import check_labels
-from torchcaps.devices import clear_memory_errors
+from torchcaps.devices import clear_memory_errors, reproducible
 from torchcaps.routing_map import Constant
 from torchcaps.training import evaluate, fit
 from torchcaps.training_module import TrainingModule
@@ -63,6 +62,26 @@ class Nondeterministic(TrainingModule):
 def test_an_operation_that_is_not_deterministic_causes_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
         fit(tiny(1), SPLITS, tmp_path / "run", module_class=Nondeterministic)
+
+
+def test_the_users_strict_setting_is_kept(tmp_path):
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            fit(tiny(1), SPLITS, tmp_path / "run", module_class=Nondeterministic)
+        assert torch.get_deterministic_debug_mode() == 2
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_attention_is_deterministic_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
+    before = [getattr(torch.backends.cuda, name)() for name in names]
+    with reproducible():
+        assert not any(getattr(torch.backends.cuda, name)() for name in names)
+    assert [getattr(torch.backends.cuda, name)() for name in names] == before
+    assert any(before)
 
 
 def test_the_command_shows_the_warning_of_an_operation_that_is_not_deterministic_once(call, monkeypatch):
@@ -138,15 +157,13 @@ def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
     assert {weights.device.type for weights in network.parameters()} == {"meta"}
 
 
-def test_batches_are_pinned_for_a_gpu_and_errors_of_workers_pass(monkeypatch):
+def test_batches_are_pinned_for_a_gpu(monkeypatch):
     def loader():
         return Batches(ImageBatches(SPLITS.test, Preparation()), np.arange(20), 8)
 
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         assert loader().pin_memory is gpu
-    error = BadInput("a damaged image")
-    assert pin_memory(error) is error
 
 
 def test_labels_are_checked_with_one_transfer():
@@ -181,9 +198,9 @@ def test_triton_is_not_chosen_on_gpus_that_it_does_not_support(capability, fits,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
     monkeypatch.setattr(kernels, "_TRITON", True)
-    kernels._too_old.cache_clear()
+    kernels._is_supported.cache_clear()
     with FakeTensorMode():
         pose, transform = torch.empty(1, 2, 3, 1, 4, device="cuda"), torch.empty(2, 3, 2, 4, 4, device="cuda")
         found = kernels.obstacle(pose, transform, torch.float32)
-    kernels._too_old.cache_clear()
-    assert found == (None if fits else "triton needs a GPU of compute capability 7.0 or higher")
+    kernels._is_supported.cache_clear()
+    assert found == (None if fits else "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher")

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,8 +62,15 @@ class Batches(DataLoader):
 
     def __init__(self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int = 0) -> None:
         parts = np.split(order, batch_starts(len(order), batch_size)[1:])
-        options: dict[str, Any] = {"num_workers": min(workers, len(parts)), "pin_memory": torch.cuda.is_available()}
-        super().__init__(batches, sampler=parts, batch_size=None, **options)
+        super().__init__(
+            batches,
+            sampler=parts,
+            batch_size=None,
+            num_workers=min(workers, len(parts)),
+            pin_memory=torch.cuda.is_available(),
+            # The default of Python 3.14 starts slowly, and copies images in memory to every process.
+            multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
+        )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
 
-from torchcaps.checks import INTEGERS, described, has_values
+from torchcaps.checks import INTEGERS, bounds, described, has_values
 
 SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 
@@ -169,7 +169,7 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
     if labels.ndim != 1 or labels.dtype not in INTEGERS:
         raise ValueError(f"labels must be integers [B], one class index per sample; got {described(labels)}")
     if has_values(labels) and len(labels):
-        low, high = torch.stack(labels.long().aminmax()).tolist()  # one transfer from a GPU
+        low, high = bounds(labels.long())
         if low < 0 or high >= num_classes:
             raise ValueError(f"labels must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
 

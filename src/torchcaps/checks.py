@@ -11,6 +11,17 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 MOST_ITERATIONS = 1000
 
 
+def bounds(tensor: Tensor) -> tuple[float | int, float | int]:
+    """Return the smallest and the largest number in a tensor, with a single transfer from a GPU.
+
+    Example:
+        >>> bounds(torch.tensor([3, 1, 2]))
+        (1, 3)
+    """
+    low, high = torch.stack(tensor.detach().aminmax()).tolist()
+    return low, high
+
+
 def has_values(tensor: Tensor) -> bool:
     """Return whether the values of a tensor can be read now.
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,29 +52,58 @@ def check_shares(splits: Splits, devices: int) -> None:
 def reproducible() -> Iterator[None]:
     """Use deterministic algorithms, and restore the settings of PyTorch at the end.
 
-    An operation without a deterministic algorithm causes a warning of PyTorch. Uninitialised memory is not filled,
-    although this is PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such
-    memory.
+    An operation without a deterministic algorithm causes a warning of PyTorch. It causes an error if the user has
+    called ``torch.use_deterministic_algorithms(True)`` before. Uninitialised memory is not filled, although this is
+    PyTorch's default with deterministic algorithms: filling takes time, and torchcaps never reads such memory. The
+    settings hold for all threads of the process.
     """
     from torch._inductor import config
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch can read it only at the first matrix product
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # PyTorch can read it only at the first matrix product
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    attention = _attention_algorithms() if torch.cuda.is_available() else {}
     compiling = getattr(config, "deterministic", None)  # the next lines change it, but not in old versions of PyTorch
     options: Any = torch.utils.deterministic
     filling, timing = options.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     try:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True, warn_only=warn_only or not enabled)
+        for enable in attention:
+            enable(False)
         options.fill_uninitialized_memory = False
         torch.backends.cudnn.benchmark = False
         yield
     finally:
         torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        for enable, before in attention.items():
+            enable(before)
         options.fill_uninitialized_memory = filling
         torch.backends.cudnn.benchmark = timing
         if compiling is not None:
             config.deterministic = compiling
+
+
+def _attention_algorithms() -> dict[Callable[[bool], None], bool]:
+    """Return functions that switch attention algorithms on or off, each with its present state.
+
+    The gradients of these algorithms are not deterministic if PyTorch only warns.
+    """
+    cuda = torch.backends.cuda
+    return {
+        cuda.enable_flash_sdp: cuda.flash_sdp_enabled(),
+        cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
+        cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
+    }
+
+
+OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""Parts of error messages if the memory of a GPU runs out."""
 
 
 @contextmanager
@@ -87,6 +116,7 @@ def clear_memory_errors(cure: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "CUDA error: out of memory" not in str(error):
+        known = isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+        if not known or "pin memory" in str(error):  # pinned memory is not the memory of the GPU
             raise
         raise BadInput(f"the memory of the GPU ran out: {cure}") from error

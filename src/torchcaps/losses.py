@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import check_labels, one_hot, wide
-from torchcaps.checks import INTEGERS, described, has_values
+from torchcaps.checks import INTEGERS, bounds, described, has_values
 from torchcaps.errors import BadInput
 
 IGNORE_NONE = -(2**63)
@@ -329,7 +329,7 @@ def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> No
 
 def _check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
     if has_values(tensor) and tensor.numel():
-        low, high = torch.stack(tensor.detach().aminmax()).tolist()  # one transfer from a GPU
+        low, high = bounds(tensor)
         if low < least or high > most:
             raise ValueError(f"{name} must be in [{least:g}, {most:g}]; got {low:g} to {high:g}")
 

@@ -65,7 +65,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             it is then computed from the number of features. For example, ``(1, -1)`` makes each row of X an image of
             height 1.
         device: device on which `fit` trains the network, such as ``"cpu"`` or ``"cuda"``. In a pickle, the network is
-            on the CPU.
+            on the CPU, and so is the network in a copy of the estimator.
         random_state: seed of the initial weights and the order of the images: None, an integer or a ``RandomState``.
         verbose: print the loss of each epoch.
 
@@ -147,7 +147,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         except (RuntimeError, AssertionError) as error:
             raise BadInput(f"device is {self.device!r}, which cannot be used: {first_line(error)}") from error
         with _seeded(seed, device):
-            network = self._network(images.shape[1:], recipe).to(device, torch.float32)
+            with torch.device("cpu"):  # the initial weights do not depend on the device
+                network = self._network(images.shape[1:], recipe)
+            network = network.to(device, torch.float32)
             self.loss_curve_ = _train(network, images, torch.from_numpy(labels), weights, recipe, self.verbose)
         self.model_ = network.eval()
         return self
@@ -272,7 +274,10 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers of the CPU and of one device, and at the end set them back. Other GPUs keep theirs."""
+    """Seed the random numbers of the CPU and of one device. At the end, set back those of the CPU and of an NVIDIA GPU.
+
+    Other GPUs keep their random numbers.
+    """
     gpus = [device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(gpus):
         torch.default_generator.manual_seed(seed)

@@ -247,11 +247,12 @@ def _clear_failures(cure: str) -> Iterator[None]:
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if not any(text in str(error) for text in ("DataLoader worker", "Too many open files", "shared memory")):
             raise
+        guard = "" if sys.platform == "linux" else '. A script must train below `if __name__ == "__main__":`'
         raise BadInput(
             f"a worker process ended while it decoded images ({first_line(error)}), perhaps because memory ran out: "
-            f"{cure}"
+            f"{cure}{guard}"
         ) from error
 
 
@@ -378,7 +379,7 @@ def evaluate(
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:
-        accuracy = _test(trainer, module, loader, "free memory, or use smaller batches (--batch-size)")
+        accuracy = _test(trainer, module, loader, SMALLER_BATCHES)
     finally:
         model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]

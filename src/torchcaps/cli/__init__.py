@@ -36,11 +36,12 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
-    warnings.filterwarnings("once", ".*does not have a deterministic implementation")
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for a missing glyph
     first_process = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
+    nondeterministic = ".*(deterministic implementation|non-deterministic|not deterministic)"
+    warnings.filterwarnings("once" if first_process else "ignore", nondeterministic)
     fabric = "lightning.fabric.utilities"
     names = (
         "lightning.pytorch",

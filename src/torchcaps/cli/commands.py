@@ -300,7 +300,11 @@ def bench(
         ),
     ] = "warm",
     out: Annotated[
-        Path | None, typer.Option(help="CSV file to write during the benchmark; rows include hardware and versions.")
+        Path | None,
+        typer.Option(
+            help="CSV file to write; rows include hardware and versions. An interrupted benchmark leaves its rows in "
+            "FILE.partial."
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
 ) -> None:
@@ -335,11 +339,13 @@ def bench(
     if heap == "warm":
         keep_freed_memory()
     command = f"torchcaps bench {what} --repeats {repeats} --heap {heap}"
-    rows = []
+    rows, partial = [], out and out.with_name(f"{out.name}.partial")
     for row in runs[what]():
         rows.append({**row, "heap": heap})
-        if out:
-            write_csv(out, rows, command, on_cpu=what == "devices")
+        if partial:
+            write_csv(partial, rows, command, on_cpu=what == "devices")
+    if out and partial:
+        partial.replace(out)
     same = {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))

@@ -64,8 +64,8 @@ def run(study: Study) -> Outcome:
         ways = {"reference": capsnet_step("reference")}
         return float(compare("CapsNet, batch 100", ways, images=100, repeats=study.choose(2, 10, 10))[0]["median ms"])
 
-    step = study.cached(part(PORT, 0), "step", compute) / 1000
-    where = "GPU" if DEVICE == "cuda" else "CPU"
+    where, file = ("GPU", "step-gpu") if DEVICE == "cuda" else ("CPU", "step")
+    step = study.cached(part(PORT, 0), file, compute) / 1000
     rows.append(
         Row(
             f"{PORT}: training steps only, float32 with materialised votes on the {where}, {step:.2f} s per step",

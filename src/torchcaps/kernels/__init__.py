@@ -77,8 +77,8 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "this installation was built without the fused kernels"
     if not on_cpu and not _TRITON:
         return "triton is not installed"
-    if not on_cpu and not torch.compiler.is_compiling() and _too_old(pose.device.index):
-        return "triton needs a GPU of compute capability 7.0 or higher"
+    if not on_cpu and not torch.compiler.is_compiling() and not _is_supported(pose.device.index):
+        return "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher"
     if dtype not in (CPU_DTYPES if on_cpu else GPU_DTYPES):
         return f"there are no fused kernels for {dtype}"
     if pose.shape[3] * max(transform.shape[3:]) > MOST_NUMBERS:
@@ -91,8 +91,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _too_old(gpu: int) -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability(gpu) < (7, 0)
+def _is_supported(gpu: int) -> bool:
+    if not torch.cuda.is_available():
+        return True  # a fake tensor
+    return torch.version.hip is None and torch.cuda.get_device_capability(gpu) >= (7, 0)
 
 
 def in_torch_func() -> bool:

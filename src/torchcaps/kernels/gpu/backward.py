@@ -17,7 +17,7 @@ With constant couplings, γ is used only as the gradient of a, and ḡ_logit is 
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.gpu.problem import REGISTERS, Problem
+from torchcaps.kernels.gpu.problem import FEW_REGISTERS, MOST_REGISTERS, Problem
 from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
@@ -325,7 +325,8 @@ def moments_backward(
     record = completed(problem, Record(*record))
     coupling_grads = problem.of_softmaxes()
     coupling_grads.completed = record
-    problem.per_child(_sum_over_softmax, problem.plan.children.softmaxes, record, coupling_grads, registers=128)
+    softmaxes = problem.plan.children.softmaxes
+    problem.per_child(_sum_over_softmax, softmaxes, record, coupling_grads, registers=FEW_REGISTERS)
     grads = [None] * 4
     if agreement_grads:
         constant, *vectors = record[:4]
@@ -339,7 +340,8 @@ def moments_backward(
             None if quadratic_grad is None else problem.empty(problem.plan.group_vectors),
         )
         record = record._replace(coupling_grads=coupling_grads)
-        problem.per_group(_sum_at_parents, record, *sums, registers=REGISTERS if quadratic_grad is not None else 128)
+        registers = FEW_REGISTERS if quadratic_grad is None else MOST_REGISTERS
+        problem.per_group(_sum_at_parents, record, *sums, registers=registers)
         problem.per_parent(_agreement_grads, record, sums, tuple(grads))
     return coupling_grads, *(problem.empty((0,)) if grad is None else grad for grad in grads)
 

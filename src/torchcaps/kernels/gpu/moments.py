@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from torchcaps.kernels.gpu.backward import completed, moments_backward, votes_backward
-from torchcaps.kernels.gpu.problem import Problem
+from torchcaps.kernels.gpu.problem import FEW_REGISTERS, FEWER_REGISTERS, Problem
 from torchcaps.kernels.gpu.votes import (
     child_program,
     children_of,
@@ -185,7 +185,7 @@ def moments(
         problem.empty(problem.plan.group_vectors),
     )
     variances = problem.empty(problem.plan.group_vectors) if with_variance else None
-    registers = 168 if with_variance else 128
+    registers = FEWER_REGISTERS if with_variance else FEW_REGISTERS
     problem.per_group(_m_step, agreement, tops, masses, means, variances, registers=registers)
     mass, largest, log_mass, mean = (
         problem.strided(problem.plan.scalar),
@@ -221,5 +221,5 @@ def _with_log_sums(problem, agreement, numbers):
     """Return the `Record` of an agreement for the kernels, and its log_sums."""
     log_sums = problem.of_softmaxes(2)
     record = completed(problem, Record(*agreement, log_sums, numbers=numbers))
-    problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums, registers=128)
+    problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums, registers=FEW_REGISTERS)
     return record, log_sums

@@ -29,11 +29,11 @@ PROGRAMS = 1024
 
 Programs for transforms are split into more groups, because they load all poses and parents again for each vote.
 """
-REGISTERS = 255
-"""Largest number of registers of a thread. Without any limit, the compiler uses fewer registers and loads later.
+MOST_REGISTERS, FEWER_REGISTERS, FEW_REGISTERS = 255, 168, 128
+"""Limits of the registers of a thread. Without a limit, the compiler uses few registers, and loads start late.
 
-Some kernels set a lower limit, so that more warps run at the same time. These limits were measured on an H200. They
-hold for votes of up to 16 float32 numbers. For longer votes, the limit is 255.
+With a lower limit, more warps run at the same time. The limit of each kernel was measured on an H200 with votes of 16
+float32 numbers. For longer votes, the limit is `MOST_REGISTERS`.
 """
 VECTORS = ("linear", "quadratic", "centre", "mean", "variance", "mean_grad", "variance_grad")
 SCALARS = ("constant", "largest", "log_mass", "mass_grad", "log_volume_grad")
@@ -183,7 +183,7 @@ class Problem:
         z = self.plan.children
         return self.strided(contiguous(self.samples, *sizes, z.softmaxes, z.types))
 
-    def per_child(self, kernel: Any, count: int, *arguments: Any, registers: int = REGISTERS) -> None:
+    def per_child(self, kernel: Any, count: int, *arguments: Any, registers: int = MOST_REGISTERS) -> None:
         """Run a child-side kernel for `count` sites, softmaxes or edges."""
         z = self.plan.children
         programs = count * z.type_blocks * self.plan.sample_blocks
@@ -194,7 +194,7 @@ class Problem:
         plan = self.plan
         self._launch(kernel, plan.parents, plan.parent_programs, *arguments, plan.parent_groups)
 
-    def per_group(self, kernel: Any, *arguments: Any, registers: int = REGISTERS) -> None:
+    def per_group(self, kernel: Any, *arguments: Any, registers: int = MOST_REGISTERS) -> None:
         """Run a parent-side kernel for each group of a parent's children."""
         plan = self.plan
         programs = plan.parent_programs * plan.parent_groups
@@ -205,8 +205,8 @@ class Problem:
         programs = plan.transform_programs * plan.transform_groups
         self._launch(kernel, plan.children, programs, self.layer, *arguments, plan.transform_groups)
 
-    def _launch(self, kernel: Any, z: Shape, programs: int, *arguments: Any, registers: int = REGISTERS) -> None:
+    def _launch(self, kernel: Any, z: Shape, programs: int, *arguments: Any, registers: int = MOST_REGISTERS) -> None:
         if z.block_rows * z.block_columns * self.dtype.itemsize > 64:
-            registers = REGISTERS
+            registers = MOST_REGISTERS
         if programs:
             kernel[(programs,)](*arguments, self.samples, 1, z, num_warps=z.block_types, maxnreg=registers)
