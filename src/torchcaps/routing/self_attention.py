@@ -25,8 +25,8 @@ class SelfAttentionRouting(Rule):
     a pose. b starts at 0, and has one value per transform, child type and parent type. The activations of the children
     are not used. The returned couplings are c, without b.
 
-    s_j is a sum over all children of a parent, of which Efficient-CapsNet has 16. With hundreds of children, |s_j| can
-    become so large that all activations are almost 1 and the gradients vanish. Such layers need small transforms.
+    s_j is a sum over all children of a parent, of which Efficient-CapsNet has 16. With hundreds of children, its length
+    can become so large that all activations are almost 1 and the gradients vanish. Such layers need small transforms.
 
     Arguments:
         transforms: number of transforms of the layer's map (K).
