@@ -247,7 +247,9 @@ def _clear_failures(cure: str) -> Iterator[None]:
     except SystemExit as interrupted:
         raise KeyboardInterrupt from interrupted
     except RuntimeError as error:
-        if not any(text in str(error) for text in ("DataLoader worker", "Too many open files", "shared memory")):
+        if not any(
+            text in str(error) for text in ("DataLoader worker", "Too many open files", "allocate shared memory")
+        ):
             raise
         guard = "" if sys.platform == "linux" else '. A script must train below `if __name__ == "__main__":`'
         raise BadInput(
