@@ -1,7 +1,10 @@
 """Settings of PyTorch, devices and GPU memory during training and evaluation, as far as a CPU can show them."""
 
 import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from conftest import SMALL_CAPSNET
+from conftest import ENVIRONMENT, SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preparation, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
@@ -51,6 +54,29 @@ def test_training_is_deterministic_and_restores_the_settings_of_pytorch(fails, t
         fit(tiny(1), SPLITS, tmp_path / "run", **options)
     assert seen == 2 * [(1, False, False, ":4096:8")]
     assert settings() == before
+
+
+PROCESS_GROUP = """
+import atexit, sys
+from pathlib import Path
+from torch import distributed
+atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))  # runs last
+from test_run_folder import SPLITS, tiny
+from torchcaps.training import fit
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+fit(tiny(1), SPLITS, Path(sys.argv[1]) / "first")
+assert distributed.is_initialized()  # for the next training
+fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", workers=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(("workers", "at_exit"), [(0, "closed"), (-1, "open")])
+def test_the_process_group_is_closed_when_python_exits_unless_the_last_training_failed(workers, at_exit, tmp_path):
+    words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, str(workers)]
+    folder = Path(__file__).parent
+    done = subprocess.run(words, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[-1] == at_exit, done.stderr
+    assert (done.returncode == 0) == (workers == 0)
 
 
 class Nondeterministic(TrainingModule):

@@ -1,5 +1,6 @@
-"""Devices of a training run: checks of their number, deterministic algorithms, and clear errors if memory runs out."""
+"""Devices of a training run: their number, deterministic algorithms, the process group, errors if memory runs out."""
 
+import atexit
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -7,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
 from torchcaps.data import Splits
 from torchcaps.environment import processes
@@ -95,6 +97,25 @@ def _attention_algorithms() -> dict[Callable[[bool], None], bool]:
         cuda.enable_mem_efficient_sdp: cuda.mem_efficient_sdp_enabled(),
         cuda.enable_cudnn_sdp: cuda.cudnn_sdp_enabled(),
     }
+
+
+@contextmanager
+def process_group_closed_at_exit() -> Iterator[None]:
+    """Close PyTorch's process group when Python exits, if the body succeeds and there is a process group.
+
+    Without this, a thread of the gloo backend may still hold tensors while Python shuts down. The process is then
+    aborted, and Lightning kills the processes that still write results. After an error, the group stays open, because
+    closing it would wait for the other processes.
+    """
+    atexit.unregister(_close_process_group)
+    yield
+    if distributed.is_available() and distributed.is_initialized():
+        atexit.register(_close_process_group)
+
+
+def _close_process_group() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 OUT_OF_MEMORY = (

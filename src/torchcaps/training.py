@@ -23,7 +23,14 @@ from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.data.files import write_json
-from torchcaps.devices import SMALLER_BATCHES, check_devices, check_shares, clear_memory_errors, reproducible
+from torchcaps.devices import (
+    SMALLER_BATCHES,
+    check_devices,
+    check_shares,
+    clear_memory_errors,
+    process_group_closed_at_exit,
+    reproducible,
+)
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
@@ -44,6 +51,7 @@ FEWER_WORKERS = "use fewer --workers, and continue with --resume"
 
 
 @clear_memory_errors(SMALLER_BATCHES)
+@process_group_closed_at_exit()
 @reproducible()
 def fit(
     recipe: Recipe,
