@@ -262,6 +262,14 @@ def test_class_names_with_markup_and_control_characters_can_be_trained_and_print
     assert call("data", "show", tmp_path / "photos", "--out", tmp_path / "sheet.png")[0] == 0
 
 
+def test_a_font_without_the_characters_of_the_class_names_causes_one_warning(call, images, tmp_path):
+    for folder, name in zip(sorted(images.iterdir()), ("\U00013080", "\U00013081\U00013082"), strict=True):
+        shutil.copytree(folder, tmp_path / "hieroglyphs" / name)
+    code, _, error = call("data", "show", tmp_path / "hieroglyphs", "--out", tmp_path / "sheet.png")
+    assert code == 0
+    assert error.count("warning: the font DejaVu Sans lacks some characters") == error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "variables", [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )

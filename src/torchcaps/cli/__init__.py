@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,6 +17,9 @@ QUIET_SECONDS = 10.0
 """Seconds after a Ctrl-C during which each further Ctrl-C is ignored."""
 LONGEST = 2_000
 """Largest number of characters of a printed error or warning. Longer texts are shortened in the middle."""
+
+MISSING_GLYPH = r"Glyph .* missing from font\(s\) (.*)\."
+"""Warning of matplotlib, once per character."""
 
 
 class Interrupted(Exception):
@@ -37,7 +41,7 @@ def main() -> None:
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     warnings.filterwarnings("ignore", module=r"(lightning|torch|tensorboard|requests)(\.|$)")
     warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-    warnings.filterwarnings("ignore", "Glyph .* missing from font")  # matplotlib draws a box for a missing glyph
+    warnings.filterwarnings("always", MISSING_GLYPH)
     first_process = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
     warnings.filterwarnings("always" if first_process else "ignore", category=DataWarning)
     nondeterministic = ".*(deterministic implementation|non-deterministic|not deterministic)"
@@ -133,6 +137,12 @@ class _OneInterrupt:
 
 def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
     sys.stdout.flush()
+    if missing := re.search(MISSING_GLYPH, str(message)):
+        warnings.filterwarnings("ignore", MISSING_GLYPH)
+        message = (
+            f"the font {missing[1]} lacks some characters, and pictures show boxes instead. Name an installed font "
+            "that has them in a file matplotlibrc in this folder: font.family: DejaVu Sans, Noto Sans CJK JP"
+        )
     print(f"warning: {_one_line(str(message))}", file=sys.stderr)
 
 
