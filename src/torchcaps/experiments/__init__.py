@@ -22,6 +22,7 @@ from torchcaps.experiments import (
     health,
     multimnist,
     novel_viewpoints,
+    own_images,
     pitfalls,
     recipe_ablation,
     time_to_accuracy,
@@ -159,6 +160,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Efficient-CapsNet on MNIST: accuracy if the epoch is chosen on the test digits",
         "Mazzia, Salvetti & Chiaberge 2021",
         standard=True,
+    ),
+    "own-images": Experiment(
+        own_images.run, "The recipes for your own images, on a small training set", "Our own experiment"
     ),
     "health": Experiment(
         health.run,

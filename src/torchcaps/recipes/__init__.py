@@ -39,6 +39,7 @@ from torchcaps.recipes.own_images import (
     matrix_capsnet_images,
     residual_capsnet_images,
     timm_capsnet_images,
+    variational_capsnet_images,
 )
 from torchcaps.recipes.vector_capsules import (
     capsnet_fashion_mnist,
@@ -64,6 +65,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "capsnet-stem-mnist": capsnet_stem_mnist,
     "capsnet-images": capsnet_images,
     "matrix-capsnet-images": matrix_capsnet_images,
+    "variational-capsnet-images": variational_capsnet_images,
     "cnn-images": cnn_images,
     "residual-capsnet-images": residual_capsnet_images,
     "timm-capsnet-images": timm_capsnet_images,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from torchcaps.recipe import Recipe
+from torchcaps.recipes.matrix_capsules import VARIATIONAL
 
 
 def capsnet_images() -> Recipe:
@@ -43,6 +44,21 @@ def matrix_capsnet_images() -> Recipe:
         learning_rate=1e-3,
         schedule="cosine",
         warm_up_epochs=1.0,
+    )
+
+
+def variational_capsnet_images() -> Recipe:
+    """Matrix capsules with variational Bayes routing on your own images; give the folder of images with ``--data``.
+
+    Only routing and initial transforms differ from `matrix_capsnet_images`. This network learned more from 1,000 images
+    than the one with EM routing, in the experiment ``own-images``.
+    """
+    recipe = matrix_capsnet_images()
+    return replace(
+        recipe,
+        name="variational-capsnet-images",
+        model_options={**recipe.model_options, **VARIATIONAL},
+        routing_options={},
     )
 
 

@@ -1,0 +1,54 @@
+"""The recipes for your own images, compared on a small training set."""
+
+from dataclasses import replace
+
+from matplotlib.figure import Figure
+
+from torchcaps.experiments.study import Outcome, Row, Study, part
+from torchcaps.recipes import OWN_IMAGES, RECIPES
+
+LARGEST = 32
+"""Side in pixels of the largest images on which CapsNet is trained; its training time grows fast with the image."""
+PRETRAINED = "timm-capsnet-images"
+"""Recipe that is left out, because it is meant for the weights that timm publishes."""
+
+
+def run(study: Study) -> Outcome:
+    """Train each recipe on a small part of a dataset, and test it on the dataset's test split."""
+    source = study.data or study.choose("mnist-5k", "fashion-mnist", "fashion-mnist")
+    images, tested, epochs = study.choose((500, 500, 10), (1_000, 10_000, 30), (5_000, 10_000, 30))
+    recipes = {name: make() for name, make in RECIPES.items() if make().data == OWN_IMAGES and name != PRETRAINED}
+    found: dict[str, list[float]] = {}
+    curves: dict[str, list[tuple[float, ...]]] = {}
+    for seed in range(study.seeds):
+        for name, own in recipes.items():
+            recipe = replace(own, data=source, seed=seed, epochs=epochs)
+            splits = study.splits(recipe, images, tested)
+            if own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
+                continue
+            folder = part(name, seed)
+            metrics = study.trained(folder, recipe, splits)[1]
+            found.setdefault(name, []).append(metrics["test_accuracy_percent"])
+            if not seed:
+                curves[name] = study.epoch_metrics(folder, "epoch", "validation_accuracy_percent")
+    rows = [Row(f"{name}: accuracy", accuracies) for name, accuracies in found.items()]
+    notes = [
+        f"Trained on {len(splits.train):,} images of {source} for {epochs} epochs, tested on {len(splits.test):,} "
+        f"images. The epoch is chosen on {len(splits.validation):,} validation images."
+    ]
+    if "capsnet-images" not in found:
+        notes.append(f"CapsNet is trained only on images of up to {LARGEST}×{LARGEST} pixels.")
+    return Outcome(rows, draw(curves), notes)
+
+
+def draw(curves: dict[str, list[tuple[float, ...]]]) -> Figure:
+    """Draw the validation accuracy over the epochs, one curve per recipe."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, points in curves.items():
+        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=name)
+    axis.set_xlabel("epoch")
+    axis.set_ylabel("validation accuracy %")
+    axis.set_title("seed 0")
+    axis.legend(fontsize=8)
+    return figure
