@@ -8,7 +8,7 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -212,12 +212,39 @@ def begin_run(folder: Path, begun: Begun) -> None:
         stream.write(safetensors.numpy.save(begun.digests))
 
 
+def changed_setting(before: Recipe, now: Recipe, ignored: Container[str] = ("data",)) -> str | None:
+    """Describe a setting that differs between two recipes; returns None if they have the same settings.
+
+    Arguments:
+        before: recipe with which a run was started.
+        now: recipe with which the run is to be continued.
+        ignored: settings that are not compared. The default is the path of the data, because the data may have moved;
+            `difference` compares the images.
+    Example:
+        >>> changed_setting(Recipe("one", "capsnet", "mnist"), Recipe("one", "capsnet", "digits", epochs=3))
+        'epochs=10, not 3'
+    """
+    one, other = _by_name(before), _by_name(now)
+    for key in sorted(one.keys() | other.keys()):
+        values = [settings.get(key, "the default") for settings in (one, other)]
+        if key not in ignored and values[0] != values[1]:
+            return f"{key}={values[0]}, not {values[1]}"
+    return None
+
+
+def _by_name(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings of a recipe by their names in `create_recipe`, such as ``routing.iterations``."""
+    found: dict[str, Any] = {}
+    for key, value in recipe.plain().items():
+        group, options, _ = key.partition("_options")
+        found |= {f"{group}.{name}": one for name, one in value.items()} if options else {key: value}
+    return found
+
+
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
-    one, other = before.plain(), recipe.plain()
-    for key in one.keys() - {"epochs", "data"}:  # the data may have moved: `check_run` compares checksums
-        if one[key] != other[key]:
-            raise BadInput(f"{folder} was started with {key}={one[key]}, not {other[key]}: resume with the same value")
-    if one["epochs"] == other["epochs"]:
+    if changed := changed_setting(before, recipe, ignored=("data", "epochs")):
+        raise BadInput(f"{folder} was started with {changed}: resume with the same value")
+    if before.epochs == recipe.epochs:
         return
     if recipe.margin_schedule == "linear":
         raise BadInput(

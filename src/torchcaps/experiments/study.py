@@ -24,7 +24,7 @@ from torchcaps.recipe import Recipe, resolve_precision
 from torchcaps.recipes import RECIPES
 from torchcaps.routing import DynamicRouting, EMRouting
 from torchcaps.routing_map import RoutingMap
-from torchcaps.run_folder import existing_run, finished, read_rows
+from torchcaps.run_folder import changed_setting, existing_run, finished, read_rows
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
@@ -131,24 +131,23 @@ class Study:
 
         Raises:
             BadInput: the subfolder contains a run with other settings or other data, or `fit` rejects the recipe.
+            Diverged: the loss is not finite.
         """
         folder = self.folder / part
         recipe = replace(recipe, precision=resolve_precision(recipe.precision))
         run = existing_run(folder, resume=True)
-        if run is not None and run.recipe.plain() != recipe.plain():
-            raise BadInput(
-                f"{folder} contains a run with other settings: remove the folder, or choose another with --out"
-            )
         if run is not None and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
-            raise BadInput(
-                f"{folder} contains a run on other data ({changed}): remove the folder, or choose another with --out"
-            )
+            raise BadInput(f"{folder} was started with other data: {changed}; use the same data, or another --out")
+        if run is not None and (changed := changed_setting(run.recipe, recipe)):
+            elsewhere = changed.startswith(("precision=", "model.im2col="))  # chosen by the hardware
+            where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
+            raise BadInput(f"{folder} was started {where}with {changed}: {cure}use another --out")
         metrics = None if run is None else finished(folder, recipe)
+        if folder not in self.runs:  # before the training, which may diverge
+            self.runs.append(folder)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
             metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
-        if folder not in self.runs:
-            self.runs.append(folder)
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), metrics
 

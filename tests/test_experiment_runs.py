@@ -1,0 +1,76 @@
+"""Runs of experiments: their continuation and their provenance."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from torchcaps.data import Images, Splits
+from torchcaps.errors import BadInput, Diverged
+from torchcaps.experiments import EXPERIMENTS, Row, Study, run_experiment
+from torchcaps.experiments.study import Outcome
+from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import changed_setting
+
+IMAGES = Images(torch.arange(40 * 784).view(40, 1, 28, 28).to(torch.uint8), torch.arange(40) % 4, tuple("abcd"))
+SPLITS = Splits(IMAGES, IMAGES, IMAGES)
+
+
+def small(data: str = "photos", **settings):
+    recipe = create_recipe("pooled-cnn-mnist", {"precision": "float32", "epochs": "1"})
+    return replace(recipe, data=data, batch_size=20, **settings)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_is_loaded_if_its_images_are_the_same_and_the_refusal_names_what_differs(tmp_path):
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    metrics = study.trained("net-seed0", small(), SPLITS)[1]
+    written = (tmp_path / "net-seed0" / "metrics.json").stat().st_mtime_ns
+    assert study.trained("net-seed0", small("elsewhere/photos/"), SPLITS)[1] == metrics
+    assert (tmp_path / "net-seed0" / "metrics.json").stat().st_mtime_ns == written
+    folder, other = tmp_path / "net-seed0", replace(IMAGES, labels=IMAGES.labels.flip(0))
+    hardware = f"{folder} was started on other hardware, with"
+    for changes, splits, message in (
+        ({"precision": "bf16"}, SPLITS, f"{hardware} precision=float32, not bf16: continue it there, or use another"),
+        ({"model_options": {"im2col": True}}, SPLITS, f"{hardware} model.im2col=the default, not True: continue it"),
+        ({"epochs": 2}, SPLITS, f"{folder} was started with epochs=1, not 2: use another --out"),
+        ({}, Splits(IMAGES, IMAGES, other), "was started with other data: the test images, their labels or their"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            study.trained("net-seed0", replace(small(), **changes), splits)
+        assert message in str(caught.value)
+    assert (tmp_path / "net-seed0" / "metrics.json").stat().st_mtime_ns == written
+
+
+def test_a_changed_setting_has_the_name_that_the_command_line_uses():
+    recipe = create_recipe("capsnet-mnist")
+    assert changed_setting(recipe, replace(recipe, data="elsewhere")) is None
+    for settings, text in (
+        ({"routing.iterations": "1"}, "routing.iterations=the default, not 1"),
+        ({"shift": "3"}, "shift=2, not 3"),
+    ):
+        assert changed_setting(recipe, create_recipe("capsnet-mnist", settings)) == text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_diverges_belongs_to_the_runs_of_its_experiment(tmp_path, monkeypatch):
+    def spoil(model):
+        torch.nn.init.constant_(next(model.parameters()), torch.nan)
+        return {}
+
+    def run(study):
+        with pytest.raises(Diverged):
+            study.trained("net-seed0", small(epochs=2), SPLITS, spoil)
+        assert len(study.epoch_metrics("net-seed0", "seconds")) == 1
+        assert study.runs == [study.folder / "net-seed0"]
+        path = study.runs[0] / "recipe.json"
+        said = json.loads(path.read_text())
+        said["environment"]["commit"] = "0123abc"
+        path.write_text(json.dumps(said))
+        return Outcome([Row("net", [1.0])], Figure())
+
+    monkeypatch.setitem(EXPERIMENTS, "short", replace(EXPERIMENTS["pitfalls"], run=run))
+    run_experiment("short", data_dir=tmp_path, out=tmp_path / "runs", results=tmp_path)
+    assert "0123abc" in json.loads((tmp_path / "short-quick.json").read_text())["environment"]["commits"]
