@@ -1,5 +1,7 @@
 """Random affine transforms of digits, and affNIST's files: valid files are read, and damaged files are refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ from scipy.io import loadmat, savemat
 
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
-from torchcaps.experiments.affnist import SIZE, affine, affnist_test, moved, read_affnist
+from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, draw, moved, read_affnist, run
 from torchcaps.experiments.mat_file import read_struct
+from torchcaps.experiments.study import Study
+from torchcaps.recipes import create_recipe
 
 
 def test_affine_digits_stay_inside_the_image_and_keep_most_of_their_brightness():
@@ -54,6 +58,38 @@ def test_affnist_files_are_read_and_damaged_files_are_refused(tmp_path):
             savemat(path, {"affNISTdata": content})
         with pytest.raises(BadInput, match=path.name):
             read_affnist(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_is_trained_again_only_if_the_affnist_files_have_changed(tmp_path, monkeypatch):
+    def recipe_of(study, network, seed, *, data, shift, images, epochs):
+        if network != "CNN":
+            raise InterruptedError  # one network is enough
+        recipe = create_recipe("pooled-cnn-mnist", {"epochs": "1", "precision": "float32"})
+        return replace(recipe, data=data, shift=shift, seed=seed)
+
+    monkeypatch.setattr(Study, "choose", lambda study, *sizes: (60, 20, 1))
+    folder = tmp_path / "affnist/test_batches"
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (1600, 10)).astype(np.uint8)
+    runs = []
+    for file in (1, 1, 2):
+        savemat(folder / f"{file}.mat", {"affNISTdata": {"image": pixels, "label_int": np.full(10, file, np.uint8)}})
+        study = Study("quick", "mnist-5k", 1, tmp_path, tmp_path / "runs")
+        with pytest.raises(InterruptedError):
+            run(study, recipe_of)
+        runs += study.runs
+    assert runs[0] == runs[1] != runs[2]
+    assert all((run / "metrics.json").exists() for run in runs)
+
+
+@pytest.mark.parametrize("size", [28, 40])
+@pytest.mark.parametrize("count", [1, 39, 41])
+def test_the_figure_shows_few_digits_and_their_real_size(count, size):
+    digits = Images(torch.ones(count, 1, size, size, dtype=torch.uint8), torch.zeros(count, dtype=torch.long), ("a",))
+    left, _ = draw({name: [(90.0, 80.0)] for name in NETWORKS}, digits).axes
+    assert left.get_title() == f"affine digits, {size}×{size}"
+    assert left.images[0].get_array().sum() == min(count, 40) * size**2
 
 
 @pytest.mark.parametrize("compressed", [False, True])

@@ -36,6 +36,21 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 
 
+def checksum(images: Images, digests: UInt64[np.ndarray, " N"] | None = None) -> str:
+    """Compute a SHA-256 checksum of images, their labels and their order.
+
+    Arguments:
+        images: N images with labels.
+        digests: checksum of each image, ``[N]``; by default, `image_digests` of the images.
+    Returns:
+        The checksum as 64 hexadecimal digits.
+    """
+    found = image_digests(images) if digests is None else digests
+    digest = hashlib.sha256(found.astype("<u8").tobytes())
+    digest.update(images.labels.contiguous().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
 def fingerprint(
     splits: Splits, before: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, UInt64[np.ndarray, " N"]]]:
@@ -68,13 +83,8 @@ def fingerprint(
         kind = "pixels"
     summary = {}
     for name, images in parts.items():
-        if kind == "files":
-            found = digests[f"{name} files"]
-        else:
-            found = digests[name] if name in digests else image_digests(images)
-        digest = hashlib.sha256(found.astype("<u8").tobytes())
-        digest.update(images.labels.contiguous().numpy().astype("<i8").tobytes())
-        summary[name] = {"images": len(images), "sha256": digest.hexdigest()}
+        found = digests.get(f"{name} files" if kind == "files" else name)
+        summary[name] = {"images": len(images), "sha256": checksum(images, found)}
     return {"class_names": list(splits.train.class_names), "checksums": kind, **summary}, digests
 
 

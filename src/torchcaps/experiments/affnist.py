@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
+from torchcaps.data.fingerprint import checksum
 from torchcaps.errors import BadInput
 from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, accuracy_of, part, some
@@ -112,6 +113,8 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> 
     train, tested, epochs = study.choose((3_600, 1_000, 6), (30_000, 4_000, 8), (54_000, 10_000, 30))
     train = study.at_most(train, source)
     real = affnist_test(study.data_dir) if source.startswith("mnist") else None
+    real = real and some(real, tested)
+    test_split = f", on affNIST {checksum(real)[:8]}" if real else ""  # other test images: other runs
     rows: list[Row] = []
     found: dict[str, list[tuple[float, ...]]] = {name: [] for name in NETWORKS}
     curves: dict[str, list[tuple[float, ...]]] = {}
@@ -121,7 +124,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> 
         for name in NETWORKS:
             recipe = recipe_of(study, name, seed, data=source, shift=MARGIN, images=train, epochs=epochs)
             digits = study.splits(recipe, train, tested)
-            translated, changed = moved(digits.validation, 1), some(real, tested) if real else affine(digits.test, 3)
+            translated, changed = moved(digits.validation, 1), real or affine(digits.test, 3)
             examples = examples or changed
 
             def watch(model, translated=translated, changed=changed) -> dict[str, float]:
@@ -131,7 +134,7 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.digit_recipe) -> 
                 }
 
             splits = Splits(moved(digits.train, None), translated, moved(digits.test, 2))
-            folder = part(f"{name}, on affNIST" if real else name, seed)
+            folder = part(f"{name}{test_split}", seed)
             study.trained(folder, recipe, splits, watch)
             every[name] = study.epoch_metrics(folder, "translated_percent", "affine_percent")
         level = min(max(pair[0] for pair in pairs) for pairs in every.values())
@@ -166,9 +169,11 @@ def draw(curves: dict[str, list[tuple[float, ...]]], examples: Images) -> Figure
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    sheet = some(examples, 40).pixels[:, 0].unflatten(0, (5, 8)).permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
+    shown = some(examples, 40).pixels[:, 0]
+    shown = functional.pad(shown, (0, 0, 0, 0, 0, 40 - len(shown)))  # blank images if there are fewer than 40
+    sheet = shown.unflatten(0, (5, 8)).permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
     left.imshow(sheet.numpy(), cmap="gray")
-    left.set_title("affine digits, 40×40")
+    left.set_title(f"affine digits, {shown.shape[1]}×{shown.shape[2]}")
     left.axis("off")
     for (name, pairs), colour, mark in zip(curves.items(), ("#D55E00", "#0072B2", "#999999"), "so^", strict=True):
         translated, changed = zip(*pairs, strict=True)
