@@ -1,4 +1,4 @@
-"""Runs of experiments: their continuation and their provenance."""
+"""Runs of experiments: their continuation, their provenance, and data that an experiment refuses."""
 
 import json
 from dataclasses import replace
@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from image_trees import tree
 from torchcaps.data import Images, Splits
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.experiments import EXPERIMENTS, Row, Study, run_experiment
@@ -74,3 +75,22 @@ def test_a_run_that_diverges_belongs_to_the_runs_of_its_experiment(tmp_path, mon
     monkeypatch.setitem(EXPERIMENTS, "short", replace(EXPERIMENTS["pitfalls"], run=run))
     run_experiment("short", data_dir=tmp_path, out=tmp_path / "runs", results=tmp_path)
     assert "0123abc" in json.loads((tmp_path / "short-quick.json").read_text())["environment"]["commits"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "tree_of", "message"),
+    [
+        ("multimnist", {"mode": "RGB", "size": (28, 28)}, "images have the shape (3, 28, 28), but"),
+        ("multimnist-recent", {"size": (32, 28)}, "images have the shape (1, 28, 32), but"),
+        ("two-digits", {"size": (28, 28)}, "whose test images have 3 classes, but"),
+    ],
+)
+def test_images_that_an_experiment_cannot_use_are_refused_before_the_training(
+    name, tree_of, message, refused, tmp_path
+):
+    data = tree(tmp_path / "photos", ("a", "b", "c"), 20, **tree_of)
+    line = refused("experiment", name, "--data", data, "--out", tmp_path / "runs")
+    assert f"data is '{data}', whose" in line
+    assert message in line
+    assert not [*(tmp_path / "runs").rglob("recipe.json")]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift
+from torchcaps.errors import BadInput
 from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, part, percent, scores_of
 from torchcaps.experiments.two_digits import StripClassifier, named_alike
 from torchcaps.losses import margin_loss, reconstruction_loss
@@ -18,6 +19,7 @@ from torchcaps.models import CapsNet
 from torchcaps.recipe import Recipe
 
 PADDING = 4
+DIGIT = (1, 28, 28)
 SHAPE = (1, 36, 36)
 SHIFTS = {"paper": 4, "official code": 6}
 NETWORKS = ("CNN", "capsules", "uniform couplings")
@@ -94,6 +96,9 @@ def run(
     """Train networks on pairs of overlapping digits, which are shifted as in the paper.
 
     The networks are tested on pairs with the paper's shifts, and on pairs with the larger shifts of the authors' code.
+
+    Raises:
+        BadInput: the images of the dataset do not have one channel and 28×28 pixels.
     """
     source = study.data or study.choose("mnist-5k", "mnist", "mnist")
     count, tested, epochs = study.choose(*sizes)
@@ -103,6 +108,11 @@ def run(
         for name in networks:
             recipe = recipe_of(study, name, seed, data=source, shift=0, images=count, epochs=epochs, image_shape=SHAPE)
             digits = study.splits(recipe)
+            if digits.train.image_shape != DIGIT:
+                raise BadInput(
+                    f"data is {source!r}, whose images have the shape {digits.train.image_shape}, but this experiment "
+                    f"overlays images of the shape {DIGIT}: use a dataset with such images, for example mnist"
+                )
             tests = {way: overlaid(digits.test, tested, 2, pixels) for way, pixels in SHIFTS.items()}
             splits = Splits(
                 overlaid(digits.train, count, 0), overlaid(digits.validation, tested // 2, 1), tests["paper"]

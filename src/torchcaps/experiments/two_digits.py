@@ -154,6 +154,9 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
     """Train networks on single digits and test them on strips of digits.
 
     The networks are Su's CNN, Su's capsules, and the same capsules with uniform couplings.
+
+    Raises:
+        BadInput: the test images of the dataset have fewer than five classes.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in NETWORKS}
     shown: tuple[PooledCapsNet, Images] | None = None
@@ -162,6 +165,11 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
         for name in NETWORKS:
             recipe = recipe_of(study, name, seed, data)
             splits = study.splits(recipe, *study.choose((10_000, 2_000), (None, None), (None, None)))
+            if (classes := len(splits.test.labels.unique())) < LONGEST:
+                raise BadInput(
+                    f"data is {data!r}, whose test images have {classes} classes, but this experiment joins images of "
+                    f"{LONGEST} different classes: use a dataset with at least {LONGEST} classes"
+                )
             count = study.choose(1_000, 10_000, 10_000)
             splits = Splits(splits.train, strips(splits.validation, 2, count // 5), splits.test)
             model, metrics = study.trained(part(name, seed), recipe, splits, module_class=StripClassifier)
