@@ -25,7 +25,7 @@ from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
-from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint
+from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint, unmatched
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.report import write_report
 from torchcaps.experiments.study import Outcome
@@ -202,6 +202,18 @@ def test_by_viewpoint_puts_every_image_into_exactly_one_part():
         familiar, novel = by_viewpoint(images, split)
         assert (len(familiar), len(novel)) == (count, 36 - count)
         assert not set(familiar.attributes[split].tolist()) & set(novel.attributes[split].tolist())
+
+
+def test_a_note_says_which_accuracies_on_novel_viewpoints_are_not_comparable():
+    found = {
+        "CNN": [(95.175, 68.225), (96.0, 70.0)],
+        "capsules": [(94.2, 75.95), (96.9, 74.0)],
+        "uniform couplings": [(69.925, 65.575), (97.1, 80.0)],
+    }
+    first, second = unmatched("azimuth", found)
+    assert first.startswith("azimuth, uniform couplings, seed 0: the accuracy on familiar viewpoints is 69.93 %, but")
+    assert "95.18 % for the CNN" in first
+    assert second.startswith("azimuth, uniform couplings, seed 1: ")
 
 
 def test_a_row_shows_the_standard_deviation_over_seeds():
