@@ -26,6 +26,14 @@ def test_rows_contain_median_times_and_ratios_to_the_first_implementation():
     assert long["images/s"] == pytest.approx(10_000 / long["median ms"], rel=0.01)
 
 
+def test_percentiles_of_few_times_are_the_smallest_and_the_largest_time():
+    seconds = iter([0, 0.05])
+    start = time.perf_counter()
+    (row,) = compare("sleep", {"one": lambda: time.sleep(next(seconds))}, images=1, repeats=2, warm_ups=0)
+    assert 0 <= row["10 % ms"] < row["median ms"] < row["90 % ms"] <= 1e3 * (time.perf_counter() - start)
+    assert row["10 % ms"] + row["90 % ms"] == pytest.approx(2 * row["median ms"], abs=0.03)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_peak_bytes_measures_the_memory_of_one_call():
     assert 60 << 20 < peak_bytes(lambda: torch.ones(16 << 20).sum()) < 90 << 20

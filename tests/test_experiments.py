@@ -20,7 +20,7 @@ from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
-from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, run_experiment, two_digits
+from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, run_experiment, time_to_accuracy, two_digits
 from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
@@ -214,6 +214,18 @@ def test_a_note_says_which_accuracies_on_novel_viewpoints_are_not_comparable():
     assert first.startswith("azimuth, uniform couplings, seed 0: the accuracy on familiar viewpoints is 69.93 %, but")
     assert "95.18 % for the CNN" in first
     assert second.startswith("azimuth, uniform couplings, seed 1: ")
+
+
+def test_the_figure_of_time_to_accuracy_contains_the_target_and_the_last_epochs():
+    for target, first, second in (
+        (95.0, [95.0, 97.25, 98.0], [90.0, 93.0, 92.0]),
+        (99.5, [98.0, 99.6], [97.0, 99.55]),
+        (99.5, [90.0, 100.0], [80.0, 85.0]),
+    ):
+        curves = {name: [*zip((1.0, 2.0, 4.0), one, strict=False)] for name, one in (("a", first), ("b", second))}
+        low, high = time_to_accuracy.draw(curves, target).axes[0].get_ylim()
+        assert low < min(target, first[-1], second[-1])
+        assert high >= max(target, *first, *second)
 
 
 def test_a_row_shows_the_standard_deviation_over_seeds():

@@ -44,6 +44,7 @@ def compare(
     Returns:
         One row per implementation: the median, the 10th percentile and the 90th percentile of the times in
         milliseconds; the images per second; and the median time divided by the median time of the first implementation.
+        With fewer than nine repeats, the percentiles are the smallest and the largest time.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(warm_ups + repeats):
@@ -56,8 +57,9 @@ def compare(
     rows = []
     first = statistics.median(seconds[next(iter(ways))][warm_ups:])
     for name, times in seconds.items():
-        low, *_, high = statistics.quantiles(times[warm_ups:], n=10)
-        median = statistics.median(times[warm_ups:])
+        times = times[warm_ups:]
+        low, *_, high = statistics.quantiles(times, n=10)  # extrapolated if there are fewer than nine times
+        low, high, median = max(low, min(times)), min(high, max(times)), statistics.median(times)
         rows.append(
             {
                 "case": case,
