@@ -1,4 +1,4 @@
-"""Runs of experiments: their continuation, their provenance, and data that an experiment refuses."""
+"""Runs of experiments: their continuation, their provenance, their figures, and data that an experiment refuses."""
 
 import json
 from dataclasses import replace
@@ -75,6 +75,20 @@ def test_a_run_that_diverges_belongs_to_the_runs_of_its_experiment(tmp_path, mon
     monkeypatch.setitem(EXPERIMENTS, "short", replace(EXPERIMENTS["pitfalls"], run=run))
     run_experiment("short", data_dir=tmp_path, out=tmp_path / "runs", results=tmp_path)
     assert "0123abc" in json.loads((tmp_path / "short-quick.json").read_text())["environment"]["commits"]
+
+
+@pytest.mark.parametrize(("seeds", "draws_seed_0", "title"), [(1, True, ""), (2, True, "seed 0"), (2, False, "")])
+def test_a_figure_of_seed_0_says_so_if_there_are_several_seeds(seeds, draws_seed_0, title, tmp_path, monkeypatch):
+    figures = []
+
+    def run(study):
+        figures.append(Figure())
+        return Outcome([Row("net", [1.0] * study.seeds)], figures[0])
+
+    short = replace(EXPERIMENTS["pitfalls"], run=run, draws_seed_0=draws_seed_0)
+    monkeypatch.setitem(EXPERIMENTS, "short", short)
+    run_experiment("short", seeds=seeds, data_dir=tmp_path, out=tmp_path, results=tmp_path)
+    assert figures[0].get_suptitle() == title
 
 
 @pytest.mark.filterwarnings("ignore")

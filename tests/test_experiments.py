@@ -27,7 +27,6 @@ from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint, unmatched
 from torchcaps.experiments.recipe_ablation import CHANGES
-from torchcaps.experiments.report import write_report
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
@@ -254,31 +253,6 @@ def test_an_experiment_counts_only_its_own_runs_and_accepts_the_path_of_a_folder
         kept[seeds] = json.loads((tmp_path / "results" / f"{name}.json").read_text())
     assert kept[2]["training_minutes"] >= kept[1]["training_minutes"]
     assert len(list((tmp_path / "runs/short-quick-photos").iterdir())) == 2
-
-
-def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
-    here = {"processor": "p", "gpu": None, "threads": 1, "versions": {"torch": "2"}, "precision": "float32"}
-    plain = {"experiment": "pitfalls", "notes": [], "command": "c", "training_minutes": 2.5}
-    plain["environment"] = {**here, "commits": ["a", "b"]}
-    said = [
-        ("quick", None, 1, 1.0),
-        ("standard", None, 1, 2.0),
-        ("standard", None, 3, 3.0),
-        ("quick", "smallnorb", 1, 4.0),
-    ]
-    for number, (budget, data, seeds, value) in enumerate(said):
-        row = Row(f"value {value}", [value])._asdict()
-        content = {**plain, "budget": budget, "data": data, "seeds": seeds, "rows": [row]}
-        (tmp_path / f"{number}.json").write_text(json.dumps(content))
-    assert write_report(tmp_path, tmp_path / "docs/report.md", {"pitfalls": ("Title", "Paper")}) == 2
-    report = (tmp_path / "docs/report.md").read_text()
-    assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
-    assert "seeds 0 to 2; 2.5 minutes of training; p, threads: 1, torch 2, float32; commits a, b." in report
-    assert "](../2.png)" in report
-    (tmp_path / "4.json").write_text('{"experiment": "pitf')
-    with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment or the training .* again"):
-        write_report(tmp_path, tmp_path / "docs/report.md", {"pitfalls": ("Title", "Paper")})
-    assert (tmp_path / "docs/report.md").read_text() == report
 
 
 def test_stored_measurements_of_a_run_are_deleted_with_its_folder(tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli import Interrupted
-from torchcaps.cli.common import DataDir, print_table, writable
+from torchcaps.cli.common import print_table, writable
 from torchcaps.errors import BadInput, nearest
 from torchcaps.process_memory import keep_freed_memory
 
@@ -19,11 +19,16 @@ def experiment(
         ),
     ],
     budget: Annotated[
-        str, typer.Option(help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper.")
-    ] = "quick",
+        str | None,
+        typer.Option(
+            help="quick: takes minutes; standard: takes about an hour; paper: the scale of the paper; default: quick."
+        ),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Dataset to use instead of the experiment's default.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Training runs per network, with seeds 0, 1, …")] = 1,
-    data_dir: DataDir = Path("data"),
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Training runs per network, with seeds 0, 1, …; default: 1.")
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that contains the datasets; default: data.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the runs, one subfolder per experiment and budget; default: runs/experiments."),
@@ -32,7 +37,9 @@ def experiment(
         Path | None,
         typer.Option(help="Folder for results and pictures; default: OUT/results if --out is given, else results."),
     ] = None,
-    report: Annotated[Path, typer.Option(help="Page that `experiment report` writes.")] = Path("docs/experiments.md"),
+    report: Annotated[
+        Path | None, typer.Option(help="Page that `experiment report` writes; default: docs/experiments.md.")
+    ] = None,
     page: Annotated[
         list[Path] | None,
         typer.Option(help="Existing page in which `experiment report` updates the tables; can be repeated."),
@@ -42,6 +49,14 @@ def experiment(
     from torchcaps.experiments import EXPERIMENTS, run_experiment
     from torchcaps.experiments.report import write_pages, write_report
 
+    if name not in (*EXPERIMENTS, "list", "report"):
+        raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")
+    training = {"--budget": budget, "--data": data, "--seeds": seeds, "--data-dir": data_dir}
+    pages = {"--report": report, "--page": ", ".join(map(str, page)) if page else None}
+    unused = {"list": {**training, "--out": out, "--results": results, **pages}, "report": training}.get(name, pages)
+    for option, value in unused.items():
+        if value is not None:
+            raise BadInput(f"{option} is {value}, but `experiment {name}` does not use it: leave out {option}")
     results = results or (out / "results" if out else Path("results"))
     out = out or Path("runs/experiments")
     if name == "list":
@@ -49,14 +64,13 @@ def experiment(
         print_table(("experiment", "standard", "paper", "description"), rows)
         return
     if name == "report":
-        titles = {known: (one.title, one.paper) for known, one in EXPERIMENTS.items()}
-        print(f"{write_report(results, report, titles)} experiments in {report}")
+        report = report or Path("docs/experiments.md")
+        print(f"{write_report(results, report, EXPERIMENTS)} experiments in {report}")
         if page:
             write_pages(results, page)
             print(f"tables written to {', '.join(map(str, page))}")
         return
-    if name not in EXPERIMENTS:
-        raise BadInput(f"unknown experiment {name!r}{nearest(name, [*EXPERIMENTS, 'list', 'report'])}")
+    budget, seeds, data_dir = budget or "quick", seeds or 1, data_dir or Path("data")
     keep_freed_memory()
     writable(out)
     writable(results)

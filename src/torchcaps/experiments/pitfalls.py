@@ -28,10 +28,11 @@ OFF: dict[str, dict[str, Any]] = {
 def run(study: Study) -> Outcome:
     """Switch off each correction in turn, and then all corrections together, for one to three routing iterations."""
     images, epochs = study.choose((1_000, 2), (6_000, 6), (21_870, 20))
-    rows, curves, broken = [], {}, []
+    rows, broken = [], []
+    curves: dict[tuple[int, str], list[float]] = {}
     for iterations in ITERATIONS:
         for name, options in OFF.items():
-            chosen, ours = [], None
+            chosen = []
             for seed in range(study.seeds):
                 routing = {"iterations": iterations, **options}
                 recipe = study.recipe(
@@ -47,8 +48,8 @@ def run(study: Study) -> Outcome:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
                     broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {str(error).partition(';')[0]}.")
-                ours = ours or [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
-            curves[iterations, name] = ours or []
+                every = [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
+                curves.setdefault((iterations, name), every)
             paper = PAPER[iterations] if name == "all corrections" else None
             rows += [Row(f"T = {iterations}, {name}: accuracy", chosen, paper)] if chosen else []
     notes = [

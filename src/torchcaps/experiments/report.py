@@ -5,18 +5,21 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, nearest, unreadable
+from torchcaps.experiments import Experiment
 from torchcaps.experiments.study import BUDGETS, Row
 
 Entry = Mapping[str, Any]
 EAGER, COMPILED = "materialised votes", "materialised votes, compiled"
 NETWORKS = ("capsules", "uniform", "cnn")
+AGAIN = "run the experiment or the training that writes it again"
 PREFACE = (
     "`torchcaps experiment report` writes this page from the files in results/.",
     "",
@@ -100,7 +103,16 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(path, error, "run the experiment or the training that writes it again") from error
+        raise unreadable(path, error, AGAIN) from error
+
+
+@contextmanager
+def _complete(path: Path) -> Iterator[None]:
+    """Raise `BadInput` with the name of the result file if an entry is missing or invalid."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise unreadable(path, error, AGAIN) from error
 
 
 def _accuracies(runs: Sequence[str | Sequence[str]], results: Path) -> list[float]:
@@ -118,9 +130,19 @@ def _accuracy(runs: Sequence[str | Sequence[str]], results: Path) -> str:
     return Row("", _accuracies(runs, results), unit="").measured()
 
 
+def _rows_of(said: Mapping[str, Any]) -> list[Row]:
+    rows = [Row(**values) for values in said["rows"]]
+    if empty := [row.what for row in rows if not row.ours]:
+        raise ValueError(f"row {empty[0]!r} has no values")
+    return rows
+
+
 def _row(entry: Entry, what: str, results: Path) -> Row:
     """Return the row named `what` from the result file, ``RESULT.json``, of an entry."""
-    found = {row["what"]: Row(**row) for row in _json(results / f"{entry['result']}.json")["rows"]}
+    path = results / f"{entry['result']}.json"
+    said = _json(path)
+    with _complete(path):
+        found = {row.what: row for row in _rows_of(said)}
     if what not in found:
         raise BadInput(f"{entry['result']}.json contains no row {what!r}{nearest(what, found)}")
     return found[what]._replace(unit="")
@@ -255,7 +277,7 @@ def _joined(value: Any) -> str:
     return " and ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, str]]) -> int:
+def write_report(results: Path, report: Path, experiments: Mapping[str, Experiment]) -> int:
     """Write a page with all rows, notes and figures of the experiments' results.
 
     For each experiment and dataset, the page shows the result with the largest budget. If several results have this
@@ -264,41 +286,48 @@ def write_report(results: Path, report: Path, titles: Mapping[str, tuple[str, st
     Arguments:
         results: folder of the results.
         report: page to write.
-        titles: title and paper of each experiment, keyed by name. The page lists the experiments in this order.
+        experiments: experiments by name. The page lists them in this order.
 
     Returns:
         Number of results on the page.
 
     Raises:
-        BadInput: `results` contains no result of an experiment.
+        BadInput: `results` contains no result of an experiment, or a result lacks an entry or has an invalid one.
     """
     lines = ["# All experiments", "", *PREFACE, ""]
     best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
         said = _json(path)
-        if isinstance(said, dict) and said.get("experiment") in titles:
-            rank = (BUDGETS.index(said["budget"]), said["seeds"])
-            key = ([*titles].index(said["experiment"]), said["data"] or "")
-            best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
+        if isinstance(said, dict) and said.get("experiment") in experiments:
+            with _complete(path):
+                if said["budget"] not in BUDGETS:
+                    raise ValueError(f"unknown budget {said['budget']!r}")
+                rank = (BUDGETS.index(said["budget"]), said["seeds"])
+                key = ([*experiments].index(said["experiment"]), said["data"] or "")
+                best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
     for _, (_, path, said) in sorted(best.items(), key=lambda one: one[0]):
-        name, here = said["experiment"], said["environment"]
-        title, paper = titles[name]
-        lines += [f"## {name}: {title}", "", f"{paper}. `{said['command']}`", ""]
-        rows = [Row(**values) for values in said["rows"]]
-        table = [(row.what, row.paper or "–", row.measured()) for row in rows]
-        lines += _lines(("measurement", "paper", "ours"), table)
-        lines += ["", *(f"{note}\n" for note in said["notes"])]
-        seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
-        machine = (
-            f"{seeds}; {said['training_minutes']} minutes of training; {_device(here)}, "
-            f"threads: {_joined(here['threads'])}, torch {_joined(here['versions']['torch'])}, "
-            f"{_joined(here['precision'])}; {'commit' if len(here['commits']) == 1 else 'commits'} "
-        )
         picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
-        lines += [f"{machine}{', '.join(here['commits'])}.", "", f"![{title}]({picture})", ""]
+        with _complete(path):
+            lines += _section(said, experiments[said["experiment"]], picture)
     if not best:
         raise BadInput(f"{results} contains no result: first run `torchcaps experiment NAME`, or change --results")
     report.parent.mkdir(parents=True, exist_ok=True)
     with atomically(report) as stream:
         stream.write("\n".join(lines).encode())
     return len(best)
+
+
+def _section(said: Mapping[str, Any], experiment: Experiment, picture: str) -> list[str]:
+    """Return the lines of the page for one result, whose figure has the relative path `picture`."""
+    here = said["environment"]
+    table = [(row.what, row.paper or "–", row.measured()) for row in _rows_of(said)]
+    seeds = "seed 0" if said["seeds"] == 1 else f"seeds 0 to {said['seeds'] - 1}"
+    only = ", the figure shows seed 0" if said["seeds"] > 1 and experiment.draws_seed_0 else ""
+    machine = (
+        f"{seeds}{only}; {said['training_minutes']} minutes of training; {_device(here)}, "
+        f"threads: {_joined(here['threads'])}, torch {_joined(here['versions']['torch'])}, "
+        f"{_joined(here['precision'])}; {'commit' if len(here['commits']) == 1 else 'commits'} "
+    )
+    lines = [f"## {said['experiment']}: {experiment.title}", "", f"{experiment.paper}. `{said['command']}`", ""]
+    lines += [*_lines(("measurement", "paper", "ours"), table), "", *(f"{note}\n" for note in said["notes"])]
+    return [*lines, f"{machine}{', '.join(here['commits'])}.", "", f"![{experiment.title}]({picture})", ""]

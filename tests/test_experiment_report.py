@@ -1,0 +1,84 @@
+"""`torchcaps experiment report`: the page with all experiments, incomplete results, and options without effect."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchcaps.errors import BadInput
+from torchcaps.experiments import EXPERIMENTS, Row
+from torchcaps.experiments.report import write_pages, write_report
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
+    here = {"processor": "p", "gpu": None, "threads": 1, "versions": {"torch": "2"}, "precision": "float32"}
+    plain = {"experiment": "pitfalls", "notes": [], "command": "c", "training_minutes": 2.5}
+    plain["environment"] = {**here, "commits": ["a", "b"]}
+    said = [
+        ("quick", None, 1, 1.0),
+        ("standard", None, 1, 2.0),
+        ("standard", None, 3, 3.0),
+        ("quick", "smallnorb", 1, 4.0),
+    ]
+    for number, (budget, data, seeds, value) in enumerate(said):
+        row = Row(f"value {value}", [value])._asdict()
+        content = {**plain, "budget": budget, "data": data, "seeds": seeds, "rows": [row]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+    assert write_report(tmp_path, tmp_path / "docs/report.md", EXPERIMENTS) == 2
+    report = (tmp_path / "docs/report.md").read_text()
+    assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
+    assert (
+        "seeds 0 to 2, the figure shows seed 0; 2.5 minutes of training; p, threads: 1, torch 2, float32; commits a, b."
+        in report
+    )
+    assert "](../2.png)" in report
+    (tmp_path / "4.json").write_text('{"experiment": "pitf')
+    with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment or the training .* again"):
+        write_report(tmp_path, tmp_path / "docs/report.md", EXPERIMENTS)
+    assert (tmp_path / "docs/report.md").read_text() == report
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda said: said["environment"].pop("commits"), "no entry 'commits'"),
+        (lambda said: said["environment"].pop("precision"), "no entry 'precision'"),
+        (lambda said: said.pop("notes"), "no entry 'notes'"),
+        (lambda said: said.pop("seeds"), "no entry 'seeds'"),
+        (lambda said: said.update(budget="long"), "unknown budget 'long'"),
+        (lambda said: said["rows"][1].update(ours=[]), "row 'T = 1, no variance floor: accuracy' has no values"),
+        (lambda said: said["rows"][0].pop("ours"), "ours"),
+        (lambda said: said.update(rows=None), "NoneType"),
+    ],
+)
+def test_an_incomplete_result_is_refused_with_the_name_of_its_file(change, problem, refused, tmp_path):
+    said = json.loads((RESULTS / "pitfalls-standard.json").read_text())
+    change(said)
+    (tmp_path / "one.json").write_text(json.dumps(said))
+    line = refused("experiment", "report", "--results", tmp_path, "--report", tmp_path / "page.md")
+    assert f"{tmp_path / 'one.json'} is damaged (" in line
+    assert problem in line
+    assert "run the experiment or the training that writes it again" in line
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_a_table_with_an_incomplete_result_is_refused_with_the_name_of_its_file(tmp_path):
+    (tmp_path / "tables.toml").write_text('[[highlights]]\nwhat = "a"\nresult = "one"\nrow = "b"\n')
+    (tmp_path / "one.json").write_text('{"experiment": "pitfalls"}')
+    (tmp_path / "page.md").write_text("<!-- table: highlights -->\n<!-- end of table -->\n")
+    with pytest.raises(BadInput, match=r"one\.json is damaged \(no entry 'rows'\): run the experiment"):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+
+
+def test_options_without_effect_are_refused(refused, tmp_path):
+    report = ("experiment", "report", "--results", RESULTS, "--report", tmp_path / "page.md")
+    for option, value in (("--budget", "quick"), ("--data", "nowhere"), ("--seeds", 4), ("--data-dir", tmp_path)):
+        line = refused(*report, option, value)
+        assert f"{option} is {value}, but `experiment report` does not use it: leave out {option}" in line
+    assert "--out is runs, but `experiment list` does not use it" in refused("experiment", "list", "--out", "runs")
+    for option in ("--page", "--report"):
+        line = refused("experiment", "two-digits", "--out", tmp_path / "runs", option, "a.md")
+        assert f"{option} is a.md, but `experiment two-digits` does not use it: leave out {option}" in line
+    assert not [*tmp_path.iterdir()]
