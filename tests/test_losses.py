@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,17 @@ from torchcaps import MODELS, BadInput, Prediction
 from torchcaps.checks import INTEGERS
 from torchcaps.chosen_epoch import best_epoch
 from torchcaps.data import Images, Splits
-from torchcaps.losses import LOSSES, balanced_weights, check_loss, margin_loss, reconstruction_loss, spread_loss
+from torchcaps.losses import (
+    LOSSES,
+    activation_cross_entropy,
+    activation_logit_cross_entropy,
+    balanced_weights,
+    check_loss,
+    cross_entropy,
+    margin_loss,
+    reconstruction_loss,
+    spread_loss,
+)
 from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_metrics, read_rows, read_run
 from torchcaps.training import fit
@@ -88,6 +99,32 @@ def test_labels_of_every_integer_type_give_the_same_loss(dtype):
     for loss in (margin_loss, spread_loss):
         assert loss(scores, labels.to(dtype)) == loss(scores, labels)
     assert torch.equal(balanced_weights(labels.to(dtype), 4), balanced_weights(labels, 4))
+
+
+def test_the_cross_entropy_of_activations_is_minus_the_log_of_the_share_of_the_target_class():
+    scores, labels = torch.tensor([[0.2, 0.7, 0.3], [0.5, 2e-6, 0.5]]), torch.tensor([1, 1])
+    expected = -(math.log(0.7 / 1.2) + math.log(2e-6 / 1.000002)) / 2
+    assert activation_cross_entropy(scores, labels).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_label_smoothing_spreads_a_share_of_the_target_probability_over_all_classes():
+    scores, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    target = 0.7 * torch.eye(3)[labels] + 0.3 / 3
+    expected = -(target * scores.log_softmax(dim=1)).sum(dim=1)
+    torch.testing.assert_close(cross_entropy(scores, labels, label_smoothing=0.3), expected.mean())
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5])
+    weighted = cross_entropy(scores, labels, label_smoothing=0.3, weights=weights)
+    torch.testing.assert_close(weighted, (expected * weights).mean())
+
+
+def test_the_logits_of_activations_are_clamped_at_one_millionth():
+    loss = activation_logit_cross_entropy(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+    assert loss.item() == pytest.approx(2 * math.log(1e6), abs=0.1)
+
+
+def test_the_default_margin_of_the_spread_loss_is_the_last_of_the_paper():
+    scores, labels = torch.rand(4, 3), torch.tensor([0, 2, 1, 1])
+    assert spread_loss(scores, labels) == spread_loss(scores, labels, margin=0.9)
 
 
 class Fixed(nn.Module):
