@@ -39,6 +39,13 @@ def test_standardised_images_have_mean_0_and_variance_1_and_constant_images_are_
     torch.testing.assert_close(flat, torch.zeros(1, 1, 4, 4), atol=1e-4, rtol=0)
 
 
+def test_standardisation_does_not_amplify_differences_of_less_than_one_grey_level():
+    pixels = torch.full((1, 1, 10, 10), 7, dtype=torch.uint8)
+    pixels[0, 0, 3, 3] = 8
+    images = Preparation(standardise="first").plain(pixels)
+    torch.testing.assert_close(images.max(), torch.tensor(0.99))
+
+
 def test_crops_are_uniform_and_depend_only_on_seed_epoch_and_index():
     preparation = Preparation(crop=5)
     variation = preparation.variation(seed=1, epoch=2, count=4000)
@@ -83,9 +90,7 @@ def test_the_crops_of_a_test_image_reach_from_corner_to_corner():
     views = Preparation(crop=4, test_crops=3).views(PIXELS)
     assert views.shape == (9, 2, 3, 4, 4)
     seen = [places(PIXELS.float() / 255, view)[0] for view in views]
-    assert seen[0] == (0, 0)
-    assert seen[-1] == (2, 4)
-    assert seen[4] == (1, 2)
+    assert seen == [(row, column) for row in (0, 1, 2) for column in (0, 2, 4)]
     torch.testing.assert_close(Preparation(crop=4).views(PIXELS), Preparation(crop=4).plain(PIXELS)[None])
 
 
@@ -129,6 +134,24 @@ def test_standardise_last_gives_mean_0_and_variance_1_after_crop_and_jitter():
         Preparation(standardise="twice")
 
 
+def test_standardise_last_gives_mean_0_and_variance_1_after_rotation_and_erasing():
+    pixels = torch.randint(0, 256, (50, 2, 12, 12)).to(torch.uint8)
+    preparation = Preparation(standardise="last", rotation=30.0, erase=4)
+    varied = preparation.varied(pixels, preparation.variation(0, 0, 50))
+    torch.testing.assert_close(varied.mean(dim=(1, 2, 3)), torch.zeros(50), atol=1e-5, rtol=0)
+    torch.testing.assert_close(varied.std(dim=(1, 2, 3), correction=0), torch.ones(50))
+
+
+def test_every_part_of_the_augmentation_depends_on_seed_and_epoch():
+    preparation = Preparation(shift=3, crop=4, flip=True, rotation=30.0, elastic=1.0)
+    variation, again = (preparation.variation(seed=1, epoch=2, count=100) for _ in range(2))
+    for part, same in zip(variation, again, strict=True):
+        assert torch.equal(part, same)
+    for seed, epoch in ((2, 2), (1, 3)):
+        for part, other in zip(variation, preparation.variation(seed, epoch, 100), strict=True):
+            assert not torch.equal(part, other)
+
+
 def test_a_rotation_turns_half_of_the_images_about_their_centre_by_less_than_the_limit():
     image = torch.zeros(1, 1, 29, 29, dtype=torch.uint8)
     image[0, 0, 14, 20:27] = 255
@@ -142,6 +165,17 @@ def test_a_rotation_turns_half_of_the_images_about_their_centre_by_less_than_the
     assert 35 < angles.abs().max() < 40.5
     assert abs(angles[turned].std() - 40 / 3) < 1
     torch.testing.assert_close(torch.hypot(down, across), torch.full((2000,), 9.0), atol=0.2, rtol=0)
+
+
+def test_a_rotation_of_an_image_that_is_not_square_keeps_distances_from_the_centre():
+    image = torch.zeros(1, 1, 25, 51, dtype=torch.uint8)
+    image[0, 0, 12, 31:38] = 255
+    preparation = Preparation(rotation=40.0)
+    varied = preparation.varied(image.expand(200, -1, -1, -1), preparation.variation(0, 0, 200))[:, 0]
+    rows, columns = torch.arange(25.0)[:, None] - 12, torch.arange(51.0) - 25
+    down, across = ((varied * x).sum(dim=(1, 2)) / varied.sum(dim=(1, 2)) for x in (rows, columns))
+    assert down.abs().max() > 4
+    torch.testing.assert_close(torch.hypot(down, across), torch.full((200,), 9.0), atol=0.2, rtol=0)
 
 
 def test_squeezed_images_are_narrower_within_the_limit_and_equally_high():
