@@ -135,6 +135,8 @@ def test_cut_with_the_same_seed_gives_the_same_parts():
         2,
         3,
     ]  # must never change
+    several = numbered([i % 3 for i in range(30)], 3)
+    assert indices(cut(several, 0.2, seed=4)[1]) == [8, 9, 10, 16, 21, 29]  # must never change
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.floats(0.01, 0.99), st.integers(0, 2**40))
@@ -165,6 +167,19 @@ def test_cut_by_holds_out_one_value_of_the_attribute_per_class():
         cut_by(toys, "toys", 0)
     with pytest.raises(BadInput, match="class a has only one value of toy"):
         cut_by(toys.where(toy=[0]), "toy", 0)
+
+
+def test_cut_by_with_the_same_seed_holds_out_the_same_values():
+    toys = {"toy": torch.arange(30) % 10}
+    images = Images(torch.zeros(30, 1, 2, 2, dtype=torch.uint8), torch.arange(30) // 10, ("a", "b", "c"), toys)
+    assert cut_by(images, "toy", seed=4)[1].attributes["toy"].tolist() == [6, 0, 1]  # must never change
+
+
+def test_where_keeps_the_images_that_have_an_accepted_value_of_every_attribute():
+    attributes = {"toy": torch.tensor([0, 0, 1, 1, 2]), "azimuth": torch.tensor([0, 2, 0, 2, 0])}
+    images = Images(torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1), torch.zeros(5).long(), ("a",), attributes)
+    assert indices(images.where(toy=[1, 2], azimuth=[0])) == [2, 4]
+    assert indices(images.where(azimuth=[0], toy=[0])) == [0]
 
 
 def test_cut_refuses_fractions_and_seeds_out_of_range():
