@@ -11,7 +11,7 @@ from scipy.io import loadmat, savemat
 
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
-from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, draw, moved, read_affnist, run
+from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, draw, inside, moved, read_affnist, run
 from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.study import Study
 from torchcaps.recipes import create_recipe
@@ -32,6 +32,25 @@ def test_affine_digits_stay_inside_the_image_and_keep_most_of_their_brightness()
     assert (still.pixels[:, :, 12:28, 14:26] == 200).all()
     assert (anywhere.pixels.sum(dim=(1, 2, 3)) == still.pixels.sum(dim=(1, 2, 3))).all()
     assert not (anywhere.pixels == still.pixels).all()
+
+
+def test_affine_digits_have_the_area_of_the_digits_on_average():
+    """The factors of both axes are uniform in [0.8, 1.2], so the mean of their product is 1."""
+    pixels = torch.zeros(1000, 1, 28, 28, dtype=torch.uint8)
+    pixels[:, :, 8:20, 8:20] = 200
+    changed = affine(Images(pixels, torch.zeros(1000, dtype=torch.long), ("block",)), seed=0).pixels
+    ink = changed.float().sum(dim=(1, 2, 3)) / pixels[0].float().sum()
+    assert ink.mean().item() == pytest.approx(1, abs=0.015)
+    assert 0.63 < ink.min() < ink.max() < 1.45
+
+
+def test_shifts_are_limited_so_that_no_ink_leaves_the_frame():
+    pixels = torch.zeros(3, 1, 10, 10, dtype=torch.uint8)
+    pixels[:2, :, 2:6, 1:10] = 1
+    down, across = torch.tensor([6, -6, 6]), torch.tensor([6, -6, 6])
+    offsets = torch.stack([down, across], dim=1)
+    assert inside(pixels, offsets, 0).tolist() == [4, -2, 0]
+    assert inside(pixels, offsets, 1).tolist() == [0, -1, 0]
 
 
 def test_affnist_files_are_read_and_damaged_files_are_refused(tmp_path):

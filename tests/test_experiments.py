@@ -30,7 +30,7 @@ from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
-from torchcaps.losses import spread_loss
+from torchcaps.losses import margin_loss, spread_loss
 from torchcaps.recipes import RECIPES, create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
@@ -113,6 +113,19 @@ def test_a_pair_is_the_clipped_sum_of_two_digits_of_different_classes():
     assert (images.pixels[:, 0] == both.clamp_max(255)).all()
     for place in range(2):
         assert (images.pixels[:, 1 + place].amax(dim=(1, 2)) == 20 * images.labels[:, place]).all()
+
+
+def test_the_loss_of_a_pair_contains_the_reconstruction_of_each_digit_from_its_own_capsule():
+    pairs = overlaid(plain_images(), 4, seed=0)
+    images, labels = pairs.pixels.float() / 255, pairs.labels
+    model = CapsNet(multimnist.SHAPE, convolution_channels=4, primary_types=2).eval()
+    module = PairClassifier(model, replace(create_recipe("capsnet-mnist"), reconstruction_weight=0.01), 10)
+    with torch.no_grad():
+        loss, scores = module.loss_and_scores(images, labels, train=True)
+        pose = model(images[:, :1]).capsules.pose
+        errors = [(model.decoder(pose, labels[:, k])[:, 0] - images[:, 1 + k]).square().sum() / 4 for k in (0, 1)]
+    present = torch.zeros(4, 10).scatter(1, labels, 1.0)
+    torch.testing.assert_close(loss, margin_loss(scores, present) + 0.01 * sum(errors))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,64 @@
+"""Attacks with another loss and in small steps, and the measurements of the experiment `adversarial`."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchcaps import Prediction
+from torchcaps.attacks import bim, fgsm
+from torchcaps.data import Images, Preparation
+from torchcaps.experiments.adversarial import ATTACKS, EPSILONS, classifier, measured, success
+
+
+def cross_entropy_of_others(scores, labels):
+    """The loss that is low if the score of the label is low."""
+    return -functional.cross_entropy(scores, labels)
+
+
+@pytest.mark.parametrize("attack", [fgsm, bim])
+def test_attacks_follow_the_gradient_of_the_given_loss(attack):
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    images, labels = torch.rand(8, 1, 3, 4), torch.randint(0, 3, (8,))
+    towards = attack(network, images, labels, 0.1, targeted=True)
+    assert torch.equal(attack(network, images, labels, 0.1, loss=cross_entropy_of_others), towards)
+
+
+def test_bim_moves_each_pixel_by_a_small_step_at_a_time():
+    """The score of the class is lowest at the brightness 0.45, so the attack moves around this value."""
+
+    def scores(images):
+        distance = (images - 0.45).square().flatten(1)
+        return torch.cat([distance, torch.zeros_like(distance)], dim=1)
+
+    attacked = bim(scores, torch.full((1, 1, 1, 1), 0.36), torch.tensor([0]), 0.2, steps=10)
+    assert attacked.item() == pytest.approx(0.45, abs=0.021)
+
+
+class Brightest(nn.Module):
+    """The score of each class is the brightness of one pixel."""
+
+    def forward(self, images):
+        return Prediction(10 * images.flatten(1))
+
+
+def bright_pixels():
+    """Four images of three pixels, of which the network `Brightest` classifies two correctly."""
+    pixels = 100 + 20 * torch.eye(3)[[0, 1, 0, 1]]
+    return Images(pixels.to(torch.uint8).view(4, 1, 1, 3), torch.tensor([0, 1, 2, 0]), ("a", "b", "c"))
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values())
+def test_a_targeted_attack_aims_at_every_wrong_class(attack):
+    target = classifier(Brightest(), Preparation())
+    shares = [success(target, functional.cross_entropy, bright_pixels(), attack, epsilon) for epsilon in (0.0, 0.3)]
+    assert shares == [100 * 2 / 8, 100]
+
+
+def test_only_black_box_attacks_use_the_gradients_of_the_other_network():
+    found = measured(Brightest(), Preparation(), functional.cross_entropy, bright_pixels(), lambda x: 0 * x.flatten(1))
+    for name in ATTACKS:
+        assert found["black box"][name] == [50] * len(EPSILONS)
+        assert found["untargeted"][name][0] == 50
+        assert found["untargeted"][name][-1] == 0
+    assert found["zero gradients"] == 0
