@@ -54,15 +54,20 @@ def test_support_sums_to_one_per_class_and_pass(name, rule):
 
 
 @torch.no_grad()
-def test_support_equals_the_fraction_of_the_mean_vote_computed_in_loops():
-    network = classifier("capsnet")
+@pytest.mark.parametrize("rule", ["dynamic", "generative"])
+def test_support_equals_the_fraction_of_the_mean_vote_computed_in_loops(rule):
+    network = classifier("capsnet", routing=rule)
+    for parameter in network.model.class_capsules.routing.parameters():
+        nn.init.normal_(parameter)  # the generative rule appends its parameters to the votes
     with recorded(network.model) as layers:
         prediction = network.model(torch.rand(1, 1, 28, 28))
     (layer,) = layers
     children, transform = layer.children, network.model.class_capsules.transform
     assert len(layer.passes) == 3
     couplings = layer.passes[2].votes.couplings(layer.passes[2].agreement)[0]
-    direction = prediction.capsules.pose[0, 0, :, 0] / prediction.scores[0, :, None]
+    if rule == "generative":
+        couplings = couplings * children.activation[0]
+    direction = nn.functional.normalize(prediction.capsules.pose[0, 0, :, 0], dim=1)
     expected = torch.zeros(3, children.activation.shape[1], children.activation.shape[2])
     for parent in range(3):
         for site in range(expected.shape[1]):
