@@ -1,6 +1,7 @@
 """The scikit-learn estimator: scikit-learn's own checks, images in several layouts, and accuracy on digits."""
 
 import copy
+import math
 import pickle
 
 import numpy as np
@@ -18,6 +19,8 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from torchcaps import BadInput, Diverged, Routing
+from torchcaps.losses import LOSSES
+from torchcaps.recipe import OPTIMIZERS
 from torchcaps.sklearn import CapsuleClassifier
 
 pytestmark = pytest.mark.usefixtures("untyped")  # scikit-learn requires that fit checks the settings
@@ -98,6 +101,44 @@ def test_the_scale_of_pixels_does_not_matter():
     X, y = halves()
     one, other = short().fit(X, y), short().fit(100 * X + 1000, y)
     np.testing.assert_allclose(one.decision_function(X), other.decision_function(100 * X + 1000), atol=1e-3)
+
+
+def test_every_epoch_contains_each_image_once_in_a_new_order(monkeypatch):
+    seen = []
+
+    def watched(scores, target):
+        seen.append(target.tolist())
+        return scores.square().sum()
+
+    monkeypatch.setitem(LOSSES, "watched", watched)
+    X, y = np.random.default_rng(0).normal(size=(12, 12, 12)), np.arange(12)
+    short(loss="watched", batch_size=5, epochs=2).fit(X, y)
+    assert [len(batch) for batch in seen] == [5, 5, 2] * 2
+    orders = [[label for batch in epoch for label in batch] for epoch in (seen[:3], seen[3:])]
+    assert sorted(orders[0]) == sorted(orders[1]) == [*range(12)]
+    assert orders[0] != orders[1] != [*range(12)] != orders[0]
+
+
+def test_the_learning_rate_follows_a_cosine_from_its_initial_value(monkeypatch):
+    rates = []
+
+    class Watched(torch.optim.Adam):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    monkeypatch.setitem(OPTIMIZERS, "adam", Watched)
+    short(learning_rate=0.01, batch_size=20, epochs=2).fit(*halves())
+    assert rates == pytest.approx([0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)])
+
+
+def test_the_loss_curve_contains_the_mean_loss_over_the_images():
+    """With a learning rate near 0, the network does not change. The last batch is smaller than the others."""
+    X, y = np.random.default_rng(0).normal(size=(20, 18, 18)), np.arange(20) % 3
+    options = {"convolution_channels": 4, "primary_types": 2}
+    network = short(model="capsnet", model_options=options, loss="margin", learning_rate=1e-30, batch_size=8, epochs=1)
+    scores = torch.from_numpy(network.fit(X, y).decision_function(X))
+    assert network.loss_curve_ == pytest.approx([LOSSES["margin"](scores, torch.from_numpy(y)).item()], rel=1e-5)
 
 
 def test_the_same_seed_gives_the_same_scores_and_the_global_random_state_does_not_change():
