@@ -1,0 +1,126 @@
+"""Batches of each split, and what the training computes from them: losses, margins, gradients and weights."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from test_run_folder import SPLITS, tiny
+from torchcaps import Classifier, Prediction
+from torchcaps.batches import ImageBatches, SplitBatches
+from torchcaps.data import Preparation
+from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss, spread_margin
+from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_rows
+from torchcaps.training import evaluate, fit, new_module
+from torchcaps.training_module import TrainingModule
+
+
+def batches_of(recipe, splits=SPLITS, processes=1, rank=0, epoch=0):
+    data = SplitBatches(splits, recipe)
+    data.trainer = SimpleNamespace(world_size=processes, global_rank=rank, current_epoch=epoch)
+    return data
+
+
+def test_the_order_and_the_augmentation_depend_on_the_seed():
+    (one, order), (other, another) = (batches_of(replace(tiny(1, shift="2"), seed=seed)).epoch(0) for seed in (0, 1))
+    assert sorted(order) == sorted(another) == [*range(60)]
+    assert (order != another).any()
+    assert not torch.equal(one.variation.offsets, other.variation.offsets)
+
+
+def test_the_augmentation_of_an_image_depends_on_its_index_and_not_on_its_place_in_the_batch():
+    preparation = Preparation(shift=5)
+    variation, indices = preparation.variation(0, 0, 60), np.array([7, 3])
+    found, labels = ImageBatches(SPLITS.train, preparation, variation)[indices]
+    assert torch.equal(found, preparation.varied(SPLITS.train.pixels[indices], variation.of(torch.tensor([7, 3]))))
+    assert labels.tolist() == SPLITS.train.labels[indices].tolist()
+
+
+def test_processes_share_the_batch_size_and_train_on_equally_many_images():
+    splits = replace(SPLITS, train=SPLITS.train.subset(range(59)))
+    shares = [list(batches_of(tiny(1), splits, 2, rank).train_dataloader()) for rank in (0, 1)]
+    assert [[len(labels) for _, labels in share] for share in shares] == [[10, 10, 9]] * 2
+    places = [batches_of(tiny(1), splits, 2, rank).train_dataloader().sampler for rank in (0, 1)]
+    assert len({index for share in places for part in share for index in part.tolist()}) == 58
+
+
+def test_validation_uses_the_central_crop_and_the_test_uses_all_crops():
+    recipe = tiny(1, crop="20", test_crops="2")
+    data, preparation = batches_of(recipe), Preparation(crop=20, test_crops=2)
+    views, _ = next(iter(data.val_dataloader()))
+    assert torch.equal(views, preparation.plain(SPLITS.validation.pixels)[None])
+    views, _ = next(iter(data.test_dataloader()))
+    assert torch.equal(views, preparation.views(SPLITS.test.pixels))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_validation_loss_is_the_mean_over_all_images_without_mixup(tmp_path):
+    """The last validation batch is smaller than the others."""
+    splits = replace(SPLITS, validation=SPLITS.train.subset(range(26)))
+    recipe = replace(tiny(1, mixup="1"), choose="last")
+    fit(recipe, splits, tmp_path / "run")
+    network = Classifier.from_pretrained(tmp_path / "run").model
+    with torch.inference_mode():
+        scores = network(splits.validation.pixels.float() / 255).scores
+        loss = LOSSES[recipe.loss](scores, splits.validation.labels, **recipe.loss_options)
+    (row,) = read_rows(tmp_path / "run" / "metrics.csv")
+    assert float(row["validation_loss"]) == pytest.approx(loss.item(), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_are_scaled_down_to_the_norm_of_gradient_clip(tmp_path):
+    splits = replace(SPLITS, train=SPLITS.train.subset(range(20)))
+    recipe = replace(tiny(1), optimizer="sgd", learning_rate=1.0, gradient_clip=0.01, weight_decay=0.0, choose="last")
+    recipe = replace(recipe, schedule="exponential", decay_rate=1.0)
+    fit(recipe, splits, tmp_path / "run")
+    before = dict(new_module(recipe, splits).model.named_parameters())
+    after = dict(Classifier.from_pretrained(tmp_path / "run").model.named_parameters())
+    moved = torch.cat([(after[name] - before[name]).flatten() for name in before])
+    assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_optimiser_has_the_settings_of_the_recipe():
+    recipe = replace(tiny(1), optimizer="adamw", learning_rate=0.02, weight_decay=0.3, warm_up_epochs=0.0)
+    optimizer = new_module(recipe, SPLITS).configure_optimizers()["optimizer"]
+    assert type(optimizer) is torch.optim.AdamW
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.3)]
+
+
+class Fixed(nn.Module):
+    """The scores are the first pixels, and the reconstruction is black."""
+
+    def forward(self, images, labels):
+        return Prediction(images.flatten(1)[:, :3], None, torch.zeros_like(images))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "official"])
+def test_the_margin_rises_in_training_and_is_that_of_the_end_in_validation(schedule):
+    recipe = replace(create_recipe("matrix-capsnet-toys-paper"), margin_schedule=schedule, loss="spread")
+    module = TrainingModule(Fixed(), replace(recipe, loss_options={}), 3, steps=1000)
+    images, labels = torch.rand(4, 1, 2, 2), torch.tensor([0, 2, 1, 1])
+    for train, step in ((True, 0), (False, 1000)):
+        loss, scores = module.loss_and_scores(images, labels, train=train)
+        assert loss == spread_loss(scores, labels, margin=spread_margin(schedule, step, 1000))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_the_reconstruction_loss_is_added_with_its_weight(train):
+    recipe = replace(create_recipe("capsnet-mnist"), reconstruction_weight=0.01)
+    images, labels = torch.rand(4, 1, 2, 2), torch.tensor([0, 2, 1, 1])
+    loss, scores = TrainingModule(Fixed(), recipe, 3).loss_and_scores(images, labels, train=train)
+    added = 0.01 * reconstruction_loss(torch.zeros_like(images), images)
+    torch.testing.assert_close(loss, margin_loss(scores, labels) + added)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_scores_of_the_test_are_the_means_over_all_crops():
+    model = new_module(tiny(1, crop="20", test_crops="2"), SPLITS).model.eval()
+    preparation = Preparation(crop=20, test_crops=2)
+    found = evaluate(model, SPLITS.test, preparation, precision="float32")
+    with torch.inference_mode():
+        expected = torch.stack([model(view).scores for view in preparation.views(SPLITS.test.pixels)]).mean(dim=0)
+    torch.testing.assert_close(found.scores, expected, rtol=1e-4, atol=1e-5)
