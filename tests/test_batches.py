@@ -71,6 +71,23 @@ def test_the_validation_loss_is_the_mean_over_all_images_without_mixup(tmp_path)
     assert float(row["validation_loss"]) == pytest.approx(loss.item(), abs=1e-5)
 
 
+class Watched(TrainingModule):
+    """Records whether the trainer trains, and whether the loss is computed for training."""
+
+    seen: set[tuple[bool, bool]]
+
+    def loss_and_scores(self, images, labels, train):
+        self.seen.add((self.trainer.training, train))
+        return super().loss_and_scores(images, labels, train)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_training_steps_use_mixup_and_the_rising_margin(tmp_path):
+    Watched.seen = set()
+    fit(tiny(1), SPLITS, tmp_path / "run", module_class=Watched)
+    assert Watched.seen == {(True, True), (False, False)}
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_gradients_are_scaled_down_to_the_norm_of_gradient_clip(tmp_path):
     splits = replace(SPLITS, train=SPLITS.train.subset(range(20)))
