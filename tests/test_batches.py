@@ -71,6 +71,23 @@ def test_the_validation_loss_is_the_mean_over_all_images_without_mixup(tmp_path)
     assert float(row["validation_loss"]) == pytest.approx(loss.item(), abs=1e-5)
 
 
+class RightInTheFirstEpoch(TrainingModule):
+    """Every prediction is right in the first epoch, and wrong afterwards."""
+
+    def loss_and_scores(self, images, labels, train):
+        loss, scores = super().loss_and_scores(images, labels, train)
+        right = nn.functional.one_hot(labels, scores.shape[1])
+        return loss, right if self.current_epoch == 0 else 1 - right
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_validation_accuracy_of_an_epoch_does_not_depend_on_earlier_epochs(tmp_path):
+    metrics = fit(tiny(3), SPLITS, tmp_path / "run", module_class=RightInTheFirstEpoch)
+    accuracies = [row["validation_accuracy_percent"] for row in read_rows(tmp_path / "run" / "metrics.csv")]
+    assert accuracies == ["100.0000", "0.0000", "0.0000"]
+    assert metrics["best_epoch"] == 1
+
+
 class Watched(TrainingModule):
     """Records whether the trainer trains, and whether the loss is computed for training."""
 

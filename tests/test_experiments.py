@@ -119,6 +119,8 @@ def test_the_loss_of_a_pair_contains_the_reconstruction_of_each_digit_from_its_o
     pairs = overlaid(plain_images(), 4, seed=0)
     images, labels = pairs.pixels.float() / 255, pairs.labels
     model = CapsNet(multimnist.SHAPE, convolution_channels=4, primary_types=2).eval()
+    for layer in model.decoder.layers[::2]:
+        torch.nn.init.normal_(layer.weight)  # otherwise the capsules of both digits give nearly the same image
     module = PairClassifier(model, replace(create_recipe("capsnet-mnist"), reconstruction_weight=0.01), 10)
     with torch.no_grad():
         loss, scores = module.loss_and_scores(images, labels, train=True)
