@@ -62,7 +62,7 @@ def test_the_validation_loss_is_the_mean_over_all_images_without_mixup(tmp_path)
     """The last validation batch is smaller than the others."""
     splits = replace(SPLITS, validation=SPLITS.train.subset(range(26)))
     recipe = replace(tiny(1, mixup="1"), choose="last")
-    fit(recipe, splits, tmp_path / "run")
+    fit(recipe, splits, tmp_path / "run", logger="none")
     network = Classifier.from_pretrained(tmp_path / "run").model
     with torch.inference_mode():
         scores = network(splits.validation.pixels.float() / 255).scores
@@ -82,10 +82,20 @@ class RightInTheFirstEpoch(TrainingModule):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_validation_accuracy_of_an_epoch_does_not_depend_on_earlier_epochs(tmp_path):
-    metrics = fit(tiny(3), SPLITS, tmp_path / "run", module_class=RightInTheFirstEpoch)
+    weights = []
+
+    def copy(model):
+        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+    metrics = fit(
+        tiny(3), SPLITS, tmp_path / "run", logger="none", module_class=RightInTheFirstEpoch, on_epoch_end=copy
+    )
     accuracies = [row["validation_accuracy_percent"] for row in read_rows(tmp_path / "run" / "metrics.csv")]
-    assert accuracies == ["100.0000", "0.0000", "0.0000"]
+    assert accuracies == ["100.0000", "0.0000"]
     assert metrics["best_epoch"] == 1
+    saved = Classifier.from_pretrained(tmp_path / "run").model.state_dict()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights[0].items())
+    assert not all(torch.equal(saved[name], tensor) for name, tensor in weights[1].items())
 
 
 class Watched(TrainingModule):
@@ -101,7 +111,7 @@ class Watched(TrainingModule):
 @pytest.mark.filterwarnings("ignore")
 def test_only_training_steps_use_mixup_and_the_rising_margin(tmp_path):
     Watched.seen = set()
-    fit(tiny(1), SPLITS, tmp_path / "run", module_class=Watched)
+    fit(tiny(1), SPLITS, tmp_path / "run", logger="none", module_class=Watched)
     assert Watched.seen == {(True, True), (False, False)}
 
 
@@ -110,11 +120,18 @@ def test_gradients_are_scaled_down_to_the_norm_of_gradient_clip(tmp_path):
     splits = replace(SPLITS, train=SPLITS.train.subset(range(20)))
     recipe = replace(tiny(1), optimizer="sgd", learning_rate=1.0, gradient_clip=0.01, weight_decay=0.0, choose="last")
     recipe = replace(recipe, schedule="exponential", decay_rate=1.0)
-    fit(recipe, splits, tmp_path / "run")
+    fit(recipe, splits, tmp_path / "run", logger="none")
     before = dict(new_module(recipe, splits).model.named_parameters())
     after = dict(Classifier.from_pretrained(tmp_path / "run").model.named_parameters())
     moved = torch.cat([(after[name] - before[name]).flatten() for name in before])
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_the_seed_of_the_recipe_determines_the_initial_weights():
+    one, same, other = (new_module(replace(tiny(1), seed=seed), SPLITS).model.state_dict() for seed in (1, 1, 2))
+    weights = [name for name in one if name.endswith("weight") and one[name].ndim > 1]
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in weights)
 
 
 def test_the_optimiser_has_the_settings_of_the_recipe():
