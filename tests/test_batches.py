@@ -87,11 +87,10 @@ def test_the_validation_accuracy_of_an_epoch_does_not_depend_on_earlier_epochs(t
     def copy(model):
         weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
 
-    metrics = fit(
-        tiny(3), SPLITS, tmp_path / "run", logger="none", module_class=RightInTheFirstEpoch, on_epoch_end=copy
-    )
-    accuracies = [row["validation_accuracy_percent"] for row in read_rows(tmp_path / "run" / "metrics.csv")]
-    assert accuracies == ["100.0000", "0.0000"]
+    options = {"logger": "none", "module_class": RightInTheFirstEpoch, "on_epoch_end": copy}
+    metrics, rows = fit(tiny(2), SPLITS, tmp_path / "run", **options), read_rows(tmp_path / "run" / "metrics.csv")
+    assert [row["validation_accuracy_percent"] for row in rows] == ["100.0000", "0.0000"]
+    assert metrics["wall_seconds"] == pytest.approx(sum(float(row["seconds"]) for row in rows))
     assert metrics["best_epoch"] == 1
     saved = Classifier.from_pretrained(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in weights[0].items())

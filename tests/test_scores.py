@@ -75,7 +75,16 @@ def test_confident_right_predictions_are_calibrated_and_confident_wrong_ones_are
     )
 
 
+def test_the_bins_of_the_calibration_error_are_fifteenths():
+    """The two confidences are in one bin of ten, but in different bins of fifteen."""
+    scores, labels = torch.tensor([[0.64, 0.36], [0.69, 0.31]]), torch.tensor([0, 1])
+    assert calibration_error_percent(scores, labels) == pytest.approx(100 * (0.36 + 0.69) / 2, abs=1e-3)
+
+
 def test_activations_trained_by_their_logits_are_converted_by_the_softmax_of_the_logits():
+    almost_certain = torch.tensor([[0.9999, 0.999, 0.0]])
+    found = probabilities(almost_certain, loss="activation_logit_cross_entropy")
+    torch.testing.assert_close(found, torch.tensor([[9999.0, 999.0, 0.0]]) / 10998, atol=1e-4, rtol=1e-3)
     scores = torch.tensor([[0.99, 0.9, 0.5]])
     expected = (scores / (1 - scores)) / (scores / (1 - scores)).sum()
     found = probabilities(scores, loss="activation_logit_cross_entropy")
