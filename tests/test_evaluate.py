@@ -4,11 +4,13 @@ import re
 import shutil
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from conftest import make_images, train
 from test_run_folder import SPLITS
-from torchcaps import BadInput, PooledCNN
+from torchcaps import BadInput, DataWarning, PooledCNN
+from torchcaps.confusion import warn_of_one_prediction
 from torchcaps.training import evaluate
 
 
@@ -79,3 +81,10 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
 def test_a_model_with_another_number_of_classes_is_refused():
     with pytest.raises(BadInput, match="the model has 3 classes, but the images have 10 class names"):
         evaluate(PooledCNN((1, 28, 28), 3), SPLITS.test)
+
+
+def test_predicting_one_class_causes_a_warning_only_for_images_of_several_classes():
+    with pytest.warns(DataWarning, match="the network predicts cat for every test image"):
+        warn_of_one_prediction(torch.tensor([[3, 0], [1, 0]]), ("cat", "dog"))
+    warn_of_one_prediction(torch.tensor([[3, 0], [0, 0]]), ("cat", "dog"))
+    warn_of_one_prediction(torch.tensor([[3, 0], [1, 1]]), ("cat", "dog"))
