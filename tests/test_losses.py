@@ -117,8 +117,9 @@ def test_label_smoothing_spreads_a_share_of_the_target_probability_over_all_clas
     torch.testing.assert_close(weighted, (expected * weights).mean())
 
 
-def test_the_logits_of_activations_are_clamped_at_one_millionth():
-    loss = activation_logit_cross_entropy(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_of_activations_are_clamped_at_one_millionth(dtype):
+    loss = activation_logit_cross_entropy(torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([1]))
     assert loss.item() == pytest.approx(2 * math.log(1e6), abs=0.1)
 
 
