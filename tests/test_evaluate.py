@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from conftest import make_images, train
 from test_run_folder import SPLITS
 from torchcaps import BadInput, DataWarning, PooledCNN
 from torchcaps.confusion import warn_of_one_prediction
+from torchcaps.data import load_test_images
 from torchcaps.training import evaluate
 
 
@@ -60,6 +62,14 @@ def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path
     (new / "right").rename(new / "middle")
     line = refused("evaluate", finished[0], "--data", new)
     assert "has the class middle, but the network was trained on left, right" in line
+
+
+def test_images_of_some_classes_get_the_class_numbers_of_the_network(tmp_path):
+    new = make_images(tmp_path / "new", per_class=2)
+    images, _ = load_test_images(str(new), ("middle", "right", "left"))
+    assert images.class_names == ("middle", "right", "left")
+    assert [path.parent.name for path in map(Path, images.files.names)] == ["left", "left", "right", "right"]
+    assert images.labels.tolist() == [2, 2, 1, 1]
 
 
 def test_evaluating_on_training_images_causes_a_warning(call, images, finished, tmp_path):

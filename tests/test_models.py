@@ -272,8 +272,8 @@ def test_given_options_of_a_rule_apply_to_every_layer_and_the_model_sets_all_oth
         assert [options[name] for name in ("iterations", "variance_floor")] == [2, 0.01]
         assert options["inverse_temperature"] == heat
         assert (layer.routing.beta_a == -15).all()
-    pooled = PooledCapsNet(routing=Routing("dynamic", iterations=1)).class_capsules.routing
-    own = {"iterations": 1, "logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
+    pooled = PooledCapsNet(routing=Routing("dynamic", squash_form="none")).class_capsules.routing
+    own = {"iterations": 3, "logits": "latest", "squash_form": "none", "inner_squash_form": "unit"}
     assert own.items() <= pooled.saved_options.items()
     assert CapsNet(routing="em").class_capsules.routing.saved_options == EMRouting(10).saved_options
     model.save_pretrained(tmp_path)
