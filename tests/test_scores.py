@@ -94,6 +94,18 @@ def test_activations_trained_by_their_logits_are_converted_by_the_softmax_of_the
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_the_calibration_error_of_evaluate_depends_on_the_loss_of_the_training():
+    model = create_model("capsnet", image_shape=(1, 20, 20), num_classes=3, convolution_channels=4, primary_types=2)
+    pixels, labels = torch.randint(0, 256, (6, 1, 20, 20), dtype=torch.uint8), torch.arange(6) % 3
+    images, errors = Images(pixels, labels, ("a", "b", "c")), []
+    for loss in ("margin", "activation_logit_cross_entropy"):
+        found = evaluate(model.eval(), images, precision="float32", loss=loss)
+        errors.append(found.calibration_error_percent)
+        assert errors[-1] == pytest.approx(calibration_error_percent(found.scores, labels, logits=False, loss=loss))
+    assert errors[0] != errors[1]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_scores_that_are_not_finite_are_refused():
     model = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=2).eval()
     images = Images(torch.zeros(2, 1, 20, 20, dtype=torch.uint8), torch.tensor([0, 1]), ("left", "right"))
