@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from torchcaps import Prediction
-from torchcaps.attacks import bim, fgsm
+from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation
 from torchcaps.experiments.adversarial import ATTACKS, EPSILONS, classifier, measured, success
 
@@ -62,3 +62,13 @@ def test_only_black_box_attacks_use_the_gradients_of_the_other_network():
         assert found["untargeted"][name][0] == 50
         assert found["untargeted"][name][-1] == 0
     assert found["zero gradients"] == 0
+
+
+def test_gradients_are_averaged_over_all_images():
+    """The experiment computes gradients for 100 images at a time."""
+    images = bright_pixels().subset(torch.arange(103) % 4)
+    loss = functional.cross_entropy
+    found = measured(Brightest(), Preparation(), loss, images, classifier(Brightest(), Preparation()))
+    together = gradient_health(lambda x: Brightest()(x).scores, images.pixels.float() / 255, images.labels, loss)
+    assert found["gradient length"] == pytest.approx(together.norm)
+    assert found["zero gradients"] == together.zero

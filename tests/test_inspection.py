@@ -130,6 +130,9 @@ def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
     torch.testing.assert_close(drawn[10, 9:12], drawn[10, 10] * torch.tensor([0.5, 1.0, 0.5]))
     with pytest.raises(BadInput, match="36 sites"):
         in_the_image(below, [FeatureMap((5, 5), (0.0, 0.0), (1.0, 1.0))], 28, 28)
+    row = in_the_image(torch.ones(1, 1, 3), [FeatureMap((1, 3), (3.0, 3.0), (8.0, 8.0))], 24, 24)[0, 0]
+    assert (row == row[:1]).all()
+    assert row[0].argmax() in range(3, 20)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -113,7 +113,10 @@ def _pair(value: Any) -> Any:
 def in_the_image(
     below: Float[Tensor, "passes J S"], maps: list[FeatureMap], height: int, width: int
 ) -> Float[Tensor, "passes J H W"]:
-    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1."""
+    """Interpolate values at the sites of the first capsules to the pixels. The pixels of a pass and class sum to 1.
+
+    Along an axis with a single site, all pixels have the same value.
+    """
     sites = below.shape[2]
     place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
     if sites == 1:
@@ -127,7 +130,7 @@ def in_the_image(
     axes = []
     for axis, pixels in ((0, height), (1, width)):
         site = (torch.arange(pixels, device=below.device) - place.first[axis]) / place.step[axis]
-        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1 if place.grid[axis] > 1 else 2 * site)
+        axes.append(2 * site / max(1, place.grid[axis] - 1) - 1)
     places = torch.stack(torch.meshgrid(axes[1], axes[0], indexing="xy"), dim=2)
     found = functional.grid_sample(values, places.expand(len(values), -1, -1, -1), align_corners=True)
     return found / found.sum(dim=(2, 3), keepdim=True).clamp_min(torch.finfo(found.dtype).tiny)

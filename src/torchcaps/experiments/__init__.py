@@ -181,7 +181,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         standard=True,
     ),
     "own-images": Experiment(
-        own_images.run, "The recipes for your own images, on a small training set", "Our own experiment"
+        own_images.run,
+        "The recipes for your own images, on a small training set",
+        "Our own experiment",
+        draws_seed_0=True,
     ),
     "health": Experiment(
         health.run,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -69,8 +70,9 @@ def measured(
         gradient_health(lambda x: model(x).scores, preparation.plain_of(pixels.float() / 255), labels, loss)
         for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True)
     ]
-    found["zero gradients"] = sum(one.zero for one in health) / len(health)
-    found["gradient length"] = sum(one.norm for one in health) / len(health)
+    counts = [len(labels) for labels in images.labels.split(100)]
+    found["zero gradients"] = fmean([one.zero for one in health], counts)
+    found["gradient length"] = fmean([one.norm for one in health], counts)
     return found
 
 

@@ -49,6 +49,5 @@ def draw(curves: dict[str, list[tuple[float, ...]]]) -> Figure:
         axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.8, label=name)
     axis.set_xlabel("epoch")
     axis.set_ylabel("validation accuracy %")
-    axis.set_title("seed 0")
     axis.legend(fontsize=8)
     return figure
