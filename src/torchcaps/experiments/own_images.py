@@ -17,20 +17,21 @@ def run(study: Study) -> Outcome:
     """Train each recipe on a small part of a dataset, and test it on the dataset's test split."""
     source = study.data or study.choose("mnist-5k", "fashion-mnist", "fashion-mnist")
     images, tested, epochs = study.choose((500, 500, 10), (1_000, 10_000, 30), (5_000, 10_000, 30))
-    recipes = {name: make() for name, make in RECIPES.items() if make().data == OWN_IMAGES and name != PRETRAINED}
+    recipes = [recipe for recipe in (make() for make in RECIPES.values()) if recipe.data == OWN_IMAGES]
     found: dict[str, list[float]] = {}
     curves: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(study.seeds):
-        for name, own in recipes.items():
+        for own in recipes:
             recipe = replace(own, data=source, seed=seed, epochs=epochs)
             splits = study.splits(recipe, images, tested)
-            if own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
+            too_large = own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST
+            if too_large or own.name == PRETRAINED:
                 continue
-            folder = part(name, seed)
+            folder = part(own.name, seed)
             metrics = study.trained(folder, recipe, splits)[1]
-            found.setdefault(name, []).append(metrics["test_accuracy_percent"])
+            found.setdefault(own.name, []).append(metrics["test_accuracy_percent"])
             if not seed:
-                curves[name] = study.epoch_metrics(folder, "epoch", "validation_accuracy_percent")
+                curves[own.name] = study.epoch_metrics(folder, "epoch", "validation_accuracy_percent")
     rows = [Row(f"{name}: accuracy", accuracies) for name, accuracies in found.items()]
     notes = [
         f"Trained on {len(splits.train):,} images of {source} for {epochs} epochs, tested on {len(splits.test):,} "
