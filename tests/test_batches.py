@@ -108,7 +108,7 @@ class Watched(TrainingModule):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_only_training_steps_use_mixup_and_the_rising_margin(tmp_path):
+def test_only_training_steps_compute_the_loss_for_training(tmp_path):
     Watched.seen = set()
     fit(tiny(1), SPLITS, tmp_path / "run", logger="none", module_class=Watched)
     assert Watched.seen == {(True, True), (False, False)}

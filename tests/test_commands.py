@@ -197,3 +197,6 @@ def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():
     different = {key for key in recipes[0] if len({str(recipe[key]) for recipe in recipes}) > 1}
     assert different <= network | rate
     assert {key for key in recipes[1] if recipes[1][key] != recipes[2][key]} <= network
+    variational = vars(create_recipe("variational-capsnet-images"))
+    of_routing = {"name", "model_options", "routing_options"}
+    assert {key for key in variational if variational[key] != recipes[1][key]} == of_routing

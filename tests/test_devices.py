@@ -64,19 +64,21 @@ atexit.register(lambda: print("open" if distributed.is_initialized() else "close
 from test_run_folder import SPLITS, tiny
 from torchcaps.training import fit
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-fit(tiny(1), SPLITS, Path(sys.argv[1]) / "first")
+fit(tiny(1), SPLITS, Path(sys.argv[1]) / "first", logger="none")
 assert distributed.is_initialized()  # for the next training
-fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", workers=int(sys.argv[2]))
+logger = sys.argv[2]
+fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", logger=logger)
 """
 
 
-@pytest.mark.parametrize(("workers", "at_exit"), [(0, "closed"), (-1, "open")])
-def test_the_process_group_is_closed_when_python_exits_unless_the_last_training_failed(workers, at_exit, tmp_path):
-    words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, str(workers)]
+@pytest.mark.parametrize(("logger", "at_exit", "error"), [("none", "closed", ""), ("wrong", "open", "unknown logger")])
+def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, tmp_path):
+    words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, logger]
     folder = Path(__file__).parent
     done = subprocess.run(words, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1] == at_exit, done.stderr
-    assert (done.returncode == 0) == (workers == 0)
+    assert done.returncode == bool(error)
+    assert error in done.stderr
 
 
 class Nondeterministic(TrainingModule):

@@ -48,7 +48,8 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
         (lambda said: said.pop("notes"), "no entry 'notes'"),
         (lambda said: said.pop("seeds"), "no entry 'seeds'"),
         (lambda said: said.update(budget="long"), "unknown budget 'long'"),
-        (lambda said: said["rows"][1].update(ours=[]), "row 'T = 1, no variance floor: accuracy' has no values"),
+        (lambda said: said["rows"][1].update(ours=[]), "row 'T = 1, no variance floor: accuracy' are []"),
+        (lambda said: said["rows"][1].update(ours=["high"]), "row 'T = 1, no variance floor: accuracy' are ['high']"),
         (lambda said: said["rows"][0].pop("ours"), "ours"),
         (lambda said: said.update(rows=None), "NoneType"),
     ],
@@ -69,6 +70,11 @@ def test_a_table_with_an_incomplete_result_is_refused_with_the_name_of_its_file(
     (tmp_path / "one.json").write_text('{"experiment": "pitfalls"}')
     (tmp_path / "page.md").write_text("<!-- table: highlights -->\n<!-- end of table -->\n")
     with pytest.raises(BadInput, match=r"one\.json is damaged \(no entry 'rows'\): run the experiment"):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+    (tmp_path / "tables.toml").write_text('[[highlights]]\nwhat = "a"\nruns = ["run"]\n')
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"metrics\.json is damaged \(no entry 'test_accuracy_percent'\): run"):
         write_pages(tmp_path, [tmp_path / "page.md"])
 
 

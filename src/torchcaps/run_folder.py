@@ -225,7 +225,7 @@ def changed_setting(before: Recipe, now: Recipe, ignored: Container[str] = ("dat
         'epochs=10, not 3'
     """
     one, other = _by_name(before), _by_name(now)
-    for key in sorted(one.keys() | other.keys()):
+    for key in sorted(one.keys() | other.keys(), key=lambda key: (key != "name", key)):  # the recipe's name first
         values = [settings.get(key, "the default") for settings in (one, other)]
         if key not in ignored and values[0] != values[1]:
             return f"{key}={values[0]}, not {values[1]}"

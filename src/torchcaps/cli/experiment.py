@@ -70,7 +70,7 @@ def experiment(
             write_pages(results, page)
             print(f"tables written to {', '.join(map(str, page))}")
         return
-    budget, seeds, data_dir = budget or "quick", seeds or 1, data_dir or Path("data")
+    budget, seeds, data_dir = "quick" if budget is None else budget, seeds or 1, data_dir or Path("data")
     keep_freed_memory()
     writable(out)
     writable(results)

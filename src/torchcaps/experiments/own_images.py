@@ -4,11 +4,15 @@ from dataclasses import replace
 
 from matplotlib.figure import Figure
 
+from torchcaps.data import DATASETS
 from torchcaps.experiments.study import Outcome, Row, Study, part
 from torchcaps.recipes import OWN_IMAGES, RECIPES
 
 LARGEST = 32
-"""Side in pixels of the largest images on which CapsNet is trained; its training time grows fast with the image."""
+"""Side in pixels of the largest images on which CapsNet is trained; its training time grows fast with the image.
+
+Images of a folder or table are resized to this size.
+"""
 PRETRAINED = "timm-capsnet-images"
 """Recipe that is left out, because it is meant for the weights that timm publishes."""
 
@@ -17,15 +21,15 @@ def run(study: Study) -> Outcome:
     """Train each recipe on a small part of a dataset, and test it on the dataset's test split."""
     source = study.data or study.choose("mnist-5k", "fashion-mnist", "fashion-mnist")
     images, tested, epochs = study.choose((500, 500, 10), (1_000, 10_000, 30), (5_000, 10_000, 30))
-    recipes = [recipe for recipe in (make() for make in RECIPES.values()) if recipe.data == OWN_IMAGES]
+    options = {} if source in DATASETS else {"image_size": LARGEST}
+    recipes = [make() for name, make in RECIPES.items() if name != PRETRAINED]
     found: dict[str, list[float]] = {}
     curves: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(study.seeds):
-        for own in recipes:
-            recipe = replace(own, data=source, seed=seed, epochs=epochs)
+        for own in (recipe for recipe in recipes if recipe.data == OWN_IMAGES):
+            recipe = replace(own, data=source, data_options=options, seed=seed, epochs=epochs)
             splits = study.splits(recipe, images, tested)
-            too_large = own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST
-            if too_large or own.name == PRETRAINED:
+            if own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
                 continue
             folder = part(own.name, seed)
             metrics = study.trained(folder, recipe, splits)[1]

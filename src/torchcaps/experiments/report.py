@@ -117,12 +117,15 @@ def _complete(path: Path) -> Iterator[None]:
 
 def _accuracies(runs: Sequence[str | Sequence[str]], results: Path) -> list[float]:
     """Return the test accuracy of each run. An element that is a list of runs gives the mean over these runs."""
-    return [
-        _json(results / run / "metrics.json")["test_accuracy_percent"]
-        if isinstance(run, str)
-        else fmean(_accuracies(run, results))
-        for run in runs
-    ]
+    return [_tested(results / run) if isinstance(run, str) else fmean(_accuracies(run, results)) for run in runs]
+
+
+def _tested(run: Path) -> float:
+    """Return the test accuracy of the run in a folder."""
+    path = run / "metrics.json"
+    metrics = _json(path)
+    with _complete(path):
+        return float(metrics["test_accuracy_percent"])
 
 
 def _accuracy(runs: Sequence[str | Sequence[str]], results: Path) -> str:
@@ -132,8 +135,9 @@ def _accuracy(runs: Sequence[str | Sequence[str]], results: Path) -> str:
 
 def _rows_of(said: Mapping[str, Any]) -> list[Row]:
     rows = [Row(**values) for values in said["rows"]]
-    if empty := [row.what for row in rows if not row.ours]:
-        raise ValueError(f"row {empty[0]!r} has no values")
+    for row in rows:
+        if not row.ours or not all(isinstance(value, int | float) for value in row.ours):
+            raise ValueError(f"the values of row {row.what!r} are {row.ours}")
     return rows
 
 
