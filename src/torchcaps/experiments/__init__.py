@@ -184,6 +184,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         own_images.run,
         "The recipes for your own images, on a small training set",
         "Our own experiment",
+        standard=True,
         draws_seed_0=True,
     ),
     "health": Experiment(
