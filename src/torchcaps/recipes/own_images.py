@@ -51,9 +51,9 @@ def variational_capsnet_images() -> Recipe:
     """Matrix capsules with variational Bayes routing on your own images; give the folder of images with ``--data``.
 
     Only routing and initial transforms differ from `matrix_capsnet_images`. In the experiment ``own-images``, with
-    1,000 training images, this network is more accurate on Fashion-MNIST than `matrix_capsnet_images`, and about as accurate
-    on the toys. In evaluation, the BatchNorms of the rule use running averages. The validation accuracy is therefore
-    often low in the first hundreds of training steps, and sometimes later; the best epoch is kept.
+    1,000 training images, this network is more accurate on Fashion-MNIST than `matrix_capsnet_images`, and about as
+    accurate on the toys. In evaluation, the BatchNorms of the rule use running averages. The validation accuracy is
+    therefore often low in the first hundreds of training steps, and sometimes later; the best epoch is kept.
     """
     recipe = matrix_capsnet_images()
     return replace(
