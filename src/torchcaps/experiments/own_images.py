@@ -22,11 +22,12 @@ def run(study: Study) -> Outcome:
     source = study.data or study.choose("mnist-5k", "fashion-mnist", "fashion-mnist")
     images, tested, epochs = study.choose((500, 500, 10), (1_000, 10_000, 30), (5_000, 10_000, 30))
     options = {} if source in DATASETS else {"image_size": LARGEST}
-    recipes = [make() for name, make in RECIPES.items() if name != PRETRAINED]
+    every = [make() for name, make in RECIPES.items() if name != PRETRAINED]
+    recipes = [recipe for recipe in every if recipe.data == OWN_IMAGES]
     found: dict[str, list[dict[str, float]]] = {}
     curves: dict[str, list[tuple[float, ...]]] = {}
     for seed in range(study.seeds):
-        for own in (recipe for recipe in recipes if recipe.data == OWN_IMAGES):
+        for own in recipes:
             recipe = replace(own, data=source, data_options=options, seed=seed, epochs=epochs)
             splits = study.splits(recipe, images, tested)
             if own.model == "capsnet" and max(splits.train.image_shape[1:]) > LARGEST:
