@@ -198,5 +198,5 @@ def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():
     assert different <= network | rate
     assert {key for key in recipes[1] if recipes[1][key] != recipes[2][key]} <= network
     variational = vars(create_recipe("variational-capsnet-images"))
-    of_routing = {"name", "model_options", "routing_options"}
+    of_routing = {"name", "model_options", "routing_options", "batch_norm_images"}
     assert {key for key in variational if variational[key] != recipes[1][key]} == of_routing

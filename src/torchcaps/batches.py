@@ -154,6 +154,14 @@ class SplitBatches(lightning.LightningDataModule):
         order = order[: len(order) - len(order) % devices][trainer.global_rank :: devices]
         return Batches(batches, order, self.recipe.batch_size // devices, self.workers)
 
+    def batch_norm_dataloader(self) -> DataLoader:
+        """Return the first training images of the epoch, for `average_batch_norms`; the same ones on every device."""
+        trainer, recipe = self.trainer, self.recipe
+        assert trainer is not None
+        batches, order = self.epoch(trainer.current_epoch)
+        chosen = order[: recipe.batch_norm_images]
+        return Batches(batches, chosen, recipe.batch_size // trainer.world_size, self.workers)
+
     def val_dataloader(self) -> DataLoader:
         return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
 

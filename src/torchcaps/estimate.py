@@ -49,7 +49,7 @@ class Estimate:
         memory_bytes: peak memory of each process; on GPUs, peak memory of each device.
         state_bytes: the part of ``memory_bytes`` for the weights, their gradients and the state of the optimiser.
         step_bytes: the part of ``memory_bytes`` for everything else in a training step, mainly activations.
-        epoch_seconds: time of an epoch, including validation.
+        epoch_seconds: time of an epoch, including validation and the statistics of BatchNorm for it.
         seconds: time of all epochs that are left, and of the test at the end.
         devices: number of processes that train together.
         workers: number of worker processes that load images, over all devices. ``memory_bytes`` does not include their
@@ -146,6 +146,7 @@ def estimate(
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
     epoch = starts * step + len(splits.validation) * per_image / devices
+    epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
     images = len(splits.validation) + len(splits.test) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),

@@ -21,7 +21,15 @@ KINDS: dict[Any, str] = {
 
 
 LATER: dict[str, tuple[str, ...]] = {
-    "recipe": ("flip", "pretrained", "class_weights", "elastic", "early_iterations", "early_epochs"),
+    "recipe": (
+        "flip",
+        "pretrained",
+        "class_weights",
+        "elastic",
+        "early_iterations",
+        "early_epochs",
+        "batch_norm_images",
+    ),
     "preparation": ("flip", "elastic"),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),

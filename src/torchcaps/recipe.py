@@ -99,6 +99,10 @@ class Recipe:
         gradient_clip: largest norm of the gradient; gradients with a larger norm are scaled down to it; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.
+        batch_norm_images: number of training images on which the statistics of every BatchNorm are computed before each
+            validation, with the weights of that epoch: Wu & Johnson 2021 (arXiv 2105.07576), section 3. The statistics
+            are averages over batches, and replace the running averages of the training. 0 keeps the running averages.
+            Evaluation and saved weights use the same statistics as the validation.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
@@ -159,6 +163,7 @@ class Recipe:
     gradient_clip: float = 0.0
     batch_size: int = 128
     epochs: int = 10
+    batch_norm_images: int = 0
     patience: int = 0
     validation_fraction: float = 0.1
     validation_attribute: str = ""
@@ -189,6 +194,8 @@ class Recipe:
         for key in ("learning_rate", "decay_rate"):
             if not 0 < getattr(self, key) <= 1e30:
                 raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
+        if self.batch_norm_images != 0 and not 2 <= self.batch_norm_images <= LARGEST:
+            raise BadInput(f"batch_norm_images is {self.batch_norm_images}: use 0, or 2 or more, at most {LARGEST}")
         if not 1 <= self.early_iterations <= 1000:
             raise BadInput(f"early_iterations is {self.early_iterations}: use 1 to 1,000")
         if self.early_epochs and self.early_epochs >= self.epochs:

@@ -1,7 +1,7 @@
 """LightningModule with the training, validation and test steps."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from torchcaps.batches import SplitBatches
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
@@ -61,6 +63,11 @@ class TrainingModule(lightning.LightningModule):
             raise BadInput(
                 f"early_epochs is {recipe.early_epochs}, but no routing rule of model {recipe.model} has iterations: "
                 "set early_epochs=0"
+            )
+        if recipe.batch_norm_images and not any(isinstance(module, _BatchNorm) for module in model.modules()):
+            raise BadInput(
+                f"batch_norm_images is {recipe.batch_norm_images}, but model {recipe.model} has no BatchNorm: set "
+                "batch_norm_images=0"
             )
         self.confusion = MulticlassConfusionMatrix(num_classes)
         self.gathered = CatMetric(nan_strategy="disable")
@@ -143,6 +150,10 @@ class TrainingModule(lightning.LightningModule):
     def on_validation_epoch_start(self) -> None:
         for rule, iterations in self._iterations:
             rule.iterations = iterations  # type: ignore[assignment]
+        if self.recipe.batch_norm_images:
+            data: SplitBatches = self.trainer.datamodule  # type: ignore[attr-defined]
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                average_batch_norms(self.model, (images.to(self.device) for images, _ in data.batch_norm_dataloader()))
 
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
         loss, _ = self._loss(batch[0], batch[1], train=True)
@@ -238,6 +249,32 @@ class TrainingModule(lightning.LightningModule):
             rate = recipe.decay_rate ** (step / recipe.decay_steps)
         rising = recipe.warm_up_epochs * self.steps / recipe.epochs
         return rate * min(1.0, (step + 1) / rising) if rising else rate
+
+
+@torch.no_grad()
+def average_batch_norms(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Replace the statistics of every BatchNorm by their averages over batches: Wu & Johnson 2021 (arXiv 2105.07576).
+
+    The running averages of the training lag behind the weights. Where the statistics change fast, as in the first
+    epochs of variational Bayes routing, the accuracy in evaluation can be near chance although the network has learned.
+
+    Other layers, such as dropout, work as in evaluation. The statistics of BatchNorms that are frozen in training stay.
+    At the end, the model is in evaluation mode.
+
+    Arguments:
+        model: network that takes images.
+        batches: images, in batches of the size used in training.
+    """
+    norms = [module for module in model.train().modules() if isinstance(module, _BatchNorm) and module.training]
+    momenta = [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.train().reset_running_stats()
+        norm.momentum = None  # the average of all batches
+    for images in batches:
+        model(images)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.eval().momentum = momentum
 
 
 def class_weights_of(recipe: Recipe, images: Images) -> Float[Tensor, " K"] | None:

@@ -1,0 +1,95 @@
+"""BatchNorm statistics that are computed anew before each validation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from test_training import even_digits, train_whole_and_stopped, weights_equal
+from torchcaps import BadInput
+from torchcaps.batches import SplitBatches
+from torchcaps.classifier import Classifier
+from torchcaps.recipes import create_recipe
+from torchcaps.training import fit, new_module
+from torchcaps.training_module import average_batch_norms
+
+SMALL = {"model.widths": "[8,2,2,2]", "epochs": "2", "batch_size": "20", "precision": "float32", "choose": "last"}
+
+
+def recipe_of(**changes):
+    return create_recipe("variational-capsnet-images", {"data": "images", **SMALL, **changes})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("images", "batches"), [(1000, [20, 20, 20]), (25, [20, 5]), (21, [21])])
+def test_saved_statistics_are_averages_over_batches_of_training_images_with_the_saved_weights(
+    images, batches, tmp_path
+):
+    recipe, splits = recipe_of(batch_norm_images=str(images)), even_digits()
+    fit(recipe, splits, tmp_path)
+    model = Classifier.from_pretrained(tmp_path).model
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    assert len(norms) == 12
+    seen = {name: [] for name in norms}
+    for name, norm in norms.items():
+        norm.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].append(inputs[0].double()))
+    saved = {name: (norm.running_mean.clone(), norm.running_var.clone()) for name, norm in norms.items()}
+    loader, order = SplitBatches(splits, recipe).epoch(1)
+    start = 0
+    with torch.no_grad():
+        for size in batches:
+            model.train()(loader.load(order[start : start + size])[0])
+            start += size
+    for name, values in seen.items():
+        dims = [d for d in range(values[0].ndim) if d != 1]
+        mean = torch.stack([x.mean(dims) for x in values]).mean(dim=0)
+        variance = torch.stack([x.var(dims) for x in values]).mean(dim=0)
+        torch.testing.assert_close(saved[name][0].double(), mean, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(saved[name][1].double(), variance, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_gives_bit_identical_weights_and_statistics(tmp_path):
+    train_whole_and_stopped(recipe_of(batch_norm_images="40"), tmp_path, stop_after=1)
+    assert weights_equal(tmp_path / "whole", tmp_path / "stopped")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trained_weights_do_not_depend_on_the_statistics(tmp_path):
+    for images in ("0", "40"):
+        fit(recipe_of(batch_norm_images=images), even_digits(), tmp_path / images)
+    one, other = (dict(Classifier.from_pretrained(tmp_path / x).model.named_parameters()) for x in ("0", "40"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Frozen(nn.BatchNorm1d):
+    """BatchNorm that stays in evaluation mode during training."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def test_dropout_is_off_frozen_statistics_stay_and_the_model_is_in_evaluation_mode_afterwards():
+    model = nn.Sequential(nn.Dropout(0.9), Frozen(3), nn.BatchNorm1d(3, momentum=0.2), nn.Linear(3, 2)).train()
+    batches = [3 * torch.randn(8, 3) + 5, torch.randn(4, 3) - 1]
+    average_batch_norms(model, batches)
+    assert torch.equal(model[1].running_mean, torch.zeros(3))
+    assert torch.equal(model[1].running_var, torch.ones(3))
+    expected = torch.stack([model[1](x).mean(dim=0) for x in batches]).mean(dim=0)
+    torch.testing.assert_close(model[2].running_mean, expected)
+    assert model[2].momentum == 0.2
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("images", ["1", "-1"])
+def test_numbers_of_images_out_of_range_are_refused(images):
+    with pytest.raises(BadInput, match=f"batch_norm_images is {images}: use 0, or 2 or more"):
+        recipe_of(batch_norm_images=images)
+
+
+def test_a_model_without_batch_norm_is_refused():
+    recipe = replace(create_recipe("capsnet-mnist"), batch_norm_images=100)
+    with pytest.raises(BadInput, match="model capsnet has no BatchNorm: set batch_norm_images=0"):
+        new_module(recipe, even_digits())
