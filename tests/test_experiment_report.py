@@ -78,6 +78,24 @@ def test_a_table_with_an_incomplete_result_is_refused_with_the_name_of_its_file(
         write_pages(tmp_path, [tmp_path / "page.md"])
 
 
+@pytest.mark.parametrize(
+    ("entry", "missing"),
+    [
+        ('[[networks]]\nwhat = "a"\ncommand = "b"', "runs"),
+        ('[[renderings]]\nruns = [["a"]]\ncommand = "b"', "what"),
+        ('[[experiments]]\nwhat = "a"\ncommand = "b"\ncnn = "c"', "result"),
+        ('[[highlights]]\nwhat = "a"\nresult = "b"', "row"),
+        ('[[speed]]\nwhat = "a"\nfile = "b.csv"', "case"),
+    ],
+)
+def test_an_incomplete_entry_of_a_table_is_refused_with_the_missing_key(entry, missing, tmp_path):
+    (tmp_path / "tables.toml").write_text(f"{entry}\n")
+    (tmp_path / "page.md").write_text("<!-- table: networks -->\n<!-- end of table -->\n")
+    table = entry.partition("]]")[0].strip("[")
+    with pytest.raises(BadInput, match=rf"tables\.toml: an entry of \[\[{table}\]\] lacks '{missing}': add it"):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+
+
 def test_options_without_effect_are_refused(refused, tmp_path):
     report = ("experiment", "report", "--results", RESULTS, "--report", tmp_path / "page.md")
     for option, value in (("--budget", "quick"), ("--data", "nowhere"), ("--seeds", 4), ("--data-dir", tmp_path)):

@@ -84,6 +84,11 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
         raise BadInput(f"{path} is not valid TOML ({error}): correct the file") from error
     if unknown := entries.keys() - TABLES:
         raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
+    for name, table in entries.items():
+        for entry in table:
+            required = (*REQUIRED[name], *(("result", "row") if name == "highlights" and "runs" not in entry else ()))
+            if missing := [key for key in required if key not in entry]:
+                raise BadInput(f"{path}: an entry of [[{name}]] lacks {missing[0]!r}: add it")
     rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
     for entry in entries.get("highlights", []):
         for key in entry.keys() & {"runs", "cnn_runs"}:
@@ -268,6 +273,18 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
     "highlights": _highlights,
     "speed": _speed,
 }
+
+
+OF_RUNS = ("what", "runs", "command")
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "networks": OF_RUNS,
+    "reduced": OF_RUNS,
+    "renderings": OF_RUNS,
+    "experiments": ("what", "command", "result"),
+    "highlights": ("what",),
+    "speed": ("what", "file", "case"),
+}
+"""For each table, the keys that every entry in ``tables.toml`` must have."""
 
 
 def _device(environment: Mapping[str, Any]) -> str:
