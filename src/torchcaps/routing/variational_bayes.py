@@ -101,8 +101,7 @@ class VariationalBayesRouting(Rule):
             centre = mass / (1 + mass) * found.mean
             scale = 1 + mass * variance + centre * found.mean
             log_part = digamma(counted) - digamma(counted.sum(dim=2, keepdim=True))
-            steps = torch.arange(numbers, dtype=mass.dtype, device=mass.device)
-            log_precision = digamma((freedom[..., None] - steps) / 2).sum(dim=3)
+            log_precision = sum_of_digammas((freedom + 1 - numbers) / 2, numbers)
             log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
             agreement = Agreement(
                 constant=log_part + (log_precision - numbers / counted) / 2,
@@ -118,6 +117,16 @@ class VariationalBayesRouting(Rule):
     def saved_options(self) -> dict[str, Any]:
         """Constructor arguments, as `save_pretrained` saves them; β and BatchNorm statistics are in the state dict."""
         return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
+
+
+def sum_of_digammas(x: Tensor, count: int) -> Tensor:
+    """Compute ``Σ ψ(x + k / 2)``, k = 0, …, count - 1, for x of at least 1, with two digamma functions.
+
+    All other terms follow from ``ψ(x + 1) = ψ(x) + 1 / x``.
+    """
+    steps = torch.arange(max(0, count - 2), device=x.device)
+    rest = ((count - 1 - steps) // 2 / (x[..., None] + steps / 2)).sum(dim=-1)
+    return (count + 1) // 2 * digamma(x) + count // 2 * digamma(x + 0.5) + rest
 
 
 def digamma(x: Tensor) -> Tensor:
