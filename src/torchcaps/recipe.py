@@ -102,7 +102,8 @@ class Recipe:
         batch_norm_images: number of training images on which the statistics of every BatchNorm are computed before each
             validation, with the weights of that epoch: Wu & Johnson 2021 (arXiv 2105.07576), section 3. The statistics
             are averages over batches, and replace the running averages of the training. 0 keeps the running averages.
-            Evaluation and saved weights use the same statistics as the validation.
+            Evaluation and saved weights use the same statistics as the validation. There is no effect on networks
+            without BatchNorm.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0

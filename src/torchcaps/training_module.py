@@ -64,11 +64,6 @@ class TrainingModule(lightning.LightningModule):
                 f"early_epochs is {recipe.early_epochs}, but no routing rule of model {recipe.model} has iterations: "
                 "set early_epochs=0"
             )
-        if recipe.batch_norm_images and not any(isinstance(module, _BatchNorm) for module in model.modules()):
-            raise BadInput(
-                f"batch_norm_images is {recipe.batch_norm_images}, but model {recipe.model} has no BatchNorm: set "
-                "batch_norm_images=0"
-            )
         self.confusion = MulticlassConfusionMatrix(num_classes)
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
@@ -271,7 +266,7 @@ def average_batch_norms(model: nn.Module, batches: Iterable[Tensor]) -> None:
     for norm in norms:
         norm.train().reset_running_stats()
         norm.momentum = None  # the average of all batches
-    for images in batches:
+    for images in batches if norms else ():
         model(images)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.eval().momentum = momentum

@@ -31,7 +31,9 @@ def matrix_capsnet_images() -> Recipe:
 
     Network, loss and routing are as in `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of epochs
     are as in `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine. Positions
-    share their transforms, so the number of parameters does not depend on the size of the images.
+    share their transforms, so the number of parameters does not depend on the size of the images. The BatchNorm
+    statistics are computed before each validation (``batch_norm_images``): with few images, the running averages of the
+    training are wrong for many epochs.
     """
     return replace(
         capsnet_images(),
@@ -44,15 +46,16 @@ def matrix_capsnet_images() -> Recipe:
         learning_rate=1e-3,
         schedule="cosine",
         warm_up_epochs=1.0,
+        batch_norm_images=BATCH_NORM_IMAGES,
     )
 
 
 def variational_capsnet_images() -> Recipe:
     """Matrix capsules with variational Bayes routing on your own images; give the folder of images with ``--data``.
 
-    Routing and initial transforms differ from `matrix_capsnet_images`, and the BatchNorm statistics are computed before
-    each validation (``batch_norm_images``). In the experiment ``own-images``, with 1,000 training images, this network
-    is more accurate on Fashion-MNIST than `matrix_capsnet_images`, and about as accurate on the toys.
+    Only routing and initial transforms differ from `matrix_capsnet_images`. In the experiment ``own-images``, with
+    1,000 training images, this network is more accurate on Fashion-MNIST than `matrix_capsnet_images`, and about as
+    accurate on the toys.
     """
     recipe = matrix_capsnet_images()
     return replace(
@@ -60,7 +63,6 @@ def variational_capsnet_images() -> Recipe:
         name="variational-capsnet-images",
         model_options={**recipe.model_options, **VARIATIONAL},
         routing_options={},
-        batch_norm_images=BATCH_NORM_IMAGES,
     )
 
 
@@ -76,6 +78,7 @@ def cnn_images() -> Recipe:
         model_options={},
         routing_options={},
         loss="cross_entropy",
+        batch_norm_images=0,
     )
 
 
