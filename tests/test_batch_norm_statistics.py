@@ -11,7 +11,7 @@ from torchcaps.batches import SplitBatches
 from torchcaps.classifier import Classifier
 from torchcaps.recipes import create_recipe
 from torchcaps.training import fit
-from torchcaps.training_module import average_batch_norms
+from torchcaps.training_module import TrainingModule, average_batch_norms
 
 SMALL = {"model.widths": "[8,2,2,2]", "epochs": "2", "batch_size": "20", "precision": "float32", "choose": "last"}
 
@@ -42,8 +42,8 @@ def test_saved_statistics_are_averages_over_batches_of_training_images_with_the_
             start += size
     for name, values in seen.items():
         dims = [d for d in range(values[0].ndim) if d != 1]
-        mean = torch.stack([x.mean(dims) for x in values]).mean(dim=0)
-        variance = torch.stack([x.var(dims) for x in values]).mean(dim=0)
+        mean = sum(len(x) * x.mean(dims) for x in values) / sum(batches)
+        variance = sum(len(x) * x.var(dims) for x in values) / sum(batches)
         torch.testing.assert_close(saved[name][0].double(), mean, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(saved[name][1].double(), variance, rtol=1e-4, atol=1e-8)
 
@@ -62,6 +62,25 @@ def test_the_trained_weights_do_not_depend_on_the_statistics(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+class Watched(TrainingModule):
+    """Records how the network runs while the statistics are computed."""
+
+    seen: list[tuple[int, bool, int]]
+
+    def scores(self, images):
+        self.seen.append((self.model.first_capsules.routing.iterations, torch.is_autocast_enabled("cpu"), len(images)))
+        return super().scores(images)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_statistics_are_computed_with_the_iterations_the_precision_and_the_batches_of_the_run(tmp_path):
+    Watched.seen = []
+    schedule = {"early_epochs": "1", "early_iterations": "1", "precision": "bf16"}
+    fit(recipe_of(batch_norm_images="50", **schedule), even_digits(), tmp_path, module_class=Watched)
+    of_statistics = Watched.seen[:3], Watched.seen[3:6]
+    assert of_statistics == 2 * ([(3, True, 20), (3, True, 20), (3, True, 10)],)
+
+
 class Frozen(nn.BatchNorm1d):
     """BatchNorm that stays in evaluation mode during training."""
 
@@ -72,11 +91,10 @@ class Frozen(nn.BatchNorm1d):
 def test_dropout_is_off_frozen_statistics_stay_and_the_model_is_in_evaluation_mode_afterwards():
     model = nn.Sequential(nn.Dropout(0.9), Frozen(3), nn.BatchNorm1d(3, momentum=0.2), nn.Linear(3, 2)).train()
     batches = [3 * torch.randn(8, 3) + 5, torch.randn(4, 3) - 1]
-    average_batch_norms(model, batches)
+    average_batch_norms(model, model, batches)
     assert torch.equal(model[1].running_mean, torch.zeros(3))
     assert torch.equal(model[1].running_var, torch.ones(3))
-    expected = torch.stack([model[1](x).mean(dim=0) for x in batches]).mean(dim=0)
-    torch.testing.assert_close(model[2].running_mean, expected)
+    torch.testing.assert_close(model[2].running_mean, model[1](torch.cat(batches)).mean(dim=0))
     assert model[2].momentum == 0.2
     assert not any(module.training for module in model.modules())
 
@@ -93,5 +111,5 @@ def test_a_model_without_batch_norm_loads_no_images():
         yield
 
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2)).train()
-    average_batch_norms(model, batches())
+    average_batch_norms(model, model, batches())
     assert not model.training

@@ -192,15 +192,7 @@ def test_the_results_of_an_experiment_are_in_the_folder_of_its_runs(call, refuse
 
 def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():
     recipes = [vars(create_recipe(name)) for name in ("capsnet-images", "matrix-capsnet-images", "cnn-images")]
-    network = {
-        "name",
-        "model",
-        "model_options",
-        "routing_options",
-        "loss",
-        "reconstruction_weight",
-        "batch_norm_images",
-    }
+    network = {"name", "model", "model_options", "routing_options", "loss", "reconstruction_weight"}
     rate = {"learning_rate", "schedule", "warm_up_epochs"}
     different = {key for key in recipes[0] if len({str(recipe[key]) for recipe in recipes}) > 1}
     assert different <= network | rate

@@ -1,6 +1,7 @@
 """`torchcaps experiment report`: the page with all experiments, incomplete results, and options without effect."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,22 @@ def test_an_incomplete_entry_of_a_table_is_refused_with_the_missing_key(entry, m
     (tmp_path / "page.md").write_text("<!-- table: networks -->\n<!-- end of table -->\n")
     table = entry.partition("]]")[0].strip("[")
     with pytest.raises(BadInput, match=rf"tables\.toml: an entry of \[\[{table}\]\] lacks '{missing}': add it"):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('[networks]\nwhat = "a"\ncommand = "b"\nruns = ["c"]', "networks is not a list of entries: begin each entry"),
+        ("networks = 3", "networks is not a list of entries"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = []', "runs of 'a' is []: list at least one run"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = 3', "runs of 'a' is 3: list at least one run"),
+    ],
+)
+def test_a_table_that_is_no_list_of_entries_is_refused(text, problem, tmp_path):
+    (tmp_path / "tables.toml").write_text(f"{text}\n")
+    (tmp_path / "page.md").write_text("<!-- table: networks -->\n<!-- end of table -->\n")
+    with pytest.raises(BadInput, match=re.escape(problem)):
         write_pages(tmp_path, [tmp_path / "page.md"])
 
 

@@ -155,7 +155,7 @@ class SplitBatches(lightning.LightningDataModule):
         return Batches(batches, order, self.recipe.batch_size // devices, self.workers)
 
     def batch_norm_dataloader(self) -> DataLoader:
-        """Return the first training images of the epoch, for `average_batch_norms`; the same ones on every device."""
+        """Return the first training images of the epoch, for `average_batch_norms`: the same images on every device."""
         trainer, recipe = self.trainer, self.recipe
         assert trainer is not None
         batches, order = self.epoch(trainer.current_epoch)

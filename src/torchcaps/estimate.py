@@ -25,7 +25,7 @@ from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
-from torchcaps.training_module import TrainingModule
+from torchcaps.training_module import TrainingModule, trained_batch_norms
 
 MOST_STEPS = 6
 """Largest number of steps whose time is measured, after a step to warm up."""
@@ -49,7 +49,7 @@ class Estimate:
         memory_bytes: peak memory of each process; on GPUs, peak memory of each device.
         state_bytes: the part of ``memory_bytes`` for the weights, their gradients and the state of the optimiser.
         step_bytes: the part of ``memory_bytes`` for everything else in a training step, mainly activations.
-        epoch_seconds: time of an epoch, including validation and the statistics of BatchNorm for it.
+        epoch_seconds: time of an epoch, including validation and the BatchNorm statistics for it.
         seconds: time of all epochs that are left, and of the test at the end.
         devices: number of processes that train together.
         workers: number of worker processes that load images, over all devices. ``memory_bytes`` does not include their
@@ -146,7 +146,8 @@ def estimate(
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
     epoch = starts * step + len(splits.validation) * per_image / devices
-    epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
+    if trained_batch_norms(copy):
+        epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
     images = len(splits.validation) + len(splits.test) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),

@@ -99,11 +99,10 @@ class Recipe:
         gradient_clip: largest norm of the gradient; gradients with a larger norm are scaled down to it; 0 is off.
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.
-        batch_norm_images: number of training images on which the statistics of every BatchNorm are computed before each
-            validation, with the weights of that epoch: Wu & Johnson 2021 (arXiv 2105.07576), section 3. The statistics
-            are averages over batches, and replace the running averages of the training. 0 keeps the running averages.
-            Evaluation and saved weights use the same statistics as the validation. There is no effect on networks
-            without BatchNorm.
+        batch_norm_images: number of training images, with augmentation, on which the BatchNorm statistics are computed
+            before each validation (see `average_batch_norms`); at most the number of training images. Validation, test
+            and saved weights use these statistics instead of the running averages of the training. 0 keeps the running
+            averages. Networks without BatchNorm do not change.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0

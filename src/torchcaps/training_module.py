@@ -1,7 +1,7 @@
 """LightningModule with the training, validation and test steps."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,7 +148,8 @@ class TrainingModule(lightning.LightningModule):
         if self.recipe.batch_norm_images:
             data: SplitBatches = self.trainer.datamodule  # type: ignore[attr-defined]
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                average_batch_norms(self.model, (images.to(self.device) for images, _ in data.batch_norm_dataloader()))
+                batches = (images.to(self.device) for images, _ in data.batch_norm_dataloader())
+                average_batch_norms(self.model, self.scores, batches)
 
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
         loss, _ = self._loss(batch[0], batch[1], train=True)
@@ -246,28 +247,38 @@ class TrainingModule(lightning.LightningModule):
         return rate * min(1.0, (step + 1) / rising) if rising else rate
 
 
+def trained_batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorms whose statistics change in training. Sets the model to training mode."""
+    return [module for module in model.train().modules() if isinstance(module, _BatchNorm) and module.training]
+
+
 @torch.no_grad()
-def average_batch_norms(model: nn.Module, batches: Iterable[Tensor]) -> None:
-    """Replace the statistics of every BatchNorm by their averages over batches: Wu & Johnson 2021 (arXiv 2105.07576).
+def average_batch_norms(model: nn.Module, scores: Callable[[Tensor], Any], batches: Iterable[Tensor]) -> None:
+    """Replace the statistics of BatchNorm by their averages over batches: Ioffe & Szegedy 2015, algorithm 2.
 
-    The running averages of the training lag behind the weights. Where the statistics change fast, as in the first
-    epochs of variational Bayes routing, the accuracy in evaluation can be near chance although the network has learned.
+    Each batch counts in proportion to its number of images. PyTorch's running averages of the training lag behind the
+    weights. Where the statistics change fast, as in the first epochs of variational Bayes routing, the accuracy in
+    evaluation can be near chance although the network has learned: Wu & Johnson 2021 (arXiv 2105.07576), section 3.
 
-    Other layers, such as dropout, work as in evaluation. The statistics of BatchNorms that are frozen in training stay.
-    At the end, the model is in evaluation mode.
+    Other layers, such as dropout, work as in evaluation. Statistics that are frozen in training stay as they are. At
+    the end, the model is in evaluation mode.
 
     Arguments:
-        model: network that takes images.
+        model: network whose statistics are replaced.
+        scores: function that runs the network on a batch.
         batches: images, in batches of the size used in training.
     """
-    norms = [module for module in model.train().modules() if isinstance(module, _BatchNorm) and module.training]
+    norms = trained_batch_norms(model)
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
         norm.train().reset_running_stats()
-        norm.momentum = None  # the average of all batches
+    seen = 0
     for images in batches if norms else ():
-        model(images)
+        seen += len(images)
+        for norm in norms:
+            norm.momentum = len(images) / seen
+        scores(images)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.eval().momentum = momentum
 

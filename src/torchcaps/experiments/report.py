@@ -85,10 +85,14 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
     if unknown := entries.keys() - TABLES:
         raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
     for name, table in entries.items():
+        if not isinstance(table, list) or not all(isinstance(entry, dict) for entry in table):
+            raise BadInput(f"{path}: {name} is not a list of entries: begin each entry with [[{name}]]")
         for entry in table:
             required = (*REQUIRED[name], *(("result", "row") if name == "highlights" and "runs" not in entry else ()))
             if missing := [key for key in required if key not in entry]:
                 raise BadInput(f"{path}: an entry of [[{name}]] lacks {missing[0]!r}: add it")
+            if not entry.get("runs", True) or not isinstance(entry.get("runs", ""), list | str):
+                raise BadInput(f"{path}: runs of {entry['what']!r} is {entry['runs']!r}: list at least one run")
     rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
     for entry in entries.get("highlights", []):
         for key in entry.keys() & {"runs", "cnn_runs"}:

@@ -15,10 +15,10 @@ VARIATIONAL = {
 The standard deviations are smaller than the authors' 0.02 (ConvCaps layers) and 0.08 (class capsules).
 """
 BATCH_NORM_IMAGES = 2_000
-"""Training images for the BatchNorm statistics of networks with variational Bayes routing, and on small datasets.
+"""Number of images for the BatchNorm statistics, in recipes with variational Bayes routing or for your own images.
 
-With running averages instead, the validation accuracy is near chance in the first training steps: with variational
-Bayes routing in the first hundreds of steps, and with other rules in the first dozens.
+With running averages instead, the validation accuracy is near chance in the first dozens of training steps, and with
+variational Bayes routing in the first hundreds.
 """
 
 

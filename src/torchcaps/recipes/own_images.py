@@ -23,6 +23,7 @@ def capsnet_images() -> Recipe:
         learning_rate=2e-4,
         batch_size=16,
         epochs=30,
+        batch_norm_images=BATCH_NORM_IMAGES,
     )
 
 
@@ -31,9 +32,7 @@ def matrix_capsnet_images() -> Recipe:
 
     Network, loss and routing are as in `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of epochs
     are as in `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine. Positions
-    share their transforms, so the number of parameters does not depend on the size of the images. The BatchNorm
-    statistics are computed before each validation (``batch_norm_images``): with few images, the running averages of the
-    training are wrong for many epochs.
+    share their transforms, so the number of parameters does not depend on the size of the images.
     """
     return replace(
         capsnet_images(),
@@ -46,7 +45,6 @@ def matrix_capsnet_images() -> Recipe:
         learning_rate=1e-3,
         schedule="cosine",
         warm_up_epochs=1.0,
-        batch_norm_images=BATCH_NORM_IMAGES,
     )
 
 
@@ -78,7 +76,6 @@ def cnn_images() -> Recipe:
         model_options={},
         routing_options={},
         loss="cross_entropy",
-        batch_norm_images=0,
     )
 
 
