@@ -153,8 +153,8 @@ def test_a_capsnet_that_is_too_large_causes_a_warning_with_a_smaller_command(cal
             assert said in error
             assert "epochs left: " in out
             assert "add --set model.stem=true or choose a smaller data.image_size" in error
-            fits = re.search(r"shares weights between positions: `torchcaps (train matrix-capsnet-images .*)`", error)[
-                1
-            ]
+            fits = re.search(
+                r"shares weights between positions: `torchcaps (train residual-capsnet-images .*)`", error
+            )[1]
             assert call(*shlex.split(fits), "--dry-run", "--precision", "float32")[0] == 0
             assert call("train", "cnn-baseline-mnist", *words[2:4], "--dry-run")[2] == ""

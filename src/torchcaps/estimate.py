@@ -193,7 +193,7 @@ def _warn_of_large_images(recipe: Recipe, splits: Splits, parameters: int, time_
     _, height, width = splits.train.image_shape
     if recipe.model != "capsnet":
         return
-    words = ["torchcaps", "train", "matrix-capsnet-images", "--data", recipe.data]
+    words = ["torchcaps", "train", "residual-capsnet-images", "--data", recipe.data]
     for name, value in recipe.data_options.items():
         words += ["--set", f"data.{name}={json.dumps(value, separators=(',', ':'))}"]
     stem = "" if recipe.model_options.get("stem") else "add --set model.stem=true or "

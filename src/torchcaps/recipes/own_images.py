@@ -52,8 +52,7 @@ def variational_capsnet_images() -> Recipe:
     """Matrix capsules with variational Bayes routing on your own images; give the folder of images with ``--data``.
 
     Only routing and initial transforms differ from `matrix_capsnet_images`. In the experiment ``own-images``, with
-    1,000 training images, this network is more accurate on Fashion-MNIST than `matrix_capsnet_images`, and about as
-    accurate on the toys.
+    1,000 training images, this network is more accurate than `matrix_capsnet_images` on Fashion-MNIST and on the toys.
     """
     recipe = matrix_capsnet_images()
     return replace(
