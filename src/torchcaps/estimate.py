@@ -224,7 +224,7 @@ class _Steps:
         self.next = self.next + self.size if self.next + 2 * self.size <= len(self.order) else 0
         images, labels = (part.to(self.kind) for part in self.batches.load(chosen))
         self.optimizer.zero_grad()
-        with self._precision():
+        with self.module.autocast(self.kind):
             loss, _ = self.module.loss_and_scores(images, labels, train=True)
         loss.backward()
         self.peak = self.peak or _peak_memory(self.kind)  # later peaks include the state of the optimiser
@@ -239,13 +239,10 @@ class _Steps:
         self.module.eval()
         start = time.perf_counter()
         views, labels = self.validation.load(np.arange(min(self.size, len(self.validation.images))))
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self.module.autocast(self.kind):
             loss, _ = self.module.loss_and_scores(views[0].to(self.kind), labels.to(self.kind), train=False)
         loss.item()
         return (time.perf_counter() - start) / len(labels)
-
-    def _precision(self) -> torch.autocast:
-        return torch.autocast(self.kind, torch.bfloat16, enabled=self.module.recipe.precision == "bf16")
 
 
 def duration(seconds: float) -> str:

@@ -147,9 +147,13 @@ class TrainingModule(lightning.LightningModule):
             rule.iterations = iterations  # type: ignore[assignment]
         if self.recipe.batch_norm_images:
             data: SplitBatches = self.trainer.datamodule  # type: ignore[attr-defined]
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+            with self.autocast(self.device.type):
                 batches = (images.to(self.device) for images, _ in data.batch_norm_dataloader())
                 average_batch_norms(self.model, self.scores, batches)
+
+    def autocast(self, device: str) -> torch.autocast:
+        """Return the context in which the model runs with the recipe's precision on a kind of device, such as cpu."""
+        return torch.autocast(device, torch.bfloat16, enabled=self.recipe.precision == "bf16")
 
     def training_step(self, batch: Sequence[Tensor], batch_index: int) -> Tensor:
         loss, _ = self._loss(batch[0], batch[1], train=True)

@@ -91,7 +91,7 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
             required = (*REQUIRED[name], *(("result", "row") if name == "highlights" and "runs" not in entry else ()))
             if missing := [key for key in required if key not in entry]:
                 raise BadInput(f"{path}: an entry of [[{name}]] lacks {missing[0]!r}: add it")
-            if not entry.get("runs", True) or not isinstance(entry.get("runs", ""), list | str):
+            if "runs" in entry and not (entry["runs"] and isinstance(entry["runs"], list | str)):
                 raise BadInput(f"{path}: runs of {entry['what']!r} is {entry['runs']!r}: list at least one run")
     rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
     for entry in entries.get("highlights", []):
