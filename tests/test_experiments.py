@@ -25,7 +25,15 @@ from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
-from torchcaps.experiments.novel_viewpoints import NETWORKS, by_viewpoint, unmatched
+from torchcaps.experiments.novel_viewpoints import (
+    LOOK,
+    NETWORKS,
+    RECENT_NETWORKS,
+    VARIATIONAL_BAYES,
+    by_viewpoint,
+    recent_recipe,
+    unmatched,
+)
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
@@ -225,6 +233,18 @@ def test_by_viewpoint_puts_every_image_into_exactly_one_part():
         familiar, novel = by_viewpoint(images, split)
         assert (len(familiar), len(novel)) == (count, 36 - count)
         assert not set(familiar.attributes[split].tolist()) & set(novel.attributes[split].tolist())
+
+
+def test_the_capsule_networks_of_novel_viewpoints_differ_only_in_routing_and_initial_transforms(tmp_path):
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    recipes = {name: vars(recent_recipe(study, name, 3, images=1_000, epochs=2)) for name in RECENT_NETWORKS}
+    em = recipes["capsules"]
+    assert (em["seed"], em["epochs"], em["routing_options"]["iterations"]) == (3, 2, 3)
+    different = {name: {key for key in em if recipe[key] != em[key]} for name, recipe in recipes.items()}
+    assert different["uniform couplings"] == {"routing_options"}
+    assert different[VARIATIONAL_BAYES] == {"model_options", "routing_options", "batch_norm_images"}
+    assert recipes[VARIATIONAL_BAYES]["model_options"]["routing"] == "variational_bayes"
+    assert set(LOOK) == set(RECENT_NETWORKS)
 
 
 def test_a_note_says_which_accuracies_on_novel_viewpoints_are_not_comparable():

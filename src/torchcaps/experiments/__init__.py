@@ -139,7 +139,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         draws_seed_0=True,
     ),
     "novel-viewpoints-recent": Experiment(
-        partial(novel_viewpoints.run, recipe_of=Study.recent_toy_recipe),
+        partial(
+            novel_viewpoints.run,
+            recipe_of=novel_viewpoints.recent_recipe,
+            networks=novel_viewpoints.RECENT_NETWORKS,
+        ),
         "Trained on some viewpoints, tested on others, with the settings of matrix-capsnet-toys",
         "Hinton, Sabour & Frosst 2018, table 2",
         standard=True,

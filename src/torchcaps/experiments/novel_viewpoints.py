@@ -1,6 +1,7 @@
 """Hinton, Sabour & Frosst 2018, table 2: trained on familiar viewpoints, tested on novel ones."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
@@ -9,6 +10,7 @@ from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 from torchcaps.recipe import Recipe
+from torchcaps.recipes.matrix_capsules import BATCH_NORM_IMAGES, VARIATIONAL
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
@@ -25,6 +27,15 @@ PAPER = {
     ("elevation", "capsules"): ("95.7", "87.7"),
 }
 NETWORKS = ("CNN", "capsules", "uniform couplings")
+VARIATIONAL_BAYES = "capsules with variational Bayes"
+RECENT_NETWORKS = (*NETWORKS, VARIATIONAL_BAYES)
+LOOK = {
+    "CNN": ("#D55E00", "s"),
+    "capsules": ("#0072B2", "o"),
+    "uniform couplings": ("#999999", "^"),
+    VARIATIONAL_BAYES: ("#009E73", "v"),
+}
+"""Colour and marker of each network in the figure."""
 MATCHED = 1.0
 """Largest difference between two accuracies on familiar viewpoints that count as equal, in percentage points."""
 
@@ -52,7 +63,18 @@ def unmatched(split: str, found: Mapping[str, Sequence[tuple[float, float]]]) ->
     ]
 
 
-def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Outcome:
+def recent_recipe(study: Study, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
+    """Return the recipe of one of `RECENT_NETWORKS`, with settings of later papers."""
+    if network != VARIATIONAL_BAYES:
+        return study.recent_toy_recipe(network, seed, images=images, epochs=epochs)
+    recipe = study.recent_toy_recipe("capsules", seed, images=images, epochs=epochs)
+    options = {**recipe.model_options, **VARIATIONAL}
+    return replace(recipe, model_options=options, routing_options={}, batch_norm_images=BATCH_NORM_IMAGES)
+
+
+def run(
+    study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe, networks: Sequence[str] = NETWORKS
+) -> Outcome:
     """Compare the capsules against the CNN on novel viewpoints.
 
     The capsules are evaluated after the epoch in which their accuracy on familiar viewpoints is closest to the CNN's.
@@ -62,9 +84,9 @@ def run(study: Study, recipe_of: Callable[..., Recipe] = Study.toy_recipe) -> Ou
     incomparable: list[str] = []
     curves: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for split in FAMILIAR:
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in NETWORKS}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in networks}
         for seed in range(study.seeds):
-            for name in NETWORKS:
+            for name in networks:
                 recipe = recipe_of(study, name, seed, images=images, epochs=epochs)
                 splits = study.splits(recipe)
                 everything = Images(
@@ -123,7 +145,9 @@ def draw(curves: dict[tuple[str, str], list[tuple[float, ...]]]) -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots(1, len(FAMILIAR), sharey=True)
     for axis, split in zip(axes, FAMILIAR, strict=True):
-        for name, colour, mark in zip(NETWORKS, ("#D55E00", "#0072B2", "#999999"), "so^", strict=True):
+        for name, (colour, mark) in LOOK.items():
+            if (split, name) not in curves:
+                continue
             familiar, novel = zip(*curves[split, name], strict=True)
             axis.plot(familiar, novel, color=colour, marker=mark, linewidth=0.8, label=name)
         axis.set_title(f"novel {split}")
