@@ -13,13 +13,13 @@ from PIL import Image
 from torchcaps import cli
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 pytest_plugins = ["gpu_problems"]
 settings.register_profile("house", deadline=None, derandomize=True)  # the same examples in every run
 settings.register_profile("search", deadline=None)  # new examples in every run: --hypothesis-profile=search
 settings.load_profile("house")
 
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
 TWO_PROCESSES = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 """Mark of tests that train in two processes: on a machine with GPUs, each process needs a GPU."""
@@ -39,6 +39,20 @@ def untyped():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def on_every_instruction_set(compute):
+    """Call a function with each instruction set of this processor. Return the results, keyed by the instruction set."""
+    from torchcaps.kernels import _cpu, cpu_instruction_sets
+
+    results = {}
+    try:
+        for name in cpu_instruction_sets():
+            _cpu.use(name)
+            results[name] = compute()
+    finally:
+        _cpu.use(cpu_instruction_sets()[0])
+    return results
 
 
 def pytest_generate_tests(metafunc):
@@ -65,7 +79,7 @@ def command():
 
     def run(*arguments: object) -> subprocess.CompletedProcess:
         words = [*COMMAND, *(str(argument) for argument in arguments)]
-        return subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
+        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
 
     return run
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from conftest import COMMAND, ENVIRONMENT
+from conftest import COMMAND
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation, Splits
@@ -383,7 +383,7 @@ def test_a_killed_experiment_that_is_continued_gives_the_same_result(call, tmp_p
         return ["experiment", "two-digits", "--data", "mnist-5k", *folders]
 
     for name, end in (("killed", signal.SIGKILL), ("interrupted", signal.SIGINT)):
-        process = subprocess.Popen([*COMMAND, *map(str, words(name))], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, *map(str, words(name))], stdout=subprocess.DEVNULL)
         while not (tmp_path / name / "two-digits-quick-mnist-5k/capsules-seed0/last.ckpt").exists():
             assert process.poll() is None
             time.sleep(0.1)

@@ -1,12 +1,14 @@
 """On the fused kernels, every rule has the same outputs and gradients as with materialised votes."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from conftest import on_every_instruction_set
 from problems import MAPS, full_problem
 from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
@@ -34,6 +36,7 @@ def both(name, routing_map, parent_types):
 
 def everything(rule, tensors, routing_map):
     """Poses and activations of the parents, and the gradients of a random sum of them for all inputs and parameters."""
+    rule.zero_grad()
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     parents = rule(Capsules(*leaves[:2]), leaves[2], routing_map)
     random = torch.Generator().manual_seed(1)
@@ -42,9 +45,9 @@ def everything(rule, tensors, routing_map):
     return [*parents, *(torch.zeros_like(x) if x.grad is None else x.grad for x in learned)]
 
 
-def close(found, right, rtol=1e-7, atol=1e-8):
+def close(found, right, rtol=1e-7, atol=1e-8, says=None):
     for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=says)
 
 
 def forbid_materialised_votes(monkeypatch):
@@ -54,7 +57,6 @@ def forbid_materialised_votes(monkeypatch):
     monkeypatch.setattr(RoutingMap, "votes", refuse)
 
 
-@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("routing_map", MAPS)
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_every_rule_equals_the_reference(name, routing_map):
@@ -63,7 +65,9 @@ def test_every_rule_equals_the_reference(name, routing_map):
         pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSE, batch=batch)
         case = (0.5 * pose, activation.clamp_min(0.1), 0.5 * transform)
         fused, reference = both(name, routing_map, parent_types)
-        close(everything(fused, case, routing_map), everything(reference, case, routing_map))
+        right = everything(reference, case, routing_map)
+        for instructions, found in on_every_instruction_set(partial(everything, fused, case, routing_map)).items():
+            close(found, right, says=f"{{}} with {instructions}".format)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -137,7 +137,7 @@ def test_the_residual_network_has_the_expected_number_of_weights():
     assert sizes == [stem + first + second + head] * 2
 
 
-def test_the_recipe_for_own_images_trains_a_residual_network(command, images, tmp_path):
+def test_the_recipe_for_own_images_trains_a_residual_network(call, images, tmp_path):
     small = [
         "--set",
         "model.widths=[8,16]",
@@ -150,9 +150,9 @@ def test_the_recipe_for_own_images_trains_a_residual_network(command, images, tm
         "--out",
         tmp_path / "run",
     ]
-    done = command("train", "residual-capsnet-images", "--data", images, *small)
-    assert done.returncode == 0, done.stderr
-    accuracy = next(line for line in done.stdout.splitlines() if "test_accuracy_percent" in line)
+    code, said, error = call("train", "residual-capsnet-images", "--data", images, *small)
+    assert code == 0, error
+    accuracy = next(line for line in said.splitlines() if "test_accuracy_percent" in line)
     assert float(accuracy.replace("│", " ").split()[1]) > 90
     recipe = create_recipe("residual-capsnet-images")
     create_model(recipe.model, image_shape=(3, 16, 16), **recipe.model_options)

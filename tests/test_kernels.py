@@ -1,5 +1,6 @@
 """The fused kernels have the same outputs and gradients as the reference."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from conftest import on_every_instruction_set
 from problems import (
     MAPS,
     cases,
@@ -39,46 +41,54 @@ def where_on(results, activation):
     return [*results[:3], results[3] * (activation > 0), *results[4:]]
 
 
-@pytest.mark.usefixtures("instruction_set")
+def check_against_reference(run, rtol, atol):
+    """Check that `run` gives the same results with both backends. The fused kernels use each instruction set."""
+    reference = run(backend="reference")
+    for name, fused in on_every_instruction_set(partial(run, backend="fused")).items():
+        for found, right in zip(fused, reference, strict=True):
+            torch.testing.assert_close(found, right, rtol=rtol, atol=atol, msg=f"{{}} with {name}".format)
+
+
+def relative_errors(run):
+    """Return the errors of the fused kernels in float32, divided by those of the reference, per instruction set."""
+    exact, reference = (run(dtype=dtype, backend="reference") for dtype in (torch.float64, torch.float32))
+    return {
+        name: [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
+        for name, fused in on_every_instruction_set(partial(run, dtype=torch.float32, backend="fused")).items()
+    }
+
+
+def check_mean(errors):
+    """Check that the geometric mean of the relative errors of several problems is below 2."""
+    for name in cpu_instruction_sets():
+        assert torch.tensor([error for one in errors for error in one[name]]).log().mean().exp() < 2, name
+
+
 @pytest.mark.parametrize("parent_types", [1, 5, 10, 16, 33])
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
 def test_em_equals_the_reference(routing_map, pose, parent_types):
     case = full_problem(MAPS[routing_map], parent_types, POSES[pose])
     near = (0.1 * case[0], *case[1:])
-    for found, right in zip(
-        *(everything(near, MAPS[routing_map], backend=b) for b in ("fused", "reference")), strict=True
-    ):
-        torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
+    check_against_reference(partial(everything, near, MAPS[routing_map]), rtol=1e-7, atol=1e-8)
+
+    def of_active(**options):
+        return where_on(everything(case, MAPS[routing_map], **options), case[1])
+
     several = {"iterations": 5, "normalise_data": False, "inverse_temperature": 0.1}
     mixing = {"parent_activation": "mixing"}
     for options in ({}, {"iterations": 1}, {"competition": "types"}, several, mixing, {**mixing, "iterations": 1}):
-        both = [everything(case, MAPS[routing_map], backend=name, **options) for name in ("fused", "reference")]
-        for found, right in zip(*(where_on(one, case[1]) for one in both), strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-7)
+        check_against_reference(partial(of_active, **options), rtol=1e-6, atol=1e-7)
 
 
-@pytest.fixture
-def best_instruction_set():
-    """Select the widest vector instructions again after a test that tries all instruction sets."""
-    yield
-    _cpu.use(cpu_instruction_sets()[0])
-
-
-@pytest.mark.usefixtures("best_instruction_set")
 @pytest.mark.parametrize(("routing_map", "pose"), [*product(MAPS, POSES)])
 def test_em_in_float32_has_at_most_twice_the_error_of_the_reference(routing_map, pose):
     """Errors are averaged geometrically over 27 problems, because the errors of a few problems depend on chance."""
-    ratios = {name: [] for name in cpu_instruction_sets()}
-    for _ in range(27):
+
+    def errors():
         case = full_problem(MAPS[routing_map], 16, POSES[pose])
-        exact = where_on(everything(case, MAPS[routing_map], backend="reference"), case[1])
-        reference = where_on(everything(case, MAPS[routing_map], torch.float32, backend="reference"), case[1])
-        for name, found in ratios.items():
-            _cpu.use(name)
-            fused = where_on(everything(case, MAPS[routing_map], torch.float32, backend="fused"), case[1])
-            found += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
-    for name, found in ratios.items():
-        assert torch.tensor(found).log().mean().exp() < 2, name
+        return relative_errors(lambda **options: where_on(everything(case, MAPS[routing_map], **options), case[1]))
+
+    check_mean([errors() for _ in range(27)])
 
 
 @settings(max_examples=300)
@@ -243,30 +253,20 @@ def dynamic_problem(routing_map, parent_types, pose, batch=5):
     return 0.5 * children, 0.5 * transform
 
 
-@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("parent_types", [1, 10, 16, 33])
 @pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
 def test_dynamic_routing_equals_the_reference(routing_map, options, parent_types):
     for pose in POSES.values():
         case = dynamic_problem(MAPS[routing_map], parent_types, pose)
-        both = [dynamic(case, MAPS[routing_map], backend=b, **DYNAMIC[options]) for b in ("fused", "reference")]
-        for found, right in zip(*both, strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-10)
+        run = partial(dynamic, case, MAPS[routing_map], **DYNAMIC[options])
+        check_against_reference(run, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize(("routing_map", "options"), [*product(MAPS, DYNAMIC)])
 def test_dynamic_routing_in_float32_has_at_most_twice_the_error_of_the_reference(routing_map, options):
-    ratios = []
-    for pose in (*POSES.values(), *POSES.values()):
-        case = dynamic_problem(MAPS[routing_map], 10, pose)
-        exact = dynamic(case, MAPS[routing_map], backend="reference", **DYNAMIC[options])
-        fused, reference = (
-            dynamic(case, MAPS[routing_map], torch.float32, backend=name, **DYNAMIC[options])
-            for name in ("fused", "reference")
-        )
-        ratios += [(far(x, z) + 1e-8) / (far(y, z) + 1e-8) for x, y, z in zip(fused, reference, exact, strict=True)]
-    assert torch.tensor(ratios).log().mean().exp() < 2
+    cases = (dynamic_problem(MAPS[routing_map], 10, pose) for pose in (*POSES.values(), *POSES.values()))
+    runs = (partial(dynamic, case, MAPS[routing_map], **DYNAMIC[options]) for case in cases)
+    check_mean([relative_errors(run) for run in runs])
 
 
 @settings(max_examples=200)
