@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(comma
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, tmp_path):
+def test_a_full_disk_leaves_the_last_good_checkpoint(call, command, images, finished, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(path.stat().st_size for path in finished[0].rglob("*") if path.is_file())
@@ -217,8 +217,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, 
     if mounted.returncode != 0:
         pytest.skip("a small tmpfs can be mounted by root alone")
     try:
-        first = train(command, images, disk / "run", "--epochs", 1)
-        assert first.returncode == 0, first.stderr
+        assert train(call, images, disk / "run", "--epochs", 1)[0] == 0
         good = torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"]
         room = os.statvfs(disk)
         (disk / "ballast").write_bytes(b"0" * (room.f_bavail * room.f_bsize - 50_000))
@@ -229,8 +228,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(command, images, finished, 
         assert not list((disk / "run").glob("*.part*"))
         assert torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"] == good
         (disk / "ballast").unlink()
-        resumed = train(command, images, disk / "run", "--epochs", 2, "--resume")
-        assert resumed.returncode == 0, resumed.stderr
+        assert train(call, images, disk / "run", "--epochs", 2, "--resume")[0] == 0
     finally:
         subprocess.run(["umount", disk], check=True)
 
