@@ -13,13 +13,13 @@ from PIL import Image
 from torchcaps import cli
 
 torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 pytest_plugins = ["gpu_problems"]
 settings.register_profile("house", deadline=None, derandomize=True)  # the same examples in every run
 settings.register_profile("search", deadline=None)  # new examples in every run: --hypothesis-profile=search
 settings.load_profile("house")
 
 COMMAND = [sys.executable, "-m", "torchcaps.cli"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL_CAPSNET = ["--set", "model.convolution_channels=8", "--set", "model.primary_types=2", "--precision", "float32"]
 TWO_PROCESSES = pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="needs two GPUs")
 """Mark of tests that train in two processes: on a machine with GPUs, each process needs a GPU."""
@@ -79,7 +79,7 @@ def command():
 
     def run(*arguments: object) -> subprocess.CompletedProcess:
         words = [*COMMAND, *(str(argument) for argument in arguments)]
-        return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
 
     return run
 
@@ -111,6 +111,18 @@ def call(monkeypatch, capsys):
             cli.main()
         printed = capsys.readouterr()
         return stop.value.code or 0, printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def succeeds(call):
+    """Return a function that runs a command in this process, checks that it succeeds, and returns its output."""
+
+    def run(*arguments):
+        code, output, error = call(*arguments)
+        assert code == 0, error
+        return output
 
     return run
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import COMMAND, SMALL_CAPSNET
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps import MODELS, Classifier
 from torchcaps.recipes import RECIPES
 from torchcaps.training import MeanScores
@@ -110,15 +109,14 @@ def test_a_published_network_predicts_like_its_run_and_has_a_model_card(
     assert "no recipe.json" in refused("publish", tmp_path / "unfinished", tmp_path / "more")
 
 
-def test_a_run_is_trained_saved_and_evaluated_with_the_given_rule(call, images, tmp_path):
+def test_a_run_is_trained_saved_and_evaluated_with_the_given_rule(succeeds, images, tmp_path):
     words = ("--set", "model.routing=attention", "--set", "routing.iterations=3", *SMALL_CAPSNET)
-    code, _, error = call("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--epochs", 1, *words)
-    assert code == 0, error
+    succeeds("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--epochs", 1, *words)
     recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
     assert (recipe["model_options"]["routing"], recipe["routing_options"]) == ("attention", {"iterations": 3})
     saved = json.loads((tmp_path / "run" / "config.json").read_text())["routing"]["class_capsules"]
     assert (saved["rule"], saved["options"]["iterations"]) == ("attention", 3)
-    assert call("evaluate", tmp_path / "run")[0] == 0
+    succeeds("evaluate", tmp_path / "run")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_name(refused):
@@ -244,7 +242,7 @@ def test_devices_must_divide_the_batch(refused, tmp_path, images):
 STRANGE = ("long" * 50, "$a_$", r"$\frac$", "[copy]", "[b]x", "\x1b[31mred", "été→×")
 
 
-def test_class_names_with_markup_and_control_characters_can_be_trained_and_printed(call, tmp_path):
+def test_class_names_with_markup_and_control_characters_can_be_trained_and_printed(succeeds, tmp_path):
     for k, name in enumerate(STRANGE):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for index in range(10):
@@ -252,15 +250,13 @@ def test_class_names_with_markup_and_control_characters_can_be_trained_and_print
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{index}.png")
     out = tmp_path / "o[/b]"
     words = ("--data", tmp_path / "photos", "--out", out, "--epochs", 1, *SMALL_CAPSNET)
-    code, said, error = call("train", "capsnet-mnist", *words)
-    assert code == 0, error
+    said = succeeds("train", "capsnet-mnist", *words)
     for shown in ("[copy]", "[b]x", r"\x1b[31mred", r"$\frac$"):
         assert shown in said
     assert "\x1b" not in said
-    code, said, error = call("predict", out, tmp_path / "photos" / "[copy]" / "0.png")
-    assert code == 0, error
+    said = succeeds("predict", out, tmp_path / "photos" / "[copy]" / "0.png")
     assert "[copy]/0.png" in said.replace("\n", "")
-    assert call("data", "show", tmp_path / "photos", "--out", tmp_path / "sheet.png")[0] == 0
+    succeeds("data", "show", tmp_path / "photos", "--out", tmp_path / "sheet.png")
 
 
 def test_a_font_without_the_characters_of_the_class_names_causes_one_warning(call, images, tmp_path):
@@ -288,7 +284,7 @@ def test_training_works_if_the_encoding_of_the_output_lacks_some_characters(vari
         1,
         *SMALL_CAPSNET,
     ]
-    environment = {**os.environ, **variables}
+    environment = {**ENVIRONMENT, **variables}
     done = subprocess.run([str(word) for word in words], capture_output=True, env=environment, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert b"test_accuracy_percent" in done.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import COMMAND
+from conftest import COMMAND, ENVIRONMENT
 from torchcaps import Classifier, __version__
 from torchcaps.cli.common import print_table
 from torchcaps.options import meanings
@@ -110,7 +110,7 @@ def test_a_subfolder_that_cannot_be_read_is_refused(verb, finished, images, tmp_
     unprivileged = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
     run = [str(finished[0])] if verb == "predict" else []
     words = [*unprivileged, *COMMAND, *verb.split(), *run, str(tmp_path / "new")]
-    options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 300}
+    options = {"cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run(words, **options, check=False)
     locked.chmod(0o700)
     assert (done.returncode, done.stdout) == (2, "")

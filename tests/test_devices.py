@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from conftest import SMALL_CAPSNET
+from conftest import ENVIRONMENT, SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preparation, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
@@ -75,7 +75,7 @@ fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", logger=logger)
 def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, tmp_path):
     words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, logger]
     folder = Path(__file__).parent
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout.split()[-1] == at_exit, done.stderr
     assert done.returncode == bool(error)
     assert error in done.stderr

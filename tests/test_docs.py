@@ -1,5 +1,6 @@
 """The code, links, tables and commands on the pages of the documentation."""
 
+import csv
 import json
 import re
 import shlex
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SMALL_CAPSNET
+from conftest import ENVIRONMENT, SMALL_CAPSNET
 from torchcaps.experiments.report import write_pages
 from torchcaps.recipes import create_recipe
 
@@ -23,13 +24,17 @@ BLOCKS = {
 }
 
 
+def run_python(words, folder):
+    """Run Python with one thread. Several threads would wait for each other while another test runs."""
+    done = subprocess.run([sys.executable, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=lambda page: page.name)
 def test_every_python_block_of_a_page_runs(page, tmp_path):
     """The blocks of a page run one after another in one new process, because torch.compile cannot trace type checks."""
-    blocks = BLOCKS[page]
     (tmp_path / "weights").symlink_to(ROOT / "weights")
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(["-c", "\n".join(BLOCKS[page])], tmp_path)
 
 
 def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(command, images, tmp_path):
@@ -40,12 +45,26 @@ def test_the_script_for_an_own_rule_trains_and_evaluates_a_run(command, images, 
     training, evaluation = re.findall(r"^python (own.py .*)", page.read_text(), re.MULTILINE)
     run = tmp_path / "runs" / "own"
     for words in (f"{training} --data {images} {shlex.join(SMALL_CAPSNET)} --epochs 1", evaluation):
-        done = subprocess.run([sys.executable, *shlex.split(words)], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        run_python(shlex.split(words), tmp_path)
     assert json.loads((run / "recipe.json").read_text())["recipe"]["routing_options"] == {"iterations": 2}
     elsewhere = command("evaluate", run)
     assert elsewhere.returncode == 2
     assert "is 'soft_k_means', which is not in torchcaps.ROUTINGS: import the module" in elsewhere.stderr
+
+
+def test_the_factors_on_a_gpu_equal_the_stored_results():
+    page, times = (ROOT / "docs" / "benchmarks.md").read_text(), {}
+    for name in ("routing", "rules"):
+        with (ROOT / "results" / f"bench-{name}-gpu.csv").open() as file:
+            for row in csv.DictReader(file):
+                times[row["case"].split(",")[0], row["case"].split(", ")[-1], row["implementation"]] = row["median ms"]
+    rows = re.findall(r"^\| (\w+) \| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \(([\d.]+)\) \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for rule, *factors in rows:
+        of = {way: float(x) for (one, what, way), x in times.items() if (one, what) == (rule, "forward and backward")}
+        slower = [of["materialised votes"], of["materialised votes, compiled"]]
+        right = [time / of[way] for time in slower for way in ("fused", "fused, CUDA graph")]
+        assert [float(x) for x in factors] == [float(f"{x:.{2 if x < 1 else 1}f}") for x in right]
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(p.name for p in (ROOT / "docs").glob("*.md"))])

@@ -4,6 +4,7 @@ import re
 import shlex
 from dataclasses import replace
 from datetime import datetime
+from itertools import count
 
 import pytest
 import torch
@@ -72,6 +73,21 @@ def test_a_larger_batch_needs_more_memory():
     """The convolutions of this network save 0.6 MB per image for the backward pass."""
     small, large = (estimate(module("pooled-cnn-mnist", batch_size=size), SPLITS, 1) for size in ("2", "60"))
     assert large.step_bytes - small.step_bytes > 20e6
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "seconds"),
+    [
+        ("pooled-capsnet-mnist", "40", 0),
+        ("efficient-capsnet-mnist", "40", 2),
+        ("efficient-capsnet-mnist", "90", 3),
+    ],
+)
+def test_the_time_of_an_epoch_includes_the_batch_norm_statistics(name, images, seconds, monkeypatch):
+    """The clock advances by one second per step, and the batch has 20 images. There are 60 training images."""
+    monkeypatch.setattr("torchcaps.estimate.time.perf_counter", count(0.0).__next__)
+    without, found = (estimate(module(name, batch_norm_images=value), SPLITS, 1) for value in ("0", images))
+    assert found.epoch_seconds - without.epoch_seconds == pytest.approx(seconds)
 
 
 def test_the_text_names_the_day_of_the_end_if_it_is_not_today():

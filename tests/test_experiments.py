@@ -15,7 +15,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from conftest import COMMAND
+from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation, Splits
@@ -25,15 +25,7 @@ from torchcaps.experiments.adversarial import LOSSES
 from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
-from torchcaps.experiments.novel_viewpoints import (
-    LOOK,
-    NETWORKS,
-    RECENT_NETWORKS,
-    VARIATIONAL_BAYES,
-    by_viewpoint,
-    recent_recipe,
-    unmatched,
-)
+from torchcaps.experiments.novel_viewpoints import NETWORKS
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
@@ -226,39 +218,6 @@ def test_uniform_couplings_have_an_entropy_of_one():
             assert layer["entropy"] == pytest.approx(1, abs=1e-5) if iterations == 1 else layer["entropy"] < 0.999
 
 
-def test_by_viewpoint_puts_every_image_into_exactly_one_part():
-    attributes = {"azimuth": torch.arange(0, 36, 2).repeat(2), "elevation": torch.arange(36) % 9}
-    images = Images(torch.zeros(36, 1, 2, 2, dtype=torch.uint8), torch.zeros(36, dtype=torch.long), ("a",), attributes)
-    for split, count in (("azimuth", 12), ("elevation", 12)):
-        familiar, novel = by_viewpoint(images, split)
-        assert (len(familiar), len(novel)) == (count, 36 - count)
-        assert not set(familiar.attributes[split].tolist()) & set(novel.attributes[split].tolist())
-
-
-def test_the_capsule_networks_of_novel_viewpoints_differ_only_in_routing_and_initial_transforms(tmp_path):
-    study = Study("quick", None, 1, tmp_path, tmp_path)
-    recipes = {name: vars(recent_recipe(study, name, 3, images=1_000, epochs=2)) for name in RECENT_NETWORKS}
-    em = recipes["capsules"]
-    assert (em["seed"], em["epochs"], em["routing_options"]["iterations"]) == (3, 2, 3)
-    different = {name: {key for key in em if recipe[key] != em[key]} for name, recipe in recipes.items()}
-    assert different["uniform couplings"] == {"routing_options"}
-    assert different[VARIATIONAL_BAYES] == {"model_options", "routing_options", "batch_norm_images"}
-    assert recipes[VARIATIONAL_BAYES]["model_options"]["routing"] == "variational_bayes"
-    assert set(LOOK) == set(RECENT_NETWORKS)
-
-
-def test_a_note_says_which_accuracies_on_novel_viewpoints_are_not_comparable():
-    found = {
-        "CNN": [(95.175, 68.225), (96.0, 70.0)],
-        "capsules": [(94.2, 75.95), (96.9, 74.0)],
-        "uniform couplings": [(69.925, 65.575), (97.1, 80.0)],
-    }
-    first, second = unmatched("azimuth", found)
-    assert first.startswith("azimuth, uniform couplings, seed 0: the accuracy on familiar viewpoints is 69.93 %, but")
-    assert "95.18 % for the CNN" in first
-    assert second.startswith("azimuth, uniform couplings, seed 1: ")
-
-
 def test_the_figure_of_time_to_accuracy_contains_the_target_and_the_last_epochs():
     for target, first, second in (
         (95.0, [95.0, 97.25, 98.0], [90.0, 93.0, 92.0]),
@@ -383,7 +342,7 @@ def test_a_killed_experiment_that_is_continued_gives_the_same_result(call, tmp_p
         return ["experiment", "two-digits", "--data", "mnist-5k", *folders]
 
     for name, end in (("killed", signal.SIGKILL), ("interrupted", signal.SIGINT)):
-        process = subprocess.Popen([*COMMAND, *map(str, words(name))], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen([*COMMAND, *map(str, words(name))], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
         while not (tmp_path / name / "two-digits-quick-mnist-5k/capsules-seed0/last.ckpt").exists():
             assert process.poll() is None
             time.sleep(0.1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import COMMAND
+from conftest import COMMAND, ENVIRONMENT
 
 pytest.importorskip("gradio", reason="needs the extra [browser]")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra [browser]")
@@ -36,7 +36,7 @@ def address(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [*COMMAND, "explore", "--port", str(port), "--no-browser"]
-    server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     try:
         for _ in range(600):
             with socket.socket() as client:

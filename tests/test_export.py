@@ -172,17 +172,16 @@ def test_the_command_writes_the_file_and_prints_the_largest_difference(format, c
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
 
 
-@pytest.mark.usefixtures("untyped")
-def test_the_command_compares_scores_on_validation_images(call, finished, images, tmp_path):
+def test_the_command_compares_scores_on_validation_images(command, finished, images, tmp_path):
     """For a run folder, these are the validation images of the run; for published weights, those of any dataset."""
     pytest.importorskip("onnxruntime")
     folder, _ = finished
-    code, said, error = call("export", folder, "--out", tmp_path / "model.onnx", "--data", images)
+    done = command("export", folder, "--out", tmp_path / "model.onnx", "--data", images)
     count = json.loads((folder / "metrics.json").read_text())["validation_images"]
-    assert (code, error) == (0, "")
-    assert f"onnxruntime, {count} validation images: " in said
-    assert f"both predict the same class for {count} of {count} images" in said
-    assert "images/s" not in said  # too few images
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"onnxruntime, {count} validation images: " in done.stdout
+    assert f"both predict the same class for {count} of {count} images" in done.stdout
+    assert "images/s" not in done.stdout  # too few images
 
 
 def test_scores_and_speed_are_compared_on_given_images(tmp_path):

@@ -137,7 +137,7 @@ def test_the_residual_network_has_the_expected_number_of_weights():
     assert sizes == [stem + first + second + head] * 2
 
 
-def test_the_recipe_for_own_images_trains_a_residual_network(call, images, tmp_path):
+def test_the_recipe_for_own_images_trains_a_residual_network(succeeds, images, tmp_path):
     small = [
         "--set",
         "model.widths=[8,16]",
@@ -150,8 +150,7 @@ def test_the_recipe_for_own_images_trains_a_residual_network(call, images, tmp_p
         "--out",
         tmp_path / "run",
     ]
-    code, said, error = call("train", "residual-capsnet-images", "--data", images, *small)
-    assert code == 0, error
+    said = succeeds("train", "residual-capsnet-images", "--data", images, *small)
     accuracy = next(line for line in said.splitlines() if "test_accuracy_percent" in line)
     assert float(accuracy.replace("│", " ").split()[1]) > 90
     recipe = create_recipe("residual-capsnet-images")

@@ -268,15 +268,14 @@ def test_a_damaged_table_raises_one_line_or_gives_images(tmp_path):
             assert count > 0 or (str(tmp_path) in said and "\n" not in said)
 
 
-def test_the_command_line_trains_and_evaluates_on_a_table(call, refused, tmp_path):
+def test_the_command_line_trains_and_evaluates_on_a_table(succeeds, refused, tmp_path):
     photos = make_images(tmp_path / "photos", per_class=12)
     table = write(tmp_path / "photos.csv", "picture,label", *listed(photos))
     table = table.rename(photos / "photos.csv")
     chosen = ("--data", table, "--set", "data.image_column=picture")
     options = ("--epochs", 1, "--out", tmp_path / "run", *SMALL_CAPSNET)
-    code, _, error = call("train", "capsnet-mnist", *chosen, *options)
-    assert code == 0, error
-    assert call("evaluate", tmp_path / "run")[0] == 0
+    succeeds("train", "capsnet-mnist", *chosen, *options)
+    succeeds("evaluate", tmp_path / "run")
     wrong = ("--data", photos, "--set", "data.image_column=picture", "--out", tmp_path / "other")
     assert "does not accept the option image_column" in refused("train", "capsnet-mnist", *wrong)
 

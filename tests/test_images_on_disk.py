@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file
 
-from conftest import COMMAND, SMALL_CAPSNET, make_images
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
@@ -150,12 +150,12 @@ def counts_seen(folder, images):
     return {name: int(seen.sum()) for name, seen in seen_in_training(folder, images).items()}
 
 
-def test_training_from_disk_with_workers_gives_the_same_weights(command, photos, call, tmp_path):
+def test_training_from_disk_with_workers_gives_the_same_weights(command, photos, call, succeeds, tmp_path):
     folder = tmp_path / "memory"
-    assert call(*training(photos, folder))[0] == 0
+    succeeds(*training(photos, folder))
     begun = command(*training(photos, tmp_path / "disk", "--cache", "none", "--workers", 2, "--epochs", 1))
     assert begun.returncode == 0, begun.stderr
-    assert call(*training(photos, tmp_path / "disk", "--resume"))[0] == 0
+    succeeds(*training(photos, tmp_path / "disk", "--resume"))
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("memory", "disk")]
     assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
     for cache in ("memory", "none"):
@@ -169,16 +169,16 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
         assert re.search("18 train and 2 validation images of .* are among the 24 test images", error)
 
 
-def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(call, photos, tmp_path):
-    assert call(*training(photos, tmp_path / "run", "--cache", "none"))[0] == 0
+def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(succeeds, photos, tmp_path):
+    succeeds(*training(photos, tmp_path / "run", "--cache", "none"))
     test = loaded(photos, "memory")[0].test
     assert counts_seen(tmp_path / "run", test) == {"train": 0, "validation": 0}
     with pytest.warns(DataWarning, match="cannot be compared"):
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
 
 
-def test_images_on_disk_are_compared_with_the_training_images_without_decoding(call, photos, tmp_path):
-    assert call(*training(photos, tmp_path / "run"))[0] == 0
+def test_images_on_disk_are_compared_with_the_training_images_without_decoding(succeeds, photos, tmp_path):
+    succeeds(*training(photos, tmp_path / "run"))
     shutil.copytree(photos, tmp_path / "again" / "train")
     shutil.copytree(photos, tmp_path / "again" / "test")
     images = loaded(tmp_path / "again", "none")[0].test
@@ -203,7 +203,7 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(photos), "--out", str(tmp_path / "run"), *SMALL_CAPSNET]
     words += ["--cache", "none", "--workers", "1", "--epochs", "500", "--batch-size", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, **pipes) as process:
+    with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
         for line in process.stdout:
             if line.startswith("epoch 1/500"):
                 break

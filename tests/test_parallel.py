@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import SMALL_CAPSNET, TWO_PROCESSES, train
+from conftest import ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 
 MODELS = {
     "capsnet": {"convolution_channels": 4, "primary_types": 2, "class_pose_size": 4, "decoder": False},
@@ -64,7 +64,7 @@ def gradients(folder: Path, way: str) -> dict[str, torch.Tensor]:
     (folder / "script.py").write_text(GRADIENTS)
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if way != "alone" else []
     words = [sys.executable, *several, folder / "script.py", way, folder / f"{way}.pt", json.dumps(MODELS)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(folder / f"{way}.pt", weights_only=True)
 
@@ -88,7 +88,7 @@ def trained(images: Path, out: Path, agents: list[list[str]], *more: str) -> lis
     """Train in the processes that several agents of torchrun start; return what each agent printed."""
     words = ["-m", "torchcaps.cli", "train", "capsnet-mnist", "--data", str(images), "--out", str(out)]
     words += [*SMALL_CAPSNET, "--epochs", "2", "--batch-size", "8", *more]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": ENVIRONMENT}
     started = [subprocess.Popen([*TORCHRUN, *agent, *words], **pipes) for agent in agents]
     printed = []
     for process in started:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
-from conftest import COMMAND, SMALL_CAPSNET, make_images, train
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images, train
 from torchcaps import BadInput, DataWarning, Diverged
 from torchcaps.checkpoints import SEAL, AtomicCheckpoints, read_checkpoint
 from torchcaps.data import Images, Splits, fingerprint, image_digests
@@ -309,7 +309,7 @@ def test_temporary_files_of_a_killed_process_are_removed_by_the_next_process(cal
 def test_two_processes_cannot_train_in_one_folder(images, refused, tmp_path):
     out = tmp_path / "run"
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
-    with subprocess.Popen([*words, "--epochs", "200"], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*words, "--epochs", "200"], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("epoch 1/200"):
                 break
@@ -354,7 +354,7 @@ def test_an_interruption_before_training_prints_one_line(images, tmp_path):
     words = [words[0], "-c", start, *words[3:]]
     for delay in (0.2, 0.6, 1.5):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        with subprocess.Popen(words, **pipes) as process:
+        with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
             assert process.stdout.readline() == "ready\n"
             time.sleep(delay)
             while process.poll() is None:

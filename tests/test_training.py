@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from conftest import COMMAND, SMALL_CAPSNET, TWO_PROCESSES, train
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
 from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preparation, Splits, load_splits
@@ -68,7 +68,7 @@ def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, comma
     out = tmp_path / "run"
     settings = ["--epochs", "3", "--batch-size", "2", *loading]
     words = [*COMMAND, "train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET, *settings]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             if line.startswith("epoch 1/3"):
                 break
@@ -94,7 +94,7 @@ def test_an_interrupted_run_prints_how_to_resume_and_leaves_no_partial_file(load
     words = ["train", "capsnet-mnist", "--data", str(images), "--out", str(out), *SMALL_CAPSNET]
     words = [sys.executable, "-c", heeding, *words, "--epochs", "200", "--batch-size", "2", *loading]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(words, **pipes) as process:
+    with subprocess.Popen(words, env=ENVIRONMENT, **pipes) as process:
         for line in process.stdout:
             if line.startswith("epoch 2/200"):
                 break
@@ -126,7 +126,7 @@ def test_an_interruption_in_a_test_prints_one_line(images, finished, tmp_path):
     resume = f"interrupted: run the same command with --resume to continue in {out}"
     for words, line in ((training, resume), (["evaluate", finished[0]], "interrupted")):
         command = [sys.executable, "-c", INTERRUPTED_TEST, *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
         assert (done.returncode, done.stderr.splitlines()) == (130, [line])
     assert (out / "last.ckpt").exists()
     assert not (out / "metrics.json").exists()
@@ -153,7 +153,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(images, tmp_path):
     words = ["train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET]
     words += ["--epochs", 1, "--batch-size", 14]
     process = [sys.executable, "-c", hurried, *map(str, words)]
-    said = subprocess.run(process, capture_output=True, text=True, timeout=300, check=True).stdout
+    said = subprocess.run(process, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=True).stdout
     lines = [line for line in said.splitlines() if "step " in line and line.startswith("epoch")]
     for step, line in enumerate(lines, start=1):
         assert re.fullmatch(rf"epoch 1/1  step {step}/5  \d+ images/s  \d+\.\d min left", line)
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(comma
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_full_disk_leaves_the_last_good_checkpoint(call, command, images, finished, tmp_path):
+def test_a_full_disk_leaves_the_last_good_checkpoint(succeeds, command, images, finished, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(path.stat().st_size for path in finished[0].rglob("*") if path.is_file())
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(call, command, images, fini
     if mounted.returncode != 0:
         pytest.skip("a small tmpfs can be mounted by root alone")
     try:
-        assert train(call, images, disk / "run", "--epochs", 1)[0] == 0
+        train(succeeds, images, disk / "run", "--epochs", 1)
         good = torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"]
         room = os.statvfs(disk)
         (disk / "ballast").write_bytes(b"0" * (room.f_bavail * room.f_bsize - 50_000))
@@ -228,7 +228,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(call, command, images, fini
         assert not list((disk / "run").glob("*.part*"))
         assert torch.load(disk / "run" / "last.ckpt", weights_only=True)["epoch"] == good
         (disk / "ballast").unlink()
-        assert train(call, images, disk / "run", "--epochs", 2, "--resume")[0] == 0
+        train(succeeds, images, disk / "run", "--epochs", 2, "--resume")
     finally:
         subprocess.run(["umount", disk], check=True)
 

@@ -1,7 +1,6 @@
 """Hinton, Sabour & Frosst 2018, table 2: trained on familiar viewpoints, tested on novel ones."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
@@ -10,7 +9,7 @@ from torchcaps.data import Images, Splits
 from torchcaps.data.images import cut
 from torchcaps.experiments.study import Outcome, Row, Study, accuracy_of, part, some
 from torchcaps.recipe import Recipe
-from torchcaps.recipes.matrix_capsules import BATCH_NORM_IMAGES, VARIATIONAL
+from torchcaps.recipes.matrix_capsules import with_variational_bayes
 
 FAMILIAR: dict[str, tuple[str, tuple[int, ...]]] = {
     "azimuth": ("azimuth", (30, 32, 34, 0, 2, 4)),
@@ -29,13 +28,12 @@ PAPER = {
 NETWORKS = ("CNN", "capsules", "uniform couplings")
 VARIATIONAL_BAYES = "capsules with variational Bayes"
 RECENT_NETWORKS = (*NETWORKS, VARIATIONAL_BAYES)
-LOOK = {
+COLOURS_AND_MARKERS = {
     "CNN": ("#D55E00", "s"),
     "capsules": ("#0072B2", "o"),
     "uniform couplings": ("#999999", "^"),
     VARIATIONAL_BAYES: ("#009E73", "v"),
 }
-"""Colour and marker of each network in the figure."""
 MATCHED = 1.0
 """Largest difference between two accuracies on familiar viewpoints that count as equal, in percentage points."""
 
@@ -64,12 +62,13 @@ def unmatched(split: str, found: Mapping[str, Sequence[tuple[float, float]]]) ->
 
 
 def recent_recipe(study: Study, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
-    """Return the recipe of one of `RECENT_NETWORKS`, with settings of later papers."""
-    if network != VARIATIONAL_BAYES:
-        return study.recent_toy_recipe(network, seed, images=images, epochs=epochs)
-    recipe = study.recent_toy_recipe("capsules", seed, images=images, epochs=epochs)
-    options = {**recipe.model_options, **VARIATIONAL}
-    return replace(recipe, model_options=options, routing_options={}, batch_norm_images=BATCH_NORM_IMAGES)
+    """Return the recipe of one of `RECENT_NETWORKS`, with settings of later papers.
+
+    Only the recipe with variational Bayes computes the BatchNorm statistics before each evaluation.
+    """
+    if network == VARIATIONAL_BAYES:
+        return with_variational_bayes(study.recent_toy_recipe("capsules", seed, images=images, epochs=epochs))
+    return study.recent_toy_recipe(network, seed, images=images, epochs=epochs)
 
 
 def run(
@@ -78,6 +77,12 @@ def run(
     """Compare the capsules against the CNN on novel viewpoints.
 
     The capsules are evaluated after the epoch in which their accuracy on familiar viewpoints is closest to the CNN's.
+
+    Arguments:
+        study: options of the experiment.
+        recipe_of: function that returns the recipe of a network. It takes the study, the name of the network, the seed,
+            and the keyword arguments ``images`` and ``epochs``.
+        networks: names of the networks. The first must be ``CNN``, because the others are compared with it.
     """
     images, epochs = study.choose((1_000, 3), (7_290, 16), (7_290, 60))
     rows: list[Row] = []
@@ -134,7 +139,7 @@ def run(
     notes = [
         "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsules is the "
         "one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as in the "
-        "paper. The novel viewpoints are never used to choose an epoch. The last network was tested on "
+        "paper. The novel viewpoints are never used to choose an epoch. Each network is tested on "
         f"{len(familiar):,} images with familiar and {len(novel):,} with novel viewpoints."
     ]
     return Outcome(rows, draw(curves), [*notes, *incomparable, *study.notes_on_toys()])
@@ -143,15 +148,13 @@ def run(
 def draw(curves: dict[tuple[str, str], list[tuple[float, ...]]]) -> Figure:
     """Plot the accuracy on novel viewpoints against the accuracy on familiar viewpoints, one point per epoch."""
     figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots(1, len(FAMILIAR), sharey=True)
-    for axis, split in zip(axes, FAMILIAR, strict=True):
-        for name, (colour, mark) in LOOK.items():
-            if (split, name) not in curves:
-                continue
-            familiar, novel = zip(*curves[split, name], strict=True)
-            axis.plot(familiar, novel, color=colour, marker=mark, linewidth=0.8, label=name)
+    axes = dict(zip(FAMILIAR, figure.subplots(1, len(FAMILIAR), sharey=True), strict=True))
+    for (split, name), every in curves.items():
+        colour, marker = COLOURS_AND_MARKERS[name]
+        axes[split].plot(*zip(*every, strict=True), color=colour, marker=marker, linewidth=0.8, label=name)
+    for split, axis in axes.items():
         axis.set_title(f"novel {split}")
         axis.set_xlabel("accuracy on familiar viewpoints %")
-    axes[0].set_ylabel("accuracy on novel viewpoints %")
-    axes[0].legend(fontsize=8)
+    axes["azimuth"].set_ylabel("accuracy on novel viewpoints %")
+    axes["azimuth"].legend(fontsize=8)
     return figure

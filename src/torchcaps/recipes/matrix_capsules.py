@@ -22,6 +22,15 @@ variational Bayes routing in the first hundreds.
 """
 
 
+def with_variational_bayes(recipe: Recipe) -> Recipe:
+    """Return a recipe of matrix capsules with variational Bayes routing.
+
+    Its initial transforms and its BatchNorm statistics (``batch_norm_images``) fit this rule.
+    """
+    options = {**recipe.model_options, **VARIATIONAL}
+    return replace(recipe, model_options=options, routing_options={}, batch_norm_images=BATCH_NORM_IMAGES)
+
+
 def matrix_capsnet_smallnorb() -> Recipe:
     """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5.
 

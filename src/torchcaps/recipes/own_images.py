@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from torchcaps.recipe import Recipe
-from torchcaps.recipes.matrix_capsules import BATCH_NORM_IMAGES, VARIATIONAL
+from torchcaps.recipes.matrix_capsules import BATCH_NORM_IMAGES, with_variational_bayes
 
 
 def capsnet_images() -> Recipe:
@@ -54,13 +54,7 @@ def variational_capsnet_images() -> Recipe:
     Only routing and initial transforms differ from `matrix_capsnet_images`. In the experiment ``own-images``, with
     1,000 training images, this network is more accurate than `matrix_capsnet_images` on Fashion-MNIST and on the toys.
     """
-    recipe = matrix_capsnet_images()
-    return replace(
-        recipe,
-        name="variational-capsnet-images",
-        model_options={**recipe.model_options, **VARIATIONAL},
-        routing_options={},
-    )
+    return replace(with_variational_bayes(matrix_capsnet_images()), name="variational-capsnet-images")
 
 
 def cnn_images() -> Recipe:
