@@ -26,12 +26,13 @@ from torchcaps.experiments.dimensions import swept
 from torchcaps.experiments.health import layers_of
 from torchcaps.experiments.multimnist import PairClassifier, overlaid
 from torchcaps.experiments.novel_viewpoints import NETWORKS
+from torchcaps.experiments.own_images import PRETRAINED
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
 from torchcaps.experiments.vote_agreement import distances
 from torchcaps.losses import margin_loss, spread_loss
-from torchcaps.recipes import RECIPES, create_recipe
+from torchcaps.recipes import OWN_IMAGES, RECIPES, create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.training import fit
 
@@ -333,6 +334,16 @@ def test_unknown_experiments_and_budgets_and_a_report_without_results_are_refuse
         "experiment", "two-digits", "--budget", "huge", "--out", tmp_path / "runs", "--results", tmp_path / "results"
     )
     assert "first run `torchcaps experiment NAME`" in refused("experiment", "report", "--results", tmp_path)
+
+
+@pytest.mark.slow
+def test_own_images_trains_every_recipe_on_a_folder_of_images(succeeds, images, tmp_path):
+    said = succeeds("experiment", "own-images", "--data", images, "--out", tmp_path)
+    assert "Trained on 58 images of" in said
+    rows = json.loads((tmp_path / "results" / "own-images-quick-images.json").read_text())["rows"]
+    names = {name for name, make in RECIPES.items() if make().data == OWN_IMAGES and name != PRETRAINED}
+    assert {row["what"] for row in rows} == {f"{x}: {y} accuracy" for x in names for y in ("validation", "test")}
+    assert all(row["ours"][0] > 90 for row in rows)
 
 
 @pytest.mark.slow
