@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jaxtyping
@@ -55,22 +56,12 @@ def on_every_instruction_set(compute):
     return results
 
 
-def pytest_generate_tests(metafunc):
-    """Run tests that use the fixture `instruction_set` once for each instruction set of this processor."""
-    if "instruction_set" in metafunc.fixturenames:
-        from torchcaps.kernels import cpu_instruction_sets
-
-        metafunc.parametrize("instruction_set", cpu_instruction_sets(), indirect=True)
-
-
-@pytest.fixture
-def instruction_set(request):
-    """Switch the fused kernels to one instruction set during a test."""
-    from torchcaps.kernels import _cpu, cpu_instruction_sets
-
-    _cpu.use(request.param)
-    yield request.param
-    _cpu.use(cpu_instruction_sets()[0])
+def check_against_reference(run, rtol, atol):
+    """Check that `run` gives the same results with both backends. The fused kernels use each instruction set."""
+    reference = run(backend="reference")
+    for name, fused in on_every_instruction_set(partial(run, backend="fused")).items():
+        for found, right in zip(fused, reference, strict=True):
+            torch.testing.assert_close(found, right, rtol=rtol, atol=atol, msg=f"{{}} with {name}".format)
 
 
 @pytest.fixture(scope="session")

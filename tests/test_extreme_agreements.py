@@ -1,10 +1,13 @@
 """Agreements with extreme logits, temperatures and variances: both backends against float64, and what is refused."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from conftest import on_every_instruction_set
 from problems import MAPS, far
 from torchcaps import ROUTINGS, Agreement, Capsules, EMRouting, RoutingMap, Votes
 from torchcaps.kernels import _cpu, autograd
@@ -27,7 +30,6 @@ def gradients(backend, tensors, agreement_of, routing_map, loss, dtype=torch.flo
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
-@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("activation", [None, 1.0, 1e-15, 1e-25])
@@ -53,8 +55,9 @@ def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(backend, ba
         return [*means, *found[:2], *found[3:]]
 
     exact = of("reference", torch.float64)
-    for found, right in zip(of(backend, torch.float32), exact, strict=True):
-        assert far(found, right) < 1e-5
+    for name, results in on_every_instruction_set(partial(of, backend, torch.float32)).items():
+        for found, right in zip(results, exact, strict=True):
+            assert far(found, right) < 1e-5, name
 
 
 @pytest.mark.parametrize("none_of_the_above", [False, True])

@@ -1,14 +1,13 @@
 """On the fused kernels, every rule has the same outputs and gradients as with materialised votes."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import on_every_instruction_set
+from conftest import check_against_reference
 from problems import MAPS, full_problem
 from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
@@ -45,9 +44,9 @@ def everything(rule, tensors, routing_map):
     return [*parents, *(torch.zeros_like(x) if x.grad is None else x.grad for x in learned)]
 
 
-def close(found, right, rtol=1e-7, atol=1e-8, says=None):
+def close(found, right, rtol=1e-7, atol=1e-8):
     for one, other in zip(found, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=says)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
 def forbid_materialised_votes(monkeypatch):
@@ -64,10 +63,12 @@ def test_every_rule_equals_the_reference(name, routing_map):
     for batch, parent_types in BATCHES_AND_TYPES:
         pose, activation, transform, *_ = full_problem(routing_map, parent_types, POSE, batch=batch)
         case = (0.5 * pose, activation.clamp_min(0.1), 0.5 * transform)
-        fused, reference = both(name, routing_map, parent_types)
-        right = everything(reference, case, routing_map)
-        for instructions, found in on_every_instruction_set(partial(everything, fused, case, routing_map)).items():
-            close(found, right, says=f"{{}} with {instructions}".format)
+        rules = dict(zip(BACKENDS, both(name, routing_map, parent_types), strict=True))
+
+        def run(backend, rules=rules, case=case):
+            return everything(rules[backend], case, routing_map)
+
+        check_against_reference(run, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -194,33 +195,34 @@ def test_gradients_are_right_if_the_loss_ignores_some_passes(loss, passes):
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("used", ["variance", "log_volume", "mean", "all"])
 @pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
-def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, used, uniform, instruction_set):
+def test_gaussians_and_their_gradients_equal_the_reference(batch, parent_types, used, uniform):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
     parents = (batch, MAPS["conv"].parent_sites, parent_types)
     given = torch.randn(parents).double(), *(0.3 * torch.randn(*parents, ROWS, COLUMNS).double() for _ in range(2))
-    results = []
-    for backend in BACKENDS:
+
+    def run(backend):
         leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, transform, *given)]
         votes = Votes(*leaves[:3], MAPS["conv"], backend=backend)
         agreement = None if uniform else Agreement(leaves[3], quadratic=leaves[4].square(), centre=leaves[5])
         found = votes.gaussians(agreement, floor=0.2)
         parts = found if used == "all" else [getattr(found, used)]
         gradients = torch.autograd.grad(sum(x.square().sum() for x in parts), leaves, materialize_grads=True)
-        results.append([*found, *gradients])
-    close(*results)
+        return [*found, *gradients]
+
+    check_against_reference(run, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("constant_couplings", [False, True])
 @pytest.mark.parametrize("inverse_temperature", [1.0, 0.3])
 @pytest.mark.parametrize(("batch", "parent_types"), BATCHES_AND_TYPES)
 def test_an_agreement_with_variances_equals_one_with_the_factors(
-    batch, parent_types, inverse_temperature, constant_couplings, instruction_set
+    batch, parent_types, inverse_temperature, constant_couplings
 ):
     pose, activation, transform, *_ = full_problem(MAPS["conv"], parent_types, POSE, batch=batch)
     parents = (batch, MAPS["conv"].parent_sites, parent_types)
     given = torch.randn(parents).double(), *(torch.rand(*parents, ROWS, COLUMNS).double() for _ in range(2))
-    results = []
-    for backend, written in ((BACKENDS[0], False), (BACKENDS[1], False), (BACKENDS[1], True)):
+
+    def run(backend, written=False):
         leaves = [x.detach().clone().requires_grad_() for x in (pose, activation, transform, *given)]
         votes = Votes(*leaves[:3], MAPS["conv"], backend=backend)
         constant, variance, centre = leaves[3:]
@@ -232,9 +234,10 @@ def test_an_agreement_with_variances_equals_one_with_the_factors(
         found = votes.moments(agreement, constant_couplings=constant_couplings)
         gradients = torch.autograd.grad(sum(x.square().sum() for x in found), leaves, materialize_grads=True)
         with torch.no_grad():
-            results.append([*found, *gradients, votes.couplings(agreement)])
-    close(*results[:2])
-    close(*results[1:])
+            return [*found, *gradients, votes.couplings(agreement)]
+
+    check_against_reference(run, rtol=1e-7, atol=1e-8)
+    close(run("reference"), run("reference", written=True))
 
 
 def test_an_agreement_with_a_variance_and_wrong_options_is_refused():
