@@ -121,10 +121,10 @@ def for_kernels(of_children: Tensor) -> Tensor:
 def constants(values: tuple[float, ...], like: Tensor, keep: bool) -> Tensor:
     """Return a tensor with these values, and with the dtype and the device of `like`. Do not change the tensor.
 
-    Making such a tensor takes several launches on a GPU; with `keep`, it is made once and kept. Do not use `keep` in
+    Making such a tensor takes several calls or launches; with `keep`, it is made once and kept. Do not use `keep` in
     compiled functions: a CUDA graph may own the memory that they allocate.
     """
-    if keep and like.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if keep and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _kept_constants(values, like.dtype, like.device)
     return torch.stack([like.new_full((), value) for value in values])
 

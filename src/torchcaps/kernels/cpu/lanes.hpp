@@ -88,7 +88,7 @@ template <class T> inline void transpose(Vector<T>* x) {
 
 // e^x to about 1 ulp; results below the smallest normal number are 0. The polynomials of exponential and logarithm are
 // from Moshier's Cephes library (expf, logf).
-inline Vector<float> exponential(Vector<float> x) {
+[[gnu::always_inline]] inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;
   const Vector<float> nan = x;
@@ -190,12 +190,11 @@ template <class V> __attribute__((noinline)) inline V product_below_normal(V a, 
 }
 
 // Loads `count` numbers, `stride` apart, into the first lanes, with zeros in the other lanes. store_some is the
-// inverse.
+// inverse. `whole` stays in a register; `x`, whose lanes are set one by one, is in memory.
 template <class T> inline Vector<T> load_some(const T* from, int count, long stride = 1) {
-  Vector<T> x{};
-  if (stride == 1 && count == lanes<T>) std::memcpy(&x, from, sizeof x);
-  else
-    for (int l = 0; l < count; ++l) x[l] = from[l * stride];
+  Vector<T> x{}, whole;
+  if (stride == 1 && count == lanes<T>) return std::memcpy(&whole, from, sizeof whole), whole;
+  for (int l = 0; l < count; ++l) x[l] = from[l * stride];
   return x;
 }
 template <class T> inline void store_some(Vector<T> x, T* to, int count, long stride = 1) {

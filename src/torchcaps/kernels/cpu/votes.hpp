@@ -143,7 +143,7 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   // All callers contract multiply-adds in the same way, so that a vote has the same bits wherever it is computed.
   void vote(const Child* pose, const Weight* w, V* out) const { vote_rows(pose, w, rows(), out); }
   // `count` rows of a vote minus a centre (null: 0). The sum begins with -centre.
-  void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
+  [[gnu::always_inline]] void vote_rows(const Child* pose, const Weight* w, int count, V* out, const V* centre = nullptr) const {
     constexpr int STEP = COLUMNS ? COLUMNS : 4;
     for (int r = 0; r < count; ++r, pose += inner(), out += columns(), centre += centre ? columns() : 0) {
       int n = 0;
