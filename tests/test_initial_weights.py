@@ -41,3 +41,8 @@ def test_initial_class_capsules_of_a_head_have_the_same_length_for_any_number_of
         CapsuleHead((6, 4, 5), classes, routing=routing)(torch.rand(8, 6, 4, 5)).scores.mean() for classes in (2, 40)
     ]
     assert max(sizes) < 2 * min(sizes)
+
+
+def test_a_deviation_of_0_gives_the_identity():
+    assert torch.equal(ConvCaps((4, 4), 2, 3, 3, initial_std=0.0).transform[0, 0, 0], torch.eye(4))
+    assert not ClassCaps(torch.rand(9, 2), 2, 3, initial_std=0.0, around_identity=False).transform.any()

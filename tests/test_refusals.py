@@ -232,6 +232,9 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
             r"child_grid must be a tuple \(height, width\) of integers of at least 1; got int 6",
         ),
         (lambda: Decoder(3, 4, 28), r"image_shape must be a tuple \(channels, height, width\) .*; got int 28"),
+        (lambda: decoded(torch.rand(2, 1, 1, 1, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 1, 1, 4\]"),
+        (lambda: decoded(torch.rand(2, 2, 3, 1, 2)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 2, 3, 1, 2\]"),
+        (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
         (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),
         (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got int 0"),
@@ -250,6 +253,10 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
 def test_bad_options_of_layers_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def decoded(pose):
+    return Decoder(3, 4, (1, 5, 5))(pose, torch.tensor([2, 2]))
 
 
 def test_different_numbers_of_children_and_coordinates_are_refused():

@@ -25,6 +25,7 @@ from torchcaps import (
     Preparation,
     Routing,
     RoutingMap,
+    Rule,
     create_model,
     em_routing,
     inspect,
@@ -35,6 +36,7 @@ from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_lo
 from torchcaps.models import Pretrained
 from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting, UniformRouting
+from torchcaps.routing.variational_bayes import normalised
 from torchcaps.routing.votes import Agreement, Votes
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
@@ -353,3 +355,30 @@ def test_a_network_of_ones_own_with_constants_can_be_loaded(monkeypatch, tmp_pat
     classifier = classifier_of(Scaled())
     classifier.save_pretrained(tmp_path)
     assert torch.equal(Classifier.from_pretrained(tmp_path).predict(BLANK).scores, classifier.predict(BLANK).scores)
+
+
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_the_couplings_of_passes_on_detached_votes_are_returned(backend):
+    class Detached(Rule):
+        def route(self, votes):
+            fixed = votes.detach()
+            found = fixed.moments()
+            found = fixed.moments(Agreement(linear=5 * found.mean))
+            return Capsules(found.mean, found.mass)
+
+    torch.manual_seed(0)
+    children, rule = Capsules(torch.randn(2, 6, 4, 1, 8), torch.rand(2, 6, 4)), Detached()
+    rule.backend = backend
+    parents, couplings = rule(children, torch.randn(6, 4, 3, 8, 4), RoutingMap.dense(6), return_couplings=True)
+    mass = torch.einsum("bjec,bec->bj", couplings, children.activation)
+    torch.testing.assert_close(mass, parents.activation[:, 0])
+    assert couplings.std() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_the_normalisation_of_variational_bayes_can_be_traced():
+    norm = nn.BatchNorm1d(3).requires_grad_(False)
+    norm(torch.randn(8, 3))
+    values, others = torch.randn(2, 4, 3, 5), torch.randn(3, 4, 3, 5)
+    traced = torch.jit.trace(lambda x: normalised(norm.eval(), x), values)
+    torch.testing.assert_close(traced(others), normalised(norm, others))

@@ -42,7 +42,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, pose_size=pose_size)
-        self.num_classes = num_classes
+        self.num_classes, self.pose_size = num_classes, pose_size
         check_shape("image_shape", image_shape, "channels, height, width")
         self.image_shape = tuple(map(int, image_shape))
         pixels = image_shape[0] * image_shape[1] * image_shape[2]
@@ -60,8 +60,14 @@ class Decoder(nn.Module):
             of_class: ``[B]``, for each sample the class whose capsule is used.
 
         Raises:
-            ValueError: ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
+            ValueError: ``pose`` does not have one site, ``num_classes`` types and ``pose_size`` elements per pose; or
+                ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
         """
+        expected = 1, self.num_classes, self.pose_size
+        if pose.ndim != 5 or (*pose.shape[1:3], pose.shape[3] * pose.shape[4]) != expected:
+            raise ValueError(
+                f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
+            )
         if of_class.shape != pose.shape[:1]:
             raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
         visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]

@@ -1,5 +1,6 @@
 """Capsule layers made of a routing map, transforms and a routing rule."""
 
+import math
 from typing import Any
 
 import torch
@@ -246,6 +247,10 @@ def columns_of(pose_size: tuple[int, int]) -> int:
 
 def truncated_normal_(weights: Tensor, std: float) -> Tensor:
     """Draw weights in place from a normal distribution truncated at two standard deviations, and return the weights."""
+    if not 0 <= std < math.inf:
+        raise ValueError(f"the initial standard deviation must be a finite number of at least 0; got {std}")
+    if std == 0:
+        return nn.init.zeros_(weights)
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)
 
 

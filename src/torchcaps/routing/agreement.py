@@ -57,6 +57,7 @@ class Moments(NamedTuple):
 
     Use ``reshape`` or ``flatten`` instead of ``view``: tensors from the fused kernels are not always contiguous in
     memory. An elementwise operation keeps the memory layout, so its result may not be contiguous either.
+    Do not change the tensors in place: the backward pass needs them.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.
@@ -84,7 +85,7 @@ class Gaussians(NamedTuple):
     The weight w of a vote V is the activation of the child times the coupling of the child and the parent.
 
     Use ``reshape`` or ``flatten`` instead of ``view``: as in `Moments`, tensors from the fused kernels are not always
-    contiguous in memory.
+    contiguous in memory. Do not change the tensors in place: the backward pass needs them.
 
     Arguments:
         mass: Σ w, ``[B, P, J]``: batch, parent sites, parent types.

@@ -151,7 +151,10 @@ def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
     buffers = dict(norm.named_buffers())
     statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
     types_first = values.transpose(1, 2)
-    normalised = functional_call(norm, statistics, types_first.flatten(2)).view(types_first.shape).transpose(1, 2)
+    flat = types_first.flatten(2)
+    same = all(statistics[name] is buffer for name, buffer in buffers.items())
+    found = norm(flat) if same else functional_call(norm, statistics, flat)  # torch.jit.trace refuses functional_call
+    normalised = found.view(types_first.shape).transpose(1, 2)
     for name, buffer in buffers.items():
         if statistics[name] is not buffer and norm.training:
             buffer.copy_(statistics[name])

@@ -169,7 +169,7 @@ class Votes:
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
-        self._last: Agreement | None = None
+        self._last: list[Agreement | None] = [None]  # a list, because `detach` shares it
 
     def detach(self) -> "Votes":
         """Return these votes as constants: no gradient flows through them."""
@@ -193,7 +193,7 @@ class Votes:
         Raises:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
-        self._last = agreement
+        self._last[0] = agreement
         parts = self._checked(agreement)
         if self.fused:
             mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
@@ -225,7 +225,7 @@ class Votes:
         if not self.fused:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
-        self._last = agreement
+        self._last[0] = agreement
         mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
         if observer is not None:
             observer(self, agreement, Moments(mass, mean, variance))
@@ -305,8 +305,8 @@ class Votes:
             return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
-        """Compute the couplings that the last call of `moments` used."""
-        return self.couplings(self._last)
+        """Compute the couplings that the last call of `moments` used, on these votes or on a detached copy."""
+        return self.couplings(self._last[0])
 
     @property
     def _options(self) -> tuple[bool, bool, bool]:
