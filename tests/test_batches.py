@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from test_run_folder import SPLITS, tiny
-from torchcaps import Classifier, Prediction
+from torchcaps import BadInput, Classifier, Prediction
 from torchcaps.batches import ImageBatches, SplitBatches
 from torchcaps.data import Images, Preparation
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss, spread_margin
@@ -175,3 +175,23 @@ def test_the_scores_of_the_test_are_the_means_over_all_prepared_crops():
     with torch.inference_mode():
         expected = torch.stack([model(view).scores for view in preparation.views(images.pixels)]).mean(dim=0)
     torch.testing.assert_close(found.scores, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("images", "steps"), [(60, 3), (44, 3), (43, 2), (42, 2), (40, 2)])
+def test_the_schedule_counts_the_steps_of_each_process(images, steps, monkeypatch):
+    splits = replace(SPLITS, train=SPLITS.train.subset(range(images)))
+    assert new_module(tiny(2), splits, devices=2).steps == 2 * steps
+    assert len(batches_of(tiny(2), splits, 2).train_dataloader()) == steps
+
+
+def test_a_network_that_cannot_be_trained_on_one_image_at_a_time_is_refused():
+    options = {"model": "residual-capsnet", "model_options": {}, "routing_options": {}, "batch_size": 1}
+    recipe = replace(create_recipe("residual-capsnet-images", {}), **options)
+    small = replace(SPLITS, **{name: with_size(images, 8) for name, images in vars(SPLITS).items()})
+    with pytest.raises(BadInput, match=r"Expected more than 1 value per channel .*use a larger --batch-size"):
+        new_module(recipe, small)
+    new_module(replace(recipe, batch_size=2), small)
+
+
+def with_size(images, side):
+    return Images(images.pixels[:, :, :side, :side], images.labels, images.class_names)

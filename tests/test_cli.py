@@ -15,7 +15,7 @@ from PIL import Image
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET
 from torchcaps import MODELS, Classifier
 from torchcaps.recipes import RECIPES
-from torchcaps.training import MeanScores
+from torchcaps.scores import MeanScores
 
 
 @pytest.mark.parametrize("name", RECIPES)

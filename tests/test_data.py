@@ -21,6 +21,7 @@ from torchcaps.data import (
     DATASETS,
     Dataset,
     Images,
+    Splits,
     cut,
     cut_by,
     load_idx_pair,
@@ -55,7 +56,19 @@ def test_images_have_a_length_a_shape_and_subsets():
     assert len(images) == 3
     assert images.image_shape == (2, 4, 5)
     assert images.subset([2, 0]).labels.tolist() == [1, 0]
+    assert images.subset(images.labels == 1).labels.tolist() == [1, 1]
     assert len(images.subset([])) == 0
+    with pytest.raises(BadInput, match=r"the mask is .*; give one value for each of the 3 images"):
+        images.subset(torch.tensor([True, False]))
+
+
+def test_splits_with_different_classes_or_sizes_are_refused():
+    images = Images(torch.zeros(2, 1, 4, 5, dtype=torch.uint8), torch.tensor([0, 1]), ("a", "b"))
+    turned = Images(images.pixels.mT.contiguous(), images.labels, ("a", "b"))
+    with pytest.raises(BadInput, match=r"class_names of the test images is \('b', 'a'\), but of the training images"):
+        Splits(images, images, Images(images.pixels, images.labels, ("b", "a")))
+    with pytest.raises(BadInput, match=r"image_shape of the validation images is \(1, 5, 4\), but of the training"):
+        Splits(images, turned, images)
 
 
 def test_images_whose_pixels_labels_and_class_names_do_not_match_are_refused(monkeypatch):

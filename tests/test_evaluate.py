@@ -72,6 +72,16 @@ def test_images_of_some_classes_get_the_class_numbers_of_the_network(tmp_path):
     assert images.labels.tolist() == [2, 2, 1, 1]
 
 
+def test_new_images_of_a_single_class_are_evaluated(call, finished, tmp_path):
+    new = make_images(tmp_path / "new", per_class=3, seed=9)
+    shutil.rmtree(new / "right")
+    assert evaluated(call, finished[0], "--data", new)[0] == 3
+    (new / "right").mkdir()
+    assert evaluated(call, finished[0], "--data", new)[0] == 3
+    (tmp_path / "new.csv").write_text("\n".join(["file,label", *(f"{file},left" for file in new.rglob("*.png"))]))
+    assert evaluated(call, finished[0], "--data", tmp_path / "new.csv")[0] == 3
+
+
 def test_evaluating_on_training_images_causes_a_warning(call, images, finished, tmp_path):
     code, _, error = call("evaluate", finished[0])
     assert (code, error) == (0, "")

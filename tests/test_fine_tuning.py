@@ -104,3 +104,23 @@ def test_test_images_that_were_training_images_cause_a_warning(call, finished, i
         Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
     code, _, error = train(call, split, tmp_path / "clean", "--epochs", 1)
     assert (code, error) == (0, "")
+
+
+def test_training_images_are_recognised_at_another_size(call, finished, images, tmp_path):
+    """The checksums of the pixels differ then, but those of the files do not."""
+    words = ("--epochs", 1, "--from", finished[0], "--set", "data.image_size=[24,28]", "--seed", 3)
+    for cache in ("memory", "none"):
+        code, _, error = train(call, images, tmp_path / cache, *words, "--cache", cache)
+        assert code == 0, error
+        assert re.search(rf"of the \d+ validation images are among the training images of {finished[0]}", error)
+
+
+def test_a_finished_run_needs_its_initial_weights_no_more(call, finished, images, tmp_path):
+    start = shutil.copytree(finished[0], tmp_path / "start")
+    words = (images, tmp_path / "run", "--epochs", 1, "--from", start)
+    assert train(call, *words)[0] == 0
+    shutil.rmtree(start)
+    (tmp_path / "run" / "last.ckpt").unlink()
+    code, out, error = train(call, *words, "--resume")
+    assert (code, error) == (0, "")
+    assert "is finished" in out

@@ -1,6 +1,8 @@
 """Warnings and errors about folders of images."""
 
 import os
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -61,6 +63,44 @@ def test_images_of_twelve_bits_stored_as_sixteen_cause_a_warning(largest, bits, 
         load_image_folder(tmp_path)
     Image.fromarray(np.full((6, 8), 4096, dtype=np.uint16)).save(tmp_path / "cat" / "deep.png")
     load_image_folder(tmp_path)
+
+
+@pytest.mark.parametrize("colour_type", [2, 4, 6])
+def test_colours_of_twelve_bits_stored_as_sixteen_cause_a_warning(colour_type, tmp_path):
+    tree(tmp_path, count=3, mode="RGB")
+    channels = {2: 3, 4: 2, 6: 4}[colour_type]
+    values = np.full((6, 8, channels), 4000, dtype=">u2")
+    if colour_type != 2:
+        values[..., -1] = 65_535  # opaque
+    (tmp_path / "dog" / "deep.png").write_bytes(sixteen_bit_png(values, colour_type))
+    with warned(tmp_path, "is 4,095 of 65,535", "12-bit data", "nearly black", "multiply by 16"):
+        load_image_folder(tmp_path, channels=3)
+    assert read_image(tmp_path / "dog" / "deep.png").shape == (1 if colour_type == 4 else 3, 6, 8)
+
+
+def sixteen_bit_png(values, colour_type):
+    """Encode values ``[height, width, channels]``; Pillow writes 16 bits only for greyscale."""
+
+    def part(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, colour_type, 0, 0, 0)
+    rows = b"".join(b"\0" + row.tobytes() for row in values)
+    parts = part(b"IHDR", header), part(b"IDAT", zlib.compress(rows)), part(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_transparent_value_of_a_greyscale_image_becomes_black(dtype, tmp_path):
+    tree(tmp_path, count=3)
+    scale = 257 if dtype is np.uint16 else 1
+    values = np.full((6, 8), 200 * scale, dtype=dtype)
+    values[:3] = 120 * scale
+    Image.fromarray(values).save(tmp_path / "dog" / "half.png", transparency=120 * scale)
+    Image.fromarray(values * 0 + 120 * scale).save(tmp_path / "dog" / "whole.png", transparency=120 * scale)
+    assert read_image(tmp_path / "dog" / "half.png")[0, :, 0].tolist() == [0] * 3 + [200] * 3
+    with warned("1 image is black everywhere", tmp_path / "dog" / "whole.png"):
+        load_image_folder(tmp_path)
 
 
 @pytest.mark.parametrize("cache", ["memory", "none"])

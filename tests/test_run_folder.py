@@ -22,7 +22,7 @@ from torchcaps.checkpoints import SEAL, AtomicCheckpoints, read_checkpoint
 from torchcaps.data import Images, Splits, fingerprint, image_digests
 from torchcaps.data.files import write_json
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import read_run
+from torchcaps.run_folder import read_rows, read_run
 from torchcaps.seen_images import seen_in_training
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
@@ -383,3 +383,11 @@ def test_predicting_one_class_for_all_images_causes_a_warning(tmp_path):
     said = [str(one.message) for one in found if one.category is DataWarning]
     assert len(said) == 1
     assert re.match("the network predicts . for every test image", said[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_all_measured_values_are_in_metrics_csv(tmp_path):
+    values = iter([{"a, b": 1.0}, None, {"c": 2.0}])
+    fit(tiny(3), SPLITS, tmp_path / "run", on_epoch_end=lambda model: next(values), logger="none")
+    rows = read_rows(tmp_path / "run" / "metrics.csv")
+    assert [(row["a, b"], row["c"]) for row in rows] == [("1.0000", ""), ("", ""), ("", "2.0000")]

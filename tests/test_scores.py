@@ -12,8 +12,8 @@ import torch
 from torchcaps import BadInput, Classifier, create_model
 from torchcaps.data import Images
 from torchcaps.data.image_files import ImageFiles, Paths
-from torchcaps.scores import BINS, calibration_error_percent, probabilities, write_scores
-from torchcaps.training import MeanScores, evaluate
+from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, write_scores
+from torchcaps.training import evaluate
 
 
 def calibration_error_in_plain_loops(scores, labels):

@@ -4,6 +4,7 @@ Each file is written atomically.
 """
 
 import csv
+import io
 import json
 import re
 import time
@@ -389,7 +390,10 @@ class EpochLog(Callback):
         )
 
     def _write(self) -> None:
-        names = self.rows[-1] if self.rows else []
-        lines = [",".join(names), *(",".join(str(row.get(name, "")) for name in names) for row in self.rows)]
+        text = io.StringIO()
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        table = csv.DictWriter(text, [*names], lineterminator="\n")
+        table.writeheader()
+        table.writerows(self.rows)
         with atomically(self.path) as stream:
-            stream.write(("\n".join(lines) + "\n").encode())
+            stream.write(text.getvalue().encode())

@@ -1,18 +1,37 @@
-"""Scores of a whole split: their calibration error, and a table with one row per image."""
+"""Scores of an ensemble, and of a whole split: their calibration error, and a table with one row per image."""
 
 import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchcaps.capsules import Prediction
 from torchcaps.data import Images
 from torchcaps.data.files import atomically
 
 BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017."""
+
+
+class MeanScores(nn.Module):
+    """Ensemble of networks that returns the mean of their scores: Mazzia, Salvetti & Chiaberge 2021, section 4.2.
+
+    Arguments:
+        models: networks with the same classes and the same input.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+        self.logits = getattr(models[0], "logits", None)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
+        """Return the mean scores, without capsules or reconstruction. `labels` is ignored."""
+        return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
 def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss: str = "") -> Float[Tensor, "N K"]:

@@ -17,8 +17,8 @@ from torchcaps.run_folder import DIGESTS
 def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
     """Find which of the given images are in the training split of a run, and which are in its validation split.
 
-    For images on disk, checksums of the files are compared if possible, because checksums of the pixels require
-    decoding every image.
+    An image is found by the checksum of its file or of its pixels. For images on disk, only the checksums of the files
+    are compared if possible, because checksums of the pixels require decoding every image.
 
     Returns:
         For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
@@ -33,12 +33,12 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
     path = folder / DIGESTS
     try:
         known = safetensors.numpy.load(path.read_bytes())
-        decoded = not isinstance(images, ImagesOnDisk) or "train files" not in known
-        if "train" in known and decoded:
-            digests, kind = image_digests(images), ""
-        elif images.files is not None:
-            digests, kind = images.files.digests, " files"
-        else:
+        digests = {}
+        if images.files is not None and "train files" in known:
+            digests[" files"] = images.files.digests
+        if "train" in known and not (digests and isinstance(images, ImagesOnDisk)):
+            digests[""] = image_digests(images)
+        if not digests:
             warnings.warn(
                 f"the given images cannot be compared with the training images of {folder}: the run stores checksums of"
                 " image files, but the given images were not read from files; give images that are read from files",
@@ -46,7 +46,10 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
                 stacklevel=2,
             )
             return {}
-        return {name: np.isin(digests, known[name + kind]) for name in ("train", "validation")}
+        return {
+            name: np.any([np.isin(found, known[name + kind]) for kind, found in digests.items()], axis=0)
+            for name in ("train", "validation")
+        }
     except (OSError, LookupError, SafetensorError) as error:
         raise unreadable(path, error, "restore it from a copy") from error
 

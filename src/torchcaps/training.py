@@ -1,8 +1,10 @@
 """Training and evaluation with Lightning, independent of any particular dataset or model."""
 
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
-from torchcaps.capsules import Prediction
 from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
@@ -111,11 +112,11 @@ def fit(
     check_devices(devices, recipe)
     check_logger(logger)
     check_shares(splits, devices)
-    module = new_module(recipe, splits, module_class)
+    module = new_module(recipe, splits, module_class, devices)
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
-    if recipe.pretrained and not (resume and last.exists()):
+    if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe))):
         loaded = load_matching(module.model, recipe, splits.train.class_names)
         if first_process():
             print(loaded, flush=True)
@@ -141,8 +142,10 @@ def fit(
         return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)
 
 
-def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule) -> TrainingModule:
-    """Build the module that `fit` trains. The recipe's seed determines the initial weights.
+def new_module(
+    recipe: Recipe, splits: Splits, module_class: type[TrainingModule] = TrainingModule, devices: int = 1
+) -> TrainingModule:
+    """Build the module that `fit` trains on this number of devices. The recipe's seed determines the initial weights.
 
     The recipe's precision ``auto`` is replaced with ``bf16`` or ``float32``.
 
@@ -152,10 +155,13 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     """
     recipe = replace(recipe, precision=resolve_precision(recipe.precision))
     torch.manual_seed(recipe.seed)
-    steps = recipe.epochs * len(batch_starts(len(splits.train), recipe.batch_size))
+    together = math.prod(processes(devices))
+    images, batch_size = len(splits.train) // together, recipe.batch_size // together
+    steps = recipe.epochs * len(batch_starts(images, batch_size))
     weights = class_weights_of(recipe, splits.train)
     classes = len(splits.train.class_names)
-    module = module_class(_new_model(recipe, splits.train), recipe, classes, steps, weights)
+    model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
+    module = module_class(model, recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         return module  # it computes its loss in its own way
     check_loss(recipe.loss, recipe.model, cast(Pretrained, module.model).logits)
@@ -168,7 +174,7 @@ def new_module(recipe: Recipe, splits: Splits, module_class: type[TrainingModule
     return module
 
 
-def _new_model(recipe: Recipe, images: Images) -> nn.Module:
+def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module:
     """Build the recipe's model and run it on one blank image, so that invalid options fail before training starts."""
     shape = recipe.preparation().image_shape(images.image_shape)
     options: dict[str, Any] = {"image_shape": shape, "num_classes": len(images.class_names), **recipe.model_options}
@@ -179,8 +185,11 @@ def _new_model(recipe: Recipe, images: Images) -> nn.Module:
     try:
         with torch.inference_mode():
             model(blank)
+            if one_per_batch:  # BatchNorm can fail
+                deepcopy(model).train()(blank)
     except (ValueError, RuntimeError, MemoryError) as error:
-        raise BadInput(f"model {recipe.model} cannot run with these options: {error}") from error
+        cure = "; if batches of one image are the cause, use a larger --batch-size" if one_per_batch else ""
+        raise BadInput(f"model {recipe.model} cannot run with these options: {error}{cure}") from error
     check_loadable(cast(Pretrained, model))  # not only at the end of the training
     return model.train()
 
@@ -300,23 +309,6 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
     )
-
-
-class MeanScores(nn.Module):
-    """Ensemble of networks that returns the mean of their scores: Mazzia, Salvetti & Chiaberge 2021, section 4.2.
-
-    Arguments:
-        models: networks with the same classes and the same input.
-    """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(models)
-        self.logits = getattr(models[0], "logits", None)
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Prediction:
-        """Return the mean scores, without capsules or reconstruction. `labels` is ignored."""
-        return Prediction(torch.stack([model(images).scores.float() for model in self.models]).mean(dim=0))
 
 
 def _calibration_error_percent(module: TrainingModule) -> float | None:

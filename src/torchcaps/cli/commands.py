@@ -147,7 +147,7 @@ def train(
         on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
         if dry_run:
             trained = len(read_rows(folder / "metrics.csv")) if resume else 0
-            module = new_module(chosen, splits)
+            module = new_module(chosen, splits, devices=devices)
             if chosen.pretrained and not trained:
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
@@ -201,9 +201,8 @@ def evaluate(
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.run_folder import finished, read_run
-    from torchcaps.scores import write_scores
+    from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
-    from torchcaps.training import MeanScores
     from torchcaps.training import evaluate as evaluation_of
 
     keep_freed_memory()

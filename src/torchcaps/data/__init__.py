@@ -278,11 +278,11 @@ def load_test_images(
     check_source(folder_or_table, cache)
     folder = expanded(folder_or_table)
     if is_table(folder_or_table):
-        images = list_table(folder_or_table, image_column, label_column)
+        images = list_table(folder_or_table, image_column, label_column, least=1)
         chosen = images.rows.get("test")
     elif folder.is_dir():
         has_test = (folder / "test").is_dir() and bool(folders_in(folder / "test"))
-        images = list_folder(folder / "test" if has_test else folder)
+        images = list_folder(folder / "test" if has_test else folder, least=1)
         chosen = torch.arange(len(images.labels), device="cpu") if has_test else None
     else:
         raise BadInput(f"{folder_or_table}: no folder or table exists at this path; give an existing path")

@@ -44,11 +44,11 @@ class Facts(NamedTuple):
     Arguments:
         height, width: size in pixels of the upright image, before resizing.
         grey: True if the file is greyscale.
-        deep: True if the file is greyscale with more than 8 bits per pixel.
+        deep: True if the file has more than 8 bits per pixel and channel.
         several: True if the file contains more than one frame or page.
         transparent: True if the file can have transparent pixels.
-        largest: largest pixel value of a 16-bit greyscale image, before scaling. None for other images, or if the
-            pixels were not decoded.
+        largest: largest value of a 16-bit image, before scaling; for colours, the largest value with the same upper 8
+            bits. None for other images, or if the pixels were not decoded.
         black: True if all pixels are black after transparent pixels became black; False if the pixels were not decoded.
     """
 
@@ -122,15 +122,15 @@ def decode(
     with _opened(content, name) as file:
         from PIL import Image, ImageOps
 
+        raw = _raw_mode(file)
         file.load()
         picture = ImageOps.exif_transpose(file)
-        facts = _facts(file, picture.width, picture.height)
+        facts = _facts(file, raw, picture.width, picture.height)
         if facts.deep:
-            facts = facts._replace(largest=int(np.asarray(picture).max()))
-        original, picture = picture, _eight_bits(picture, channels)
+            facts = facts._replace(largest=_largest(picture))
+        original, picture = picture, _eight_bits(picture, channels == 1 or (channels is None and facts.grey))
         if facts.transparent and picture.getbbox() is None:
-            opacity = np.asarray(original.convert("RGBA").getchannel("A"))
-            facts = facts._replace(black=bool(opacity.min() < 255))
+            facts = facts._replace(black=bool(_transparent(original).any()))
     if size is not None:
         picture = picture.resize(size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(picture))
@@ -152,7 +152,7 @@ def header(content: bytes, name: Path | str) -> Facts:
                 width, height = metadata[Base.ImageWidth], metadata[Base.ImageLength]
             if metadata.get(Base.Orientation, 1) in (5, 6, 7, 8):
                 width, height = height, width
-        return _facts(file, width, height)
+        return _facts(file, _raw_mode(file), width, height)
 
 
 @contextmanager
@@ -177,11 +177,32 @@ def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
         raise BadInput(f"{name}: cannot be read as an image ({error}); replace or remove it") from error
 
 
-def _facts(file: "ImageFile", width: int, height: int) -> Facts:
+def _raw_mode(file: "ImageFile") -> str:
+    """Return Pillow's name of the pixel format in the file, such as ``RGB;16B``, before the pixels are decoded."""
+    arguments = file.tile[0].args if file.tile else ""
+    return str(arguments[0] if isinstance(arguments, tuple) and arguments else arguments)
+
+
+def _facts(file: "ImageFile", raw: str, width: int, height: int) -> Facts:
     # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
     several = file.format != "MPO" and getattr(file, "is_animated", False)
-    deep = file.mode.startswith("I")
-    return Facts(height, width, deep or file.mode in GREY, deep, several, file.has_transparency_data)
+    single = file.mode.startswith("I")
+    grey = single or file.mode in GREY or raw.startswith("LA")
+    return Facts(height, width, grey, single or ";16" in raw, several, file.has_transparency_data)
+
+
+def _largest(picture: "Picture") -> int:
+    """Return the largest value of a 16-bit image; Pillow keeps only the upper 8 bits of colours."""
+    if picture.mode.startswith("I"):
+        return int(np.asarray(picture).max())
+    return int(np.asarray(picture.convert("RGB")).max()) * 256 + 255
+
+
+def _transparent(picture: "Picture") -> np.ndarray:
+    """Return which pixels of an image are transparent."""
+    if picture.mode.startswith("I"):
+        return np.asarray(picture) == picture.info["transparency"]
+    return np.asarray(picture.convert("RGBA").getchannel("A")) < 255
 
 
 def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -204,7 +225,7 @@ def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] 
     return sides[0], sides[1]
 
 
-def _eight_bits(picture: "Picture", channels: int | None) -> "Picture":
+def _eight_bits(picture: "Picture", grey: bool) -> "Picture":
     from PIL import Image
 
     if picture.mode == "F":
@@ -215,8 +236,9 @@ def _eight_bits(picture: "Picture", channels: int | None) -> "Picture":
             raise ValueError(
                 f"its pixel values range from {values.min()} to {values.max()}, beyond the 16-bit range 0 to 65535"
             )
+        if picture.has_transparency_data:
+            values = np.where(_transparent(picture), 0, values)
         picture = Image.fromarray((values.astype(np.float64) / 257).round().astype(np.uint8))
-    grey = channels == 1 or (channels is None and picture.mode in GREY)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "black"), picture)

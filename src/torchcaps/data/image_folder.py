@@ -67,12 +67,13 @@ def load_image_folder(
     return train_and_test(images, test_fraction, seed, **options)
 
 
-def list_folder(root: Path, validation: bool = True) -> ImageList:
+def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageList:
     """List the images of a folder with the layout that `load_image_folder` describes.
 
     Arguments:
         root: the folder.
         validation: list the images in `root/val/` (or `valid/`, `validation/`) too.
+        least: least number of classes.
     """
     if not root.is_dir():
         raise BadInput(f"{root}: no such folder; give a folder with one subfolder of images per class")
@@ -80,7 +81,7 @@ def list_folder(root: Path, validation: bool = True) -> ImageList:
     if not validation:
         folders.pop("validation", None)
     skipped: list[Path] = []
-    trees = {split: _tree(folder, skipped) for split, folder in folders.items()}
+    trees = {split: _tree(folder, skipped, least) for split, folder in folders.items()}
     _same_classes(folders, trees)
     class_names = tuple(next(iter(trees.values())))
     files = [file for tree in trees.values() for members in tree.values() for file in members]
@@ -113,29 +114,32 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
     return folders | ({"validation": held_out[0]} if held_out else {}), ignored
 
 
-def _tree(root: Path, skipped: list[Path]) -> Tree:
+def _tree(root: Path, skipped: list[Path], least: int) -> Tree:
     tree: Tree = {}
     skipped += sorted(path for path in root.iterdir() if is_image(path))
     for folder in folders_in(root):
         try:
             folder.name.encode()
+            paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         except UnicodeEncodeError as error:
             raise BadInput(f"{shown(folder)}: the name of this class is not UTF-8; rename the folder") from error
-        paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        except OSError as error:
+            raise _not_readable(error) from error
         tree[folder.name] = [path for path in paths if is_image(path)]
         for path in set(paths).difference(tree[folder.name]):
             if _has_images(path) if path.is_dir() else path.name.lower() not in CLUTTER:
                 skipped.append(path)
-    if len(tree) < 2:
+    if len(tree) < least:
         found = f"only one class folder, {next(iter(tree))}" if tree else "no class folders"
-        raise BadInput(f"{root}: {found}; give a folder with one subfolder of images for each of at least 2 classes")
-    for name, members in tree.items():
-        if not members:
-            if _has_images(root / name):
-                raise BadInput(
-                    f"{root / name}: contains images only in subfolders; move them into {root / name}; if {name} is a "
-                    "split, name the splits train, val and test"
-                )
+        classes = "class" if least == 1 else f"of at least {least} classes"
+        raise BadInput(f"{root}: {found}; give a folder with one subfolder of images for each {classes}")
+    for name in (name for name, members in tree.items() if not members):
+        if _has_images(root / name):
+            raise BadInput(
+                f"{root / name}: contains images only in subfolders; move them into {root / name}; if {name} is a"
+                " split, name the splits train, val and test"
+            )
+        if least > 1 or not any(tree.values()):
             raise BadInput(f"{root / name}: contains no {', '.join(FORMATS)} file; add images or remove the folder")
     return tree
 
@@ -167,14 +171,18 @@ def images_below(root: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> None:
-        raise BadInput(
-            f"{shown(error.filename)} cannot be read ({error.strerror}): change its permissions, or give only folders"
-            " that can be read"
-        ) from error
+        raise _not_readable(error) from error
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (file for name in names if is_image(file := Path(folder, name)))
+
+
+def _not_readable(error: OSError) -> BadInput:
+    return BadInput(
+        f"{shown(error.filename)} cannot be read ({error.strerror}): change its permissions, or give only folders that"
+        " can be read"
+    )
 
 
 def _has_images(root: Path) -> bool:

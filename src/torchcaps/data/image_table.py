@@ -101,12 +101,18 @@ def load_image_table(
     return train_and_test(images, test_fraction, seed, **options)
 
 
-def list_table(name: str, image_column: str | None = None, label_column: str | None = None) -> ImageList:
-    """List the images of a table. For the format of the table, see `load_image_table`."""
+def list_table(
+    name: str, image_column: str | None = None, label_column: str | None = None, least: int = 2
+) -> ImageList:
+    """List the images of a table with at least `least` classes. For the format of the table, see `load_image_table`."""
     path = expanded(name)
     if not name.startswith(HUB) and path.suffix.lower() in DELIMITERS:
-        return _list_text(path, image_column, label_column)
-    return _list_dataset(name, path, image_column, label_column)
+        images = _list_text(path, image_column, label_column)
+    else:
+        images = _list_dataset(name, path, image_column, label_column)
+    if len(images.class_names) < least:
+        raise BadInput(f"{name}: has only the class {images.class_names[0]}; give images of at least {least} classes")
+    return images
 
 
 def _list_text(path: Path, image_column: str | None, label_column: str | None) -> ImageList:
@@ -322,8 +328,6 @@ def _image_list(
             raise BadInput(f"{name}: some labels are text and others are numbers; write all labels the same way")
         known = sorted(set(labels))
         class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()
-    if len(class_names) < 2:
-        raise BadInput(f"{name}: has only the class {class_names[0]}; give images of at least 2 classes")
     rows = {split: torch.tensor(indices, device="cpu") for split, indices in splits.items()}
     remarks = [*remarks_on_names(name, class_names, "write both the same way")]
     return ImageList(name, source, torch.tensor(labels, device="cpu"), tuple(class_names), rows, remarks)

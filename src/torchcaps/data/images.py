@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped, UInt8
+from jaxtyping import Bool, Int64, Shaped, UInt8
 from torch import Tensor
 
 from torchcaps.data.image_files import ImageFiles
@@ -66,12 +67,20 @@ class Images:
         """Return the pixels of the images at `indices`."""
         return self.pixels[indices]
 
-    def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> "Images":
-        """Return the images at `indices`, in that order, with the same class names."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+    def subset(self, indices: Int64[Tensor, " M"] | Bool[Tensor, " N"] | Sequence[int]) -> "Images":
+        """Return the images at `indices`, in that order, with the same class names. `indices` can also be a mask."""
+        chosen = self._chosen(indices)
         attributes = {name: values[chosen] for name, values in self.attributes.items()}
         files = None if self.files is None else self.files.subset(chosen)
         return Images(self.pixels[chosen], self.labels[chosen], self.class_names, attributes, files)
+
+    def _chosen(self, indices: Any) -> Int64[Tensor, " M"]:
+        chosen = torch.as_tensor(indices, device="cpu")
+        if chosen.dtype != torch.bool:
+            return chosen.to(torch.int64)
+        if chosen.shape != (len(self),):
+            raise BadInput(f"the mask is {_kind(chosen)}; give one value for each of the {len(self)} images")
+        return chosen.nonzero().flatten()
 
     def where(self, **allowed: Sequence[int]) -> "Images":
         """Return the images whose attributes have the given values.
@@ -91,7 +100,7 @@ class Images:
             if name not in self.attributes:
                 raise BadInput(f"unknown attribute {name!r}{nearest(name, self.attributes)}")
             chosen &= torch.isin(self.attributes[name], torch.tensor([*values], device="cpu"))
-        return self.subset(chosen.nonzero().flatten())
+        return self.subset(chosen)
 
 
 class ImagesOnDisk(Images):
@@ -137,9 +146,9 @@ class ImagesOnDisk(Images):
         """Decode the images at `indices`."""
         return self.files.subset(indices).decoded(self.decoded_shape, self.resize)
 
-    def subset(self, indices: Int64[Tensor, " M"] | Sequence[int]) -> Images:
+    def subset(self, indices: Int64[Tensor, " M"] | Bool[Tensor, " N"] | Sequence[int]) -> Images:
         """Return the images at `indices`, in that order, with the same class names; nothing is decoded."""
-        chosen = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
+        chosen = self._chosen(indices)
         files, labels = self.files.subset(chosen), self.labels[chosen]
         return ImagesOnDisk(files, labels, self.class_names, self.decoded_shape, self.resize)
 
@@ -152,6 +161,8 @@ class Splits:
         train: images to train on.
         validation: images for choosing settings, such as the learning rate, and the epoch whose weights are saved.
         test: images on which the reported accuracy is measured.
+    Raises:
+        BadInput: the splits differ in their class names or in the shape of their images.
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))
         >>> len(Splits(images.subset([0]), images.subset([1]), images.subset([2])).test)
@@ -161,6 +172,16 @@ class Splits:
     train: Images
     validation: Images
     test: Images
+
+    def __post_init__(self) -> None:
+        for name, images in (("validation", self.validation), ("test", self.test)):
+            for what in ("class_names", "image_shape"):
+                found, trained = getattr(images, what), getattr(self.train, what)
+                if tuple(found) != tuple(trained):
+                    raise BadInput(
+                        f"{what} of the {name} images is {found}, but of the training images {trained}; give all "
+                        "splits the same classes, in the same order, and the same size"
+                    )
 
 
 def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
