@@ -21,6 +21,7 @@ from torchcaps import (
     DynamicRouting,
     EMRouting,
     MatrixCapsNet,
+    PooledCapsNet,
     Preparation,
     Routing,
 )
@@ -297,3 +298,23 @@ def test_files_without_the_options_of_later_versions_load_with_their_defaults(ru
     (run / "recipe.json").write_text(json.dumps(recipe))
     assert Classifier.from_pretrained(run).preparation == before.preparation
     assert read_run(run).recipe.name == recipe["recipe"]["name"]
+
+
+def test_a_classifier_that_could_not_be_loaded_is_not_saved(tmp_path):
+    for shape, preparation in (((1, 20, 24), Preparation()), ((1, 20, 20), Preparation(crop=16))):
+        classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), shape, preparation)
+        with pytest.raises(
+            BadInput, match=r"the network was created for \(1, 20, 20\): create it with image_shape=\(1"
+        ):
+            classifier.save_pretrained(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.usefixtures("untyped")
+def test_pixels_of_another_size_are_refused_except_by_pooled_networks():
+    pixels = torch.zeros(1, 30, 40, dtype=torch.uint8)
+    classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), (1, 24, 24), Preparation(crop=20))
+    with pytest.raises(BadInput, match=r"image has shape \[1, 30, 40\]: give \[1, 24, 24\]"):
+        classifier.prepared(pixels)
+    pooled = Classifier(PooledCapsNet((1, 28, 28), 3), ("a", "b", "c"), (1, 28, 28), Preparation())
+    assert pooled.prepared(pixels).shape == (1, 1, 30, 40)

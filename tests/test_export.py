@@ -255,3 +255,27 @@ main()
     assert says in done.stdout + done.stderr
     assert len((done.stdout + done.stderr).splitlines()) == (1 if absent == "onnxscript" else 2)
     assert (tmp_path / "model.onnx").exists() == (absent == "onnxruntime")
+
+
+def test_the_name_of_a_compiled_network_is_that_of_the_network(tmp_path):
+    classifier = classifier_of("pooled-cnn")
+    compiled = Classifier(torch.compile(classifier.model, backend="eager"), *classifier_parts(classifier))
+    export_classifier(compiled, tmp_path / "model.pt2", "pt2")
+    extra = {"torchcaps.json": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    assert json.loads(extra["torchcaps.json"])["model"] == "pooled-cnn"
+
+
+def classifier_parts(classifier):
+    return classifier.class_names, classifier.image_shape, classifier.preparation
+
+
+def test_a_network_that_onnxruntime_cannot_run_is_refused(tmp_path):
+    pytest.importorskip("onnxruntime")
+    classifier = classifier_of("pooled-cnn")
+    classifier.model.double()
+    with pytest.raises(
+        BadInput, match=r"onnxruntime cannot run this network \(.*model.float\(\), or use the format pt2"
+    ):
+        export_classifier(classifier, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

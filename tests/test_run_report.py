@@ -101,3 +101,14 @@ def test_pictures_accept_any_range_and_number_of_channels():
     assert as_picture(torch.rand(2, 4, 5)).shape == (4, 5)
     standardised = as_picture(torch.tensor([[[-2.0, 0.0, 2.0]]]))
     assert standardised.tolist() == [[0.0, 0.5, 1.0]]
+
+
+@pytest.mark.parametrize(("name", "value"), [("classes", [1]), ("classes", {"a": 3}), ("wall_seconds", "x")])
+def test_damaged_metrics_are_refused_and_nothing_is_written(name, value, finished, refused, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    metrics = json.loads((run / "metrics.json").read_text())
+    (run / "metrics.json").write_text(json.dumps({**metrics, name: value}))
+    assert "metrics.json is damaged" in refused("publish", run, tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()
+    if name == "classes":
+        assert "metrics.json is damaged" in refused("report", run, "--out", tmp_path / "run.html")

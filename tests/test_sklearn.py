@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("sklearn", reason="needs the extra [sklearn]")
 
 from sklearn.base import clone
 from sklearn.datasets import load_digits
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.pipeline import make_pipeline
@@ -197,7 +199,7 @@ def test_gpu_memory_that_runs_out_is_refused(monkeypatch):
     network = short(epochs=1).fit(X, y)
     monkeypatch.setattr("torchcaps.models.EfficientCapsNet.forward", out_of_memory)
     with pytest.raises(BadInput, match="the memory of the GPU ran out: use a smaller batch_size"):
-        network.fit(X, y)
+        short(epochs=1).fit(X, y)
     with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory"):
         network.decision_function(X)
 
@@ -289,3 +291,24 @@ def test_the_default_dtype_of_pytorch_does_not_change_the_network():
     finally:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in fitted.model_.parameters()} == {torch.float32}
+
+
+def test_an_estimator_whose_fit_fails_is_not_fitted():
+    X, y = halves(20)
+    estimator = CapsuleClassifier(epochs=1, random_state=0).fit(X, y)
+    with pytest.raises(Diverged):
+        estimator.set_params(learning_rate=1e30, epochs=5).fit(X, np.where(y == "left", "cat", "dog"))
+    with pytest.raises(NotFittedError):
+        estimator.predict(X)
+
+
+def test_the_same_seed_gives_the_same_network_in_several_threads():
+    X, y = halves(20)
+
+    def scores(_):
+        return CapsuleClassifier(epochs=1, random_state=0).fit(X, y).decision_function(X)
+
+    right = scores(0)
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(scores, range(3)):
+            np.testing.assert_allclose(found, right, rtol=1e-5)

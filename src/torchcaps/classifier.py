@@ -15,7 +15,7 @@ from torchcaps.checks import described
 from torchcaps.data import Preparation, read_image
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput
-from torchcaps.models import MODELS
+from torchcaps.models import MODELS, PooledCapsNet, PooledCNN
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 
@@ -94,13 +94,20 @@ class Classifier:
             folder: folder to write to; created if absent.
 
         Raises:
-            BadInput: the model is not a network of torchcaps, one of its routing rules is not in `ROUTINGS`, an option
-                cannot be written as JSON, or a file cannot be written.
+            BadInput: the model is not a network of torchcaps, one of its routing rules is not in `ROUTINGS`, the
+                network was created for images of another shape, an option cannot be written as JSON, or a file cannot
+                be written.
         """
         model = getattr(self.model, "_orig_mod", self.model)  # torch.compile wraps the network
         if not isinstance(model, Pretrained):
             raise BadInput(
                 f"{type(model).__name__} cannot be saved: use a network of torchcaps, or save its state_dict()"
+            )
+        prepared, expected = self.preparation.image_shape(self.image_shape), tuple(model.options["image_shape"])
+        if prepared != expected:
+            raise BadInput(
+                f"images of shape {self.image_shape} have the shape {prepared} after preparation, but the network was "
+                f"created for {expected}: create it with image_shape={prepared}"
             )
         images = {
             "shape": list(self.image_shape),
@@ -191,8 +198,9 @@ class Classifier:
         """Prepare one image as input of the model.
 
         Arguments:
-            image: the path of an image file; uint8 pixels ``[C, H, W]``, as a tensor or an array; or floating-point
-                numbers ``[C, H, W]``, which are used without further preparation.
+            image: the path of an image file; uint8 pixels ``[C, H, W]`` of the classifier's ``image_shape``, as a
+                tensor or an array (for a `PooledCapsNet` or `PooledCNN` without crop, of any height and width); or
+                floating-point numbers ``[C, H, W]``, which are used without further preparation.
 
         Raises:
             BadInput: the file cannot be read as an image, or the pixels have the wrong dtype or shape.
@@ -201,8 +209,13 @@ class Classifier:
         if isinstance(image, np.ndarray):
             image = torch.from_numpy(np.ascontiguousarray(image))
         if isinstance(image, Tensor):
-            if image.ndim != 3 or image.shape[0] != self.image_shape[0]:
-                expected = f"[{self.image_shape[0]}, height, width]"
+            network = getattr(self.model, "_orig_mod", self.model)
+            pooled = isinstance(network, PooledCapsNet | PooledCNN) and not self.preparation.crop
+            fixed = image.dtype == torch.uint8 and not pooled
+            channels, *size = self.image_shape
+            if image.ndim != 3 or image.shape[0] != channels or (fixed and [*image.shape[1:]] != size):
+                height, width = size if fixed else ("height", "width")
+                expected = f"[{channels}, {height}, {width}]"
                 raise BadInput(f"image has shape {list(image.shape)}: give {expected}, without a batch dimension")
             if image.is_floating_point():
                 return image[None].detach().to(weights)

@@ -97,7 +97,9 @@ def export_classifier(
         format: ``onnx`` computes the routing with the reference implementation, in standard ONNX operators. ``pt2`` is
             a program of `torch.export`. It calls the fused operators of torchcaps, so import torchcaps before you load
             it. ``aoti`` is a package of `AOTInductor`, compiled for this processor from the reference implementation.
-            C++ programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler.
+            C++ programs need only libtorch to load the package. Compiling takes a minute and needs a C++ compiler. The
+            package does not check its input: if the pixels are not contiguous in memory, not uint8, or of another size,
+            the scores are wrong, without an error.
         images: images with the classifier's ``image_shape``, such as a validation split. If given, scores and speed are
             compared on these images too, after the comparison on random images.
 
@@ -124,9 +126,10 @@ def export_classifier(
             f"the images have the shape {images.image_shape}, but the classifier needs {classifier.image_shape}: give "
             "images of this shape"
         )
-    model = copy.deepcopy(classifier.model).cpu().eval()
+    network = getattr(classifier.model, "_orig_mod", classifier.model)  # torch.compile wraps the network
+    model = copy.deepcopy(network).cpu().eval()
     if hasattr(model, "decoder"):
-        model.decoder = None  # type: ignore[assignment]
+        model.decoder = None
     facts = {
         "class_names": json.dumps(list(classifier.class_names)),
         "image_shape": json.dumps(list(classifier.image_shape)),
@@ -272,7 +275,13 @@ def _onnx_runner(content: bytes) -> tuple[str, Run]:
     if find_spec("onnxruntime"):
         from onnxruntime import InferenceSession
 
-        session = InferenceSession(content, providers=["CPUExecutionProvider"])
+        try:
+            session = InferenceSession(content, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has many classes of errors
+            raise BadInput(
+                f"onnxruntime cannot run this network ({first_line(error)}): convert it to float32 with model.float(), "
+                "or use the format pt2"
+            ) from error
         return "onnxruntime", lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     import onnx
     from onnx.reference import ReferenceEvaluator

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
 from torchcaps.run_folder import finished, read_run
 
@@ -98,36 +98,39 @@ def publish(run: Path, folder: Path) -> Path:
     has_decoder = getattr(model, "decoder", None) is not None
     if has_decoder:
         model.decoder, model.options["decoder"] = None, False
-    classifier.save_pretrained(folder)
     environment, recipe = saved.environment, saved.recipe
     # An absolute path would show a folder of this computer to everybody.
     recipe = replace(recipe, data=_shown(recipe.data), pretrained=_shown(recipe.pretrained))
     where = _shown(str(folder))
     where = f"./{where}" if where.startswith("-") else where
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
-    text = CARD.format(
-        name=_escaped(folder.resolve().name),
-        quoted=shlex.quote(where),
-        literal=json.dumps(where, ensure_ascii=False),
-        model=recipe.model,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        count=len(classifier.class_names),
-        classes=", ".join(map(_escaped, classifier.class_names)),
-        data=_escaped(recipe.data),
-        only="" if recipe.pretrained else " only",
-        started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
-        minutes=metrics["wall_seconds"] / 60,
-        reads=reads,
-        commit=environment["commit"],
-        versions=", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
-        processor=environment["processor"],
-        threads=environment["threads"],
-        gpu=f", {environment['gpu']}" if environment["gpu"] else "",
-        decoder=" The decoder is not included." if has_decoder else "",
-        shape="×".join(map(str, classifier.image_shape)),
-        recipe=json.dumps(recipe.plain(), indent=2),
-        **{name: metrics[name] for name in PUBLISHED},
-    )
+    try:
+        text = CARD.format(
+            name=_escaped(folder.resolve().name),
+            quoted=shlex.quote(where),
+            literal=json.dumps(where, ensure_ascii=False),
+            model=recipe.model,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            count=len(classifier.class_names),
+            classes=", ".join(map(_escaped, classifier.class_names)),
+            data=_escaped(recipe.data),
+            only="" if recipe.pretrained else " only",
+            started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
+            minutes=metrics["wall_seconds"] / 60,
+            reads=reads,
+            commit=environment["commit"],
+            versions=", ".join(f"{name} {version}" for name, version in environment["versions"].items()),
+            processor=environment["processor"],
+            threads=environment["threads"],
+            gpu=f", {environment['gpu']}" if environment["gpu"] else "",
+            decoder=" The decoder is not included." if has_decoder else "",
+            shape="×".join(map(str, classifier.image_shape)),
+            recipe=json.dumps(recipe.plain(), indent=2),
+            **{name: metrics[name] for name in PUBLISHED},
+        )
+    except (ValueError, TypeError) as error:
+        raise unreadable(run / "metrics.json", error, "restore it from a copy, or train again elsewhere") from error
+    classifier.save_pretrained(folder)
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())
     return folder / "README.md"

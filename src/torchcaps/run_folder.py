@@ -284,6 +284,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         metrics = json.loads(path.read_text(encoding="utf-8"))
         float(metrics["test_accuracy_percent"]), int(metrics["test_images"])
         int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
+        tuple(map(dict, dict(metrics.get("classes") or {}).values()))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise unreadable(path, error, "delete it and train with --resume") from error
     return metrics

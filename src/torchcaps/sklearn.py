@@ -1,6 +1,7 @@
 """`CapsuleClassifier`: a capsule network as a scikit-learn classifier of image arrays."""
 
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -30,6 +31,7 @@ except ModuleNotFoundError as error:
 SMALL = {"channels": (16, 32, 32, 64)}
 """Options of the default network. It suits small images and has less than a third of the parameters of
 Efficient-CapsNet (48,656 instead of 161,824 for ten classes of 28×28 images)."""
+_RANDOM_NUMBERS = threading.Lock()
 SMALLEST = 11
 """Height and width to which smaller images are padded: the smallest size that the default network accepts."""
 
@@ -38,9 +40,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
     """Capsule network with the interface of scikit-learn, for arrays of images.
 
     The default network is a small Efficient-CapsNet (Mazzia, Salvetti & Chiaberge 2021). Training uses Adam with a
-    cosine schedule of the learning rate, and no augmentation. Pixels may have any scale: the mean of all training
-    pixels is subtracted, and the result is divided by their standard deviation. Images smaller than 11×11 are padded
-    with this mean.
+    cosine schedule of the learning rate, and no augmentation. Pixels are converted to float32. They may have any scale:
+    the mean of all training pixels is subtracted, and the result is divided by their standard deviation. Images smaller
+    than 11×11 are padded with this mean.
 
     The activations of class capsules are not calibrated probabilities, so there is no ``predict_proba``. For
     probabilities, use ``sklearn.calibration.CalibratedClassifierCV``.
@@ -127,6 +129,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
                 ``image_shape``; numbers of any scale.
             y: classes ``[N]``: numbers, strings or booleans.
         """
+        self.__dict__.pop("model_", None)  # after an error, the estimator is not fitted
         recipe = self._recipe()
         if y is None:
             raise BadInput("fit requires y to be passed, but the target y is None: give the class of each image")
@@ -167,7 +170,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             ``[N, K]``, in the order of ``classes_``. With two classes, the result is ``[N]``: the score of the second
             class minus the score of the first.
         """
-        check_is_fitted(self)
+        check_is_fitted(self, "model_")
         X = self._images(self._validated(X))
         if X.shape[1:] != self.image_shape_:
             raise BadInput(f"X has images of shape {X.shape[1:]}: give images of shape {self.image_shape_}, as in fit")
@@ -276,10 +279,11 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Seed the random numbers of the CPU and of one device. At the end, set back those of the CPU and of an NVIDIA GPU.
 
-    Other GPUs keep their random numbers.
+    Other GPUs keep their random numbers. All threads share the random numbers, so only one thread at a time can run the
+    block.
     """
     gpus = [device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(gpus):
+    with _RANDOM_NUMBERS, torch.random.fork_rng(gpus):
         torch.default_generator.manual_seed(seed)
         for gpu in gpus:
             torch.cuda.default_generators[gpu].manual_seed(seed)

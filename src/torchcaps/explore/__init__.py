@@ -110,7 +110,7 @@ class Explorer:
     def read(self, name: str, path: str | Path) -> UInt8[Tensor, "C H W"]:
         """Read an image file, and convert it to the size and channels of the images that the network was trained on.
 
-        If the network reads strips of digits, the image keeps its aspect ratio.
+        If the network reads strips of digits, an image that is wider than a single digit keeps its aspect ratio.
 
         Raises:
             BadInput: the file cannot be read as an image, or the image is too wide for a strip.
