@@ -19,9 +19,10 @@ from safetensors.numpy import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
-from torchcaps.batches import Batches, ImageBatches
+from torchcaps.batches import Batches, ImageBatches, default_workers
 from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
 from torchcaps.data.image_file import decode, header
+from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.seen_images import seen_in_training
 
@@ -219,9 +220,23 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
 
 
 def test_worker_processes_need_enough_shared_memory():
-    pixels = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(2, 1, 300_000, 300_000)
-    images = Images(pixels, torch.tensor([0, 0]), ("cat",))
-    batches = Batches(ImageBatches(images, Preparation()), np.arange(2), batch_size=2, workers=1)
-    says = r"1 worker processes need 1,440,000 MB in /dev/shm, but only .* use fewer --workers"
-    with pytest.raises(BadInput, match=says):
-        next(iter(batches))
+    pixels = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1000, 1, 12_000, 12_000)
+    images = Images(pixels, torch.zeros(1000, dtype=torch.int64), ("cat",))
+    crops = Preparation(crop=10_000, test_crops=2)
+    for preparation, variation, megabytes in (
+        (Preparation(), None, "1,152,000"),
+        (crops, None, "3,200,000"),
+        (crops, crops.variation(0, 0, 1000), "800,000"),
+    ):
+        batches = Batches(ImageBatches(images, preparation, variation), np.arange(1000), batch_size=1000, workers=1)
+        says = rf"1 worker processes need {megabytes} MB in /dev/shm, but only .* use fewer --workers"
+        with pytest.raises(BadInput, match=says):
+            next(iter(batches))
+
+
+def test_the_cores_are_divided_among_the_devices(photos):
+    in_memory, on_disk = (loaded(photos, cache)[0].train for cache in ("memory", "none"))
+    assert default_workers(in_memory) == 0
+    assert default_workers(on_disk) == available_cores()
+    assert default_workers(on_disk, devices=2) == max(1, available_cores() // 2)
+    assert default_workers(on_disk, devices=1000) == 1

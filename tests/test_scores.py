@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchcaps import BadInput, Classifier, create_model
+from torchcaps.confusion import save_confusion
 from torchcaps.data import Images
 from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, write_scores
@@ -161,3 +162,9 @@ def test_the_written_scores_equal_those_of_the_classifier(call, finished, tmp_pa
     written = torch.tensor([[float(row[f"score {name}"]) for name in ("left", "right")] for row in of_left])
     assert len(written) == 8
     assert (written[:, None] - known).abs().amax(dim=2).amin(dim=1).max() < 1e-4
+
+
+def test_class_names_are_drawn_as_they_are(tmp_path):
+    names = ("$\\nothing$", "b")  # not a formula of matplotlib
+    save_confusion(torch.tensor([[3, 1], [0, 4]]), names, tmp_path / "confusion.png")
+    assert (tmp_path / "confusion.png").stat().st_size
