@@ -193,5 +193,12 @@ def test_a_network_that_cannot_be_trained_on_one_image_at_a_time_is_refused():
     new_module(replace(recipe, batch_size=2), small)
 
 
+def test_splits_of_different_sizes_are_refused_except_by_pooled_networks():
+    splits = replace(SPLITS, test=with_size(SPLITS.test, 18))
+    new_module(tiny(1), splits)
+    with pytest.raises(BadInput, match=r"the test images have the shape .*18, 18\), but the training images"):
+        new_module(replace(tiny(1), model="efficient-capsnet"), splits)
+
+
 def with_size(images, side):
     return Images(images.pixels[:, :, :side, :side], images.labels, images.class_names)

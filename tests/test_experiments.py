@@ -16,7 +16,7 @@ import torch
 from matplotlib.figure import Figure
 
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import CapsNet, MatrixCapsNet, PooledCapsNet, Routing, squash
+from torchcaps import CapsNet, Classifier, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.attacks import bim, fgsm, gradient_health
 from torchcaps.data import Images, Preparation, Splits
 from torchcaps.errors import BadInput
@@ -164,6 +164,16 @@ def test_pairs_of_digits_are_trained_with_a_reconstruction_of_each_digit(tmp_pat
     right = named_alike(scores, splits.test.labels).double().mean().item()
     assert metrics["test_accuracy_percent"] == pytest.approx(100 * right, abs=1e-3)
     assert [row["epochs_seen"] for row in read_rows(tmp_path / "run" / "metrics.csv")] == ["1.0000", "2.0000"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_for_strips_is_trained_on_digits_and_validated_on_strips(tmp_path):
+    digits = plain_images()
+    splits = Splits(digits, strips(digits, 2, 20), digits)
+    study = Study("quick", None, 1, tmp_path, tmp_path)
+    recipe = replace(two_digits.paper_recipe(study, "capsules", 0, "mnist"), epochs=1, precision="float32")
+    fit(recipe, splits, tmp_path / "run", module_class=two_digits.StripClassifier)
+    assert Classifier.from_pretrained(tmp_path / "run").image_shape == (1, 28, 28)
 
 
 def test_attacks_stay_within_epsilon_and_change_the_loss_as_intended():

@@ -10,6 +10,7 @@ from PIL import Image
 
 from image_trees import refused, save, tree, warned
 from torchcaps.data import load_image_folder, load_splits, read_image
+from torchcaps.data.image_file import decode
 
 
 def test_skipped_files_and_folders_are_named(tmp_path):
@@ -78,7 +79,7 @@ def test_colours_of_twelve_bits_stored_as_sixteen_cause_a_warning(colour_type, t
     assert read_image(tmp_path / "dog" / "deep.png").shape == (1 if colour_type == 4 else 3, 6, 8)
 
 
-def sixteen_bit_png(values, colour_type):
+def sixteen_bit_png(values, colour_type, transparent=None):
     """Encode values ``[height, width, channels]``; Pillow writes 16 bits only for greyscale."""
 
     def part(name, content):
@@ -86,8 +87,39 @@ def sixteen_bit_png(values, colour_type):
 
     header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, colour_type, 0, 0, 0)
     rows = b"".join(b"\0" + row.tobytes() for row in values)
-    parts = part(b"IHDR", header), part(b"IDAT", zlib.compress(rows)), part(b"IEND", b"")
+    key = part(b"tRNS", struct.pack(">HHH", *3 * [transparent])) if transparent is not None else b""
+    parts = part(b"IHDR", header), key, part(b"IDAT", zlib.compress(rows)), part(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def test_other_formats_are_not_mistaken_for_sixteen_bits_or_greyscale(tmp_path):
+    """A BMP file can have 16 bits per pixel, and the name of the mode LAB begins with LA."""
+    rows = np.full((6, 8), 0x0841, dtype="<u2").tobytes()
+    header = struct.pack("<IiiHHIIiiII", 40, 8, 6, 1, 16, 3, len(rows), 0, 0, 0, 0)
+    masks = struct.pack("<III", 0xF800, 0x07E0, 0x001F)
+    content = header + masks + rows
+    assert (
+        decode(b"BM" + struct.pack("<IHHI", 14 + len(content), 0, 0, 66) + content, "dark.bmp", None, None)[1].largest
+        is None
+    )
+    Image.new("LAB", (8, 6), (100, 128, 128)).save(tmp_path / "lab.tif")
+    assert read_image(tmp_path / "lab.tif").shape == (3, 6, 8)
+
+
+def test_invisible_pixels_do_not_count_as_the_largest_value(tmp_path):
+    tree(tmp_path, count=3, mode="RGB")
+    values = np.full((6, 8, 4), 65_535, dtype=">u2")
+    values[:3, :, :3], values[3:, :, 3] = 4000, 0  # the lower half is white, but transparent
+    (tmp_path / "dog" / "deep.png").write_bytes(sixteen_bit_png(values, 6))
+    with warned("nearly black"):
+        load_image_folder(tmp_path)
+
+
+def test_the_transparent_colour_of_a_sixteen_bit_image_becomes_black():
+    values = np.full((6, 8, 3), 200 * 257, dtype=">u2")
+    values[:3] = 120 * 257
+    content = sixteen_bit_png(values, 2, transparent=120 * 257)
+    assert decode(content, "colour.png", None, None)[0][0, :, 0].tolist() == [0] * 3 + [200] * 3
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])

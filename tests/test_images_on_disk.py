@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +20,14 @@ from safetensors.numpy import load_file
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
+from test_run_folder import tiny
 from torchcaps.batches import Batches, ImageBatches, default_workers
 from torchcaps.data import Images, ImagesOnDisk, Preparation, image_digests, load_splits, save_contact_sheet
 from torchcaps.data.image_file import decode, header
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.seen_images import seen_in_training
+from torchcaps.training import fit
 
 SPLITS = ("train", "validation", "test")
 
@@ -176,6 +179,14 @@ def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning
     assert counts_seen(tmp_path / "run", test) == {"train": 0, "validation": 0}
     with pytest.warns(DataWarning, match="cannot be compared"):
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_only_some_of_the_splits_may_be_read_from_files(photos, tmp_path):
+    splits = loaded(photos, "memory")[0]
+    inverted = Images(255 - splits.validation.pixels, splits.validation.labels, splits.train.class_names)
+    fit(tiny(1), replace(splits, validation=inverted), tmp_path / "run", logger="none")
+    assert counts_seen(tmp_path / "run", splits.train) == {"train": len(splits.train), "validation": 0}
 
 
 def test_images_on_disk_are_compared_with_the_training_images_without_decoding(succeeds, photos, tmp_path):

@@ -387,7 +387,7 @@ def test_predicting_one_class_for_all_images_causes_a_warning(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_all_measured_values_are_in_metrics_csv(tmp_path):
-    values = iter([{"a, b": 1.0}, None, {"c": 2.0}])
+    values = iter([{"a,\nb": 1.0}, None, {"c": 2.0}])
     fit(tiny(3), SPLITS, tmp_path / "run", on_epoch_end=lambda model: next(values), logger="none")
     rows = read_rows(tmp_path / "run" / "metrics.csv")
-    assert [(row["a, b"], row["c"]) for row in rows] == [("1.0000", ""), ("", ""), ("", "2.0000")]
+    assert [(row["a,\nb"], row["c"]) for row in rows] == [("1.0000", ""), ("", ""), ("", "2.0000")]

@@ -19,6 +19,7 @@ from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_sp
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.validation import check_is_fitted
 
 from torchcaps import BadInput, Diverged, Routing
 from torchcaps.losses import LOSSES
@@ -298,6 +299,8 @@ def test_an_estimator_whose_fit_fails_is_not_fitted():
     estimator = CapsuleClassifier(epochs=1, random_state=0).fit(X, y)
     with pytest.raises(Diverged):
         estimator.set_params(learning_rate=1e30, epochs=5).fit(X, np.where(y == "left", "cat", "dog"))
+    with pytest.raises(NotFittedError):
+        check_is_fitted(estimator)
     with pytest.raises(NotFittedError):
         estimator.predict(X)
 

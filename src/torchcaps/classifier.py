@@ -103,7 +103,8 @@ class Classifier:
             raise BadInput(
                 f"{type(model).__name__} cannot be saved: use a network of torchcaps, or save its state_dict()"
             )
-        prepared, expected = self.preparation.image_shape(self.image_shape), tuple(model.options["image_shape"])
+        prepared = self.preparation.image_shape(self.image_shape)
+        expected = tuple(model.options.get("image_shape", prepared))
         if prepared != expected:
             raise BadInput(
                 f"images of shape {self.image_shape} have the shape {prepared} after preparation, but the network was "
@@ -211,7 +212,7 @@ class Classifier:
         if isinstance(image, Tensor):
             network = getattr(self.model, "_orig_mod", self.model)
             pooled = isinstance(network, PooledCapsNet | PooledCNN) and not self.preparation.crop
-            fixed = image.dtype == torch.uint8 and not pooled
+            fixed = image.dtype == torch.uint8 and isinstance(network, Pretrained) and not pooled
             channels, *size = self.image_shape
             if image.ndim != 3 or image.shape[0] != channels or (fixed and [*image.shape[1:]] != size):
                 height, width = size if fixed else ("height", "width")

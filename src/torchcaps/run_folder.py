@@ -299,7 +299,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     if not path.exists():
         return []
     try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines(), strict=True))
+        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True))
         for number, row in enumerate(rows, start=1):
             float(row["seconds"]), float(row["train_images_per_second"])
             if int(row["epoch"]) != number or None in row or None in row.values():

@@ -34,9 +34,9 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
     try:
         known = safetensors.numpy.load(path.read_bytes())
         digests = {}
-        if images.files is not None and "train files" in known:
+        if images.files is not None and {"train files", "validation files"} <= known.keys():
             digests[" files"] = images.files.digests
-        if "train" in known and not (digests and isinstance(images, ImagesOnDisk)):
+        if {"train", "validation"} <= known.keys() and not (digests and isinstance(images, ImagesOnDisk)):
             digests[""] = image_digests(images)
         if not digests:
             warnings.warn(

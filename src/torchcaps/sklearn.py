@@ -170,7 +170,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             ``[N, K]``, in the order of ``classes_``. With two classes, the result is ``[N]``: the score of the second
             class minus the score of the first.
         """
-        check_is_fitted(self, "model_")
+        check_is_fitted(self)
         X = self._images(self._validated(X))
         if X.shape[1:] != self.image_shape_:
             raise BadInput(f"X has images of shape {X.shape[1:]}: give images of shape {self.image_shape_}, as in fit")
@@ -196,6 +196,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         if "model_" in state and next(self.model_.parameters()).device.type != "cpu":
             state["model_"] = deepcopy(self.model_).cpu()
         return state
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "model_")
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -38,7 +38,7 @@ from torchcaps.errors import BadInput, first_line
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
-from torchcaps.models import Pretrained, create_model, routing_of
+from torchcaps.models import PooledCapsNet, PooledCNN, Pretrained, create_model, routing_of
 from torchcaps.models.pretrained import check_loadable
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
@@ -164,6 +164,12 @@ def new_module(
     module = module_class(model, recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         return module  # it computes its loss in its own way
+    for name, part in (("validation", splits.validation), ("test", splits.test)):
+        if part.image_shape != splits.train.image_shape and not isinstance(model, PooledCapsNet | PooledCNN):
+            raise BadInput(
+                f"the {name} images have the shape {part.image_shape}, but the training images "
+                f"{splits.train.image_shape}; give all splits the same size"
+            )
     check_loss(recipe.loss, recipe.model, cast(Pretrained, module.model).logits)
     labels = splits.train.labels[:1]
     scores = torch.full((1, classes), 0.5, device=labels.device)
@@ -241,8 +247,11 @@ def _train(
     }
     if trainer.is_global_zero:
         write_run(folder, run)
-        classifier = Classifier(module.model, names, splits.train.image_shape, recipe.preparation())
-        classifier.save_pretrained(folder)
+        model, stored, preparation = cast(Pretrained, module.model), splits.train.image_shape, recipe.preparation()
+        if tuple(model.options["image_shape"]) == preparation.image_shape(stored):
+            Classifier(module.model, names, stored, preparation).save_pretrained(folder)
+        else:  # a subclass of TrainingModule can make images of another size
+            model.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")
         save_curves(rows, folder / "curves.png", module.margins_per_epoch())
         if splits.test.labels.ndim == 1:

@@ -126,9 +126,14 @@ def decode(
         file.load()
         picture = ImageOps.exif_transpose(file)
         facts = _facts(file, raw, picture.width, picture.height)
-        if facts.deep:
-            facts = facts._replace(largest=_largest(picture))
+        colour_key = picture.info.get("transparency")
+        if isinstance(colour_key, tuple) and facts.deep:  # Pillow keeps the upper 8 bits of colours, but not of the key
+            picture.info["transparency"] = tuple(value >> 8 for value in colour_key)
         original, picture = picture, _eight_bits(picture, channels == 1 or (channels is None and facts.grey))
+        if facts.deep:
+            single = original.mode.startswith("I")
+            largest = np.asarray(original if single else picture).max()
+            facts = facts._replace(largest=int(largest) if single else int(largest) * 256 + 255)
         if facts.transparent and picture.getbbox() is None:
             facts = facts._replace(black=bool(_transparent(original).any()))
     if size is not None:
@@ -187,15 +192,9 @@ def _facts(file: "ImageFile", raw: str, width: int, height: int) -> Facts:
     # MPO is a JPEG file with an additional preview or depth map, which does not count as a frame.
     several = file.format != "MPO" and getattr(file, "is_animated", False)
     single = file.mode.startswith("I")
-    grey = single or file.mode in GREY or raw.startswith("LA")
-    return Facts(height, width, grey, single or ";16" in raw, several, file.has_transparency_data)
-
-
-def _largest(picture: "Picture") -> int:
-    """Return the largest value of a 16-bit image; Pillow keeps only the upper 8 bits of colours."""
-    if picture.mode.startswith("I"):
-        return int(np.asarray(picture).max())
-    return int(np.asarray(picture.convert("RGB")).max()) * 256 + 255
+    grey = single or file.mode in GREY or raw.startswith("LA;")
+    deep = single or (";16" in raw and not raw.startswith("BGR"))  # BMP files have 16 bits per pixel, not per channel
+    return Facts(height, width, grey, deep, several, file.has_transparency_data)
 
 
 def _transparent(picture: "Picture") -> np.ndarray:

@@ -162,7 +162,7 @@ class Splits:
         validation: images for choosing settings, such as the learning rate, and the epoch whose weights are saved.
         test: images on which the reported accuracy is measured.
     Raises:
-        BadInput: the splits differ in their class names or in the shape of their images.
+        BadInput: the splits differ in their class names.
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))
         >>> len(Splits(images.subset([0]), images.subset([1]), images.subset([2])).test)
@@ -175,13 +175,11 @@ class Splits:
 
     def __post_init__(self) -> None:
         for name, images in (("validation", self.validation), ("test", self.test)):
-            for what in ("class_names", "image_shape"):
-                found, trained = getattr(images, what), getattr(self.train, what)
-                if tuple(found) != tuple(trained):
-                    raise BadInput(
-                        f"{what} of the {name} images is {found}, but of the training images {trained}; give all "
-                        "splits the same classes, in the same order, and the same size"
-                    )
+            if tuple(images.class_names) != tuple(self.train.class_names):
+                raise BadInput(
+                    f"the class names of the {name} images are {images.class_names}, but those of the training images "
+                    f"{self.train.class_names}; give all splits the same classes, in the same order"
+                )
 
 
 def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
