@@ -116,10 +116,10 @@ def test_invisible_pixels_do_not_count_as_the_largest_value(tmp_path):
 
 
 def test_the_transparent_colour_of_a_sixteen_bit_image_becomes_black():
-    values = np.full((6, 8, 3), 200 * 257, dtype=">u2")
-    values[:3] = 120 * 257
-    content = sixteen_bit_png(values, 2, transparent=120 * 257)
-    assert decode(content, "colour.png", None, None)[0][0, :, 0].tolist() == [0] * 3 + [200] * 3
+    values = np.full((6, 8, 3), 0xF4F4, dtype=">u2")
+    values[:3] = 0x34F4
+    content = sixteen_bit_png(values, 2, transparent=0x34F4)
+    assert decode(content, "colour.png", None, None)[0][0, :, 0].tolist() == [0] * 3 + [0xF4] * 3
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
