@@ -110,6 +110,12 @@ def test_results_name_the_gpu_only_if_it_was_measured(on_cpu, tmp_path, monkeypa
     assert next(csv.DictReader((tmp_path / "some.csv").read_text().splitlines()))["gpu"] == ("" if on_cpu else "H200")
 
 
+def test_the_table_and_the_plot_need_two_files(refused, tmp_path):
+    file = tmp_path / "memory.csv"
+    same = refused("bench", "memory", "--out", file, "--plot", tmp_path / "." / "memory.csv")
+    assert f"--out and --plot are both {file}: give two files" in same
+
+
 def test_the_plot_of_memory_is_written(tmp_path):
     rows = [
         {"case": what, "value": value, "implementation": way, "peak MiB": 1.0 + value}

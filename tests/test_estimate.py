@@ -130,7 +130,7 @@ def test_the_command_prints_the_estimate_before_the_first_epoch(finished):
     assert lines[3].startswith("epoch 1/3")
 
 
-def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch):
+def test_a_dry_run_writes_nothing(call, refused, images, finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("train", "capsnet-mnist", "--data", images, *SMALL_CAPSNET, "--epochs", 3, "--batch-size", 2)
     code, out, error = call(*words, "--dry-run")
@@ -142,6 +142,12 @@ def test_a_dry_run_writes_nothing(call, images, finished, tmp_path, monkeypatch)
     code, out, error = call(*words, "--dry-run", "--resume", "--epochs", 4, "--out", finished[0])
     assert (code, error) == (0, "")
     assert "; epochs left: 1; training ends at about" in out
+    code, out, _ = call(*words, "--dry-run", "--resume", "--out", finished[0])
+    assert (code, "; epochs left: 0" in out) == (0, True)
+    other = refused(*words, "--dry-run", "--resume", "--out", finished[0], "--set", "shift=1")
+    assert "was started with shift=2" in other
+    nowhere = refused(*words, "--dry-run", "--resume", "--out", tmp_path / "nowhere")
+    assert "contains no run to continue" in nowhere
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 

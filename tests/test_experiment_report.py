@@ -36,7 +36,7 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
     )
     assert "](../2.png)" in report
     (tmp_path / "4.json").write_text('{"experiment": "pitf')
-    with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment or the training .* again"):
+    with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment, the training .* again"):
         write_report(tmp_path, tmp_path / "docs/report.md", EXPERIMENTS)
     assert (tmp_path / "docs/report.md").read_text() == report
 
@@ -53,6 +53,7 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
         (lambda said: said["rows"][1].update(ours=["high"]), "row 'T = 1, no variance floor: accuracy' are ['high']"),
         (lambda said: said["rows"][0].pop("ours"), "ours"),
         (lambda said: said.update(rows=None), "NoneType"),
+        (lambda said: said["rows"][1].update(ours=[True]), "row 'T = 1, no variance floor: accuracy' are [True]"),
     ],
 )
 def test_an_incomplete_result_is_refused_with_the_name_of_its_file(change, problem, refused, tmp_path):
@@ -62,7 +63,7 @@ def test_an_incomplete_result_is_refused_with_the_name_of_its_file(change, probl
     line = refused("experiment", "report", "--results", tmp_path, "--report", tmp_path / "page.md")
     assert f"{tmp_path / 'one.json'} is damaged (" in line
     assert problem in line
-    assert "run the experiment or the training that writes it again" in line
+    assert "run the experiment, the training or the benchmark that writes it again" in line
     assert not (tmp_path / "page.md").exists()
 
 
@@ -91,6 +92,8 @@ def test_a_table_with_an_incomplete_result_is_refused_with_the_name_of_its_file(
         ("networks = 3", "networks is not a list of entries"),
         ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = []', "runs of 'a' is []: list at least one run"),
         ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = 3', "runs of 'a' is 3: list at least one run"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = [1]', "runs of 'a' is [1]: list at least one run"),
+        ('[[networks]]\nwhat = 1\ncommand = "b"\nruns = ["c"]', "what=1 in [[networks]] is not text"),
     ],
 )
 def test_an_incomplete_or_malformed_table_is_refused(text, problem, tmp_path):
@@ -98,6 +101,37 @@ def test_an_incomplete_or_malformed_table_is_refused(text, problem, tmp_path):
     (tmp_path / "page.md").write_text("<!-- table: networks -->\n<!-- end of table -->\n")
     with pytest.raises(BadInput, match=re.escape(f"tables.toml: {problem}")):
         write_pages(tmp_path, [tmp_path / "page.md"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("b.csv", b"case,implementation\na,fused\n", r"b\.csv is damaged \(no entry 'gpu'\): run the experiment"),
+        ("b.csv", b"case,implementation\n\xff,fused\n", r"b\.csv is damaged \(.*utf-8"),
+        ("page.md", b"caf\xe9", r"page\.md is damaged \(.*utf-8.*: save it as UTF-8"),
+    ],
+)
+def test_a_damaged_benchmark_or_page_is_refused_by_name(file, content, problem, tmp_path):
+    (tmp_path / "tables.toml").write_text("")
+    (tmp_path / "page.md").write_text("<!-- table: b.csv -->\n<!-- end of table -->\n")
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(BadInput, match=problem):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+
+
+@pytest.mark.parametrize("row", ["a,fused,0", "a,fused,fast", "a,fused"])
+def test_times_that_are_no_positive_numbers_are_refused(row, tmp_path):
+    (tmp_path / "tables.toml").write_text('[[speed]]\nwhat = "a"\nfile = "b.csv"\ncase = "a"\n')
+    (tmp_path / "page.md").write_text("<!-- table: speed -->\n<!-- end of table -->\n")
+    (tmp_path / "b.csv").write_text(f"case,implementation,median ms\na,reference,3\n{row}\n")
+    with pytest.raises(BadInput, match=r"b\.csv is damaged"):
+        write_pages(tmp_path, [tmp_path / "page.md"])
+
+
+def test_values_of_any_size_are_written_as_text():
+    assert Row("", [1e30], unit="%").measured() == "1e+30 %"
+    assert Row("", [float("nan")], unit="").measured() == "nan"
+    assert Row("", [2.675], unit="").measured() == "2.68"
 
 
 def test_options_without_effect_are_refused(refused, tmp_path):

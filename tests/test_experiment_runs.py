@@ -43,6 +43,9 @@ def test_a_run_is_loaded_if_its_images_are_the_same_and_the_refusal_names_what_d
             study.trained("net-seed0", replace(small(), **changes), splits)
         assert message in str(caught.value)
     assert (tmp_path / "net-seed0" / "metrics.json").stat().st_mtime_ns == written
+    (folder / "metrics.csv").unlink()
+    with pytest.raises(BadInput, match=r"metrics\.csv is missing or empty: restore it from a copy"):
+        study.trained("net-seed0", small(), SPLITS)
 
 
 def test_a_changed_setting_has_the_name_that_the_command_line_uses():

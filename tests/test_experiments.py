@@ -285,6 +285,9 @@ def test_measurements_of_another_commit_are_announced_and_listed(tmp_path, capsy
     file.write_text('{"commit": "0123abc", "result": [1.5]}')
     assert study.cached("net-seed0", "strips", lambda: 3) == [1.5]
     assert f"{file} was computed with another commit (0123abc): remove the file to" in capsys.readouterr().out
+    file.write_text('{"commit": ')
+    with pytest.raises(BadInput, match=r"strips\.json is damaged .*: remove the file to compute it again"):
+        study.cached("net-seed0", "strips", lambda: 3)
     file.write_text("[2.5]")  # as before the commit was saved
     assert study.cached("net-seed0", "strips", lambda: 3) == [2.5]
     assert f"{file} was computed with another commit (unknown): remove the file to" in capsys.readouterr().out

@@ -97,7 +97,7 @@ def train(
     from torchcaps.fine_tuning import load_matching
     from torchcaps.loggers import check_logger
     from torchcaps.recipes import OWN_IMAGES, create_recipe
-    from torchcaps.run_folder import existing_run, read_rows
+    from torchcaps.run_folder import check_run, existing_run, finished
     from torchcaps.training import fit, new_module
 
     changes = dict(setting(text) for text in settings or [])
@@ -119,11 +119,12 @@ def train(
         )
     check_devices(devices, chosen)
     check_logger(logger)
-    if first_process() and not dry_run:
+    if first_process() and (resume or not dry_run):
         before = existing_run(folder, resume)
         if resume and before is None:
             raise BadInput(f"{folder} contains no run to continue: correct --out, or leave out --resume")
-        writable(folder)
+        if not dry_run:
+            writable(folder)
     try:
         splits = load_splits(
             chosen.data,
@@ -146,8 +147,10 @@ def train(
             )
         on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
         if dry_run:
-            trained = len(read_rows(folder / "metrics.csv")) if resume else 0
             module = new_module(chosen, splits, devices=devices)
+            trained = check_run(folder, module.recipe, splits, module, resume).trained if resume else 0
+            if resume and finished(folder, module.recipe):
+                trained = chosen.epochs
             if chosen.pretrained and not trained:
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
@@ -331,6 +334,8 @@ def bench(
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
     if plot and what != "memory":
         raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave out --plot")
+    if out and plot and out.resolve() == plot.resolve():
+        raise BadInput(f"--out and --plot are both {plot}: give two files")
     for path, option in ((out, "--out"), (plot, "--plot")):
         if path is not None:
             writable_file(path, option)

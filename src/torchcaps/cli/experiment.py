@@ -73,7 +73,7 @@ def experiment(
     budget, seeds, data_dir = "quick" if budget is None else budget, seeds or 1, data_dir or Path("data")
     keep_freed_memory()
     writable(out)
-    writable(results)
+    writable(results, "--results")
     try:
         outcome, picture = run_experiment(
             name, budget=budget, data=data, seeds=seeds, data_dir=data_dir, out=out, results=results

@@ -12,7 +12,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, unreadable
 
 CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -115,6 +115,21 @@ def write_json(path: Path, content: Any) -> None:
     """Write a JSON file either completely or not at all."""
     with atomically(path) as stream:
         stream.write(as_json(content))
+
+
+def read_json(path: Path, cure: str) -> Any:
+    """Read a JSON file.
+
+    Arguments:
+        path: the file.
+        cure: what the user can do if the content is invalid.
+    Raises:
+        BadInput: the file cannot be read or is not valid JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(path, error, cure) from error
 
 
 def as_json(content: Any) -> bytes:

@@ -1,7 +1,6 @@
 """Write the tables of the README and of the documentation from the files in results/."""
 
 import csv
-import json
 import os
 import re
 import tomllib
@@ -11,15 +10,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchcaps.data.files import atomically
+from torchcaps.data.files import atomically, read_json
 from torchcaps.errors import BadInput, nearest, unreadable
 from torchcaps.experiments import Experiment
 from torchcaps.experiments.study import BUDGETS, Row
+from torchcaps.options import fits
 
 Entry = Mapping[str, Any]
 EAGER, COMPILED = "materialised votes", "materialised votes, compiled"
 NETWORKS = ("capsules", "uniform", "cnn")
-AGAIN = "run the experiment or the training that writes it again"
+AGAIN = "run the experiment, the training or the benchmark that writes it again"
 PREFACE = (
     "`torchcaps experiment report` writes this page from the files in results/.",
     "",
@@ -52,7 +52,10 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
     for page in pages:
         if not page.is_file():
             raise BadInput(f"{page} is missing: give an existing page with --page")
-        text = page.read_text(encoding="utf-8")
+        try:
+            text = page.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise unreadable(page, error, "save it as UTF-8") from error
         begun = text.count("<!-- table: ")
         text, count = MARKED.subn(
             lambda found: "\n".join([found[1], *_table(found[2], entries, results), "", found[3]]), text
@@ -71,7 +74,8 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
 
 def _table(name: str, entries: Mapping[str, list[Entry]], results: Path) -> list[str]:
     if name.endswith(".csv"):
-        return _benchmark(_rows(results / name))
+        with _complete(results / name):
+            return _benchmark(_rows(results / name))
     if name not in entries:
         raise BadInput(f"unknown table {name!r}{nearest(name, [*entries, *(p.name for p in results.glob('*.csv'))])}")
     return TABLES[name](entries[name], results)
@@ -91,7 +95,9 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
             required = (*REQUIRED[name], *(("result", "row") if name == "highlights" and "runs" not in entry else ()))
             if missing := [key for key in required if key not in entry]:
                 raise BadInput(f"{path}: an entry of [[{name}]] lacks {missing[0]!r}: add it")
-            if "runs" in entry and not (entry["runs"] and isinstance(entry["runs"], list | str)):
+            if "what" in entry and not isinstance(entry["what"], str):
+                raise BadInput(f"{path}: what={entry['what']!r} in [[{name}]] is not text: put it in quotation marks")
+            if "runs" in entry and not (entry["runs"] and fits(entry["runs"], str | list[str | list[str]])):
                 raise BadInput(f"{path}: runs of {entry['what']!r} is {entry['runs']!r}: list at least one run")
     rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
     for entry in entries.get("highlights", []):
@@ -109,10 +115,7 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _json(path: Path) -> Any:
     if not path.is_file():
         raise BadInput(f"{path} is missing: first run the experiment or the training that writes it")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(path, error, AGAIN) from error
+    return read_json(path, AGAIN)
 
 
 @contextmanager
@@ -120,7 +123,9 @@ def _complete(path: Path) -> Iterator[None]:
     """Raise `BadInput` with the name of the result file if an entry is missing or invalid."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except BadInput:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise unreadable(path, error, AGAIN) from error
 
 
@@ -145,7 +150,7 @@ def _accuracy(runs: Sequence[str | Sequence[str]], results: Path) -> str:
 def _rows_of(said: Mapping[str, Any]) -> list[Row]:
     rows = [Row(**values) for values in said["rows"]]
     for row in rows:
-        if not row.ours or not all(isinstance(value, int | float) for value in row.ours):
+        if not row.ours or not all(type(value) in (int, float) for value in row.ours):
             raise ValueError(f"the values of row {row.what!r} are {row.ours}")
     return rows
 
@@ -179,10 +184,7 @@ def _networks(entries: Sequence[Entry], results: Path) -> list[str]:
 
 def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
     """Return a table with one column per rendering of the toys. Each element of `runs` has the runs on a rendering."""
-    columns = [
-        [_json(results / runs[0] / "recipe.json")["recipe"]["data_options"]["render_seed"] for runs in entry["runs"]]
-        for entry in entries
-    ]
+    columns = [[_render_seed(results / runs[0] / "recipe.json") for runs in entry["runs"]] for entry in entries]
     if any(column != columns[0] for column in columns):
         raise BadInput(
             "every entry of [[renderings]] in tables.toml must list runs with the same values of data.render_seed, in "
@@ -200,6 +202,12 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
             for entry in entries
         ],
     )
+
+
+def _render_seed(path: Path) -> int:
+    recipe = _json(path)
+    with _complete(path):
+        return recipe["recipe"]["data_options"]["render_seed"]
 
 
 def _experiments(entries: Sequence[Entry], results: Path) -> list[str]:
@@ -228,23 +236,28 @@ def _highlights(entries: Sequence[Entry], results: Path) -> list[str]:
 def _speed(entries: Sequence[Entry], results: Path) -> list[str]:
     rows = []
     for entry in entries:
-        column, unit = ("peak MiB", "MiB") if "value" in entry else ("median ms", "ms")
-        found = {
-            row["implementation"]: float(row[column])
-            for row in _rows(results / entry["file"])
-            if row["case"] == entry["case"] and row.get("value") == entry.get("value")
-        }
-        if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
-            value = f" and value {entry['value']!r}" if "value" in entry else ""
-            raise BadInput(
-                f"{entry['file']} must have two rows for case {entry['case']!r}{value}: one with implementation "
-                f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing; correct the entry in "
-                "results/tables.toml"
-            )
-        ratios = [value and value / found["fused"] for value in (eager, found.get(COMPILED))]
-        slower = [f"{ratio:.{0 if ratio > 10 else 1}f}×" if ratio else "–" for ratio in ratios]
-        rows.append((entry["what"], f"{found['fused']:.0f} {unit}", *slower))
+        with _complete(results / entry["file"]):
+            rows.append(_speed_of(entry, _rows(results / entry["file"])))
     return _lines(("", "torchcaps", "eager PyTorch", "`torch.compile`"), rows)
+
+
+def _speed_of(entry: Entry, measured: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    column, unit = ("peak MiB", "MiB") if "value" in entry else ("median ms", "ms")
+    found = {
+        row["implementation"]: float(row[column])
+        for row in measured
+        if row["case"] == entry["case"] and row.get("value") == entry.get("value")
+    }
+    if "fused" not in found or not (eager := found.get(EAGER) or found.get("reference")):
+        value = f" and value {entry['value']!r}" if "value" in entry else ""
+        raise BadInput(
+            f"{entry['file']} must have two rows for case {entry['case']!r}{value}: one with implementation "
+            f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing; correct the entry in "
+            "results/tables.toml"
+        )
+    ratios = [value and value / found["fused"] for value in (eager, found.get(COMPILED))]
+    slower = [f"{ratio:.{0 if ratio > 10 else 1}f}×" if ratio else "–" for ratio in ratios]
+    return entry["what"], f"{found['fused']:.0f} {unit}", *slower
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -323,7 +336,7 @@ def write_report(results: Path, report: Path, experiments: Mapping[str, Experime
     best: dict[tuple[int, str], tuple[tuple[int, int], Path, dict[str, Any]]] = {}
     for path in sorted(results.glob("*.json")):
         said = _json(path)
-        if isinstance(said, dict) and said.get("experiment") in experiments:
+        if isinstance(said, dict) and str(said.get("experiment")) in experiments:
             with _complete(path):
                 if said["budget"] not in BUDGETS:
                     raise ValueError(f"unknown budget {said['budget']!r}")

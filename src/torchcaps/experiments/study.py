@@ -1,6 +1,5 @@
 """Options, recipes and results of an experiment. Finished parts are saved, so that the experiment can be resumed."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
 from torchcaps.data import Images, Preparation, Splits, difference, fingerprint, load_splits
-from torchcaps.data.files import write_json
+from torchcaps.data.files import read_json, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
@@ -57,7 +56,7 @@ class Row(NamedTuple):
     def measured(self) -> str:
         """Return the mean with its unit, and the standard deviation if there are several seeds, as text."""
         deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
-        if not all(map(math.isfinite, self.ours)):
+        if not all(abs(value) < 1e15 for value in self.ours):  # also False for NaN
             return f"{statistics.fmean(self.ours)} {self.unit}".strip()
         mean = statistics.mean([Decimal(str(value)) for value in self.ours])
         return f"{mean.quantize(Decimal('0.01'), ROUND_HALF_UP)}{deviation} {self.unit}".strip()
@@ -143,6 +142,10 @@ class Study:
             where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
             raise BadInput(f"{folder} was started {where}with {changed}: {cure}use another --out")
         metrics = None if run is None else finished(folder, recipe)
+        if metrics is not None and not read_rows(folder / "metrics.csv"):
+            raise BadInput(
+                f"{folder / 'metrics.csv'} is missing or empty: restore it from a copy, or use another --out"
+            )
         if folder not in self.runs:  # before the training, which may diverge
             self.runs.append(folder)
         if metrics is None:
@@ -304,7 +307,7 @@ class Study:
         if not path.exists():
             print(f"{part}: {what} …", flush=True)
             write_json(path, {"commit": now, "result": compute()})
-        saved = json.loads(path.read_text())
+        saved = read_json(path, "remove the file to compute it again")
         if not isinstance(saved, dict) or saved.keys() != {"commit", "result"}:
             saved = {"commit": None, "result": saved}  # written before the commit was saved
         if saved["commit"] != now:
