@@ -15,7 +15,7 @@ from torchcaps.checks import described
 from torchcaps.data import Preparation, read_image
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput
-from torchcaps.models import MODELS, PooledCapsNet, PooledCNN
+from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 
@@ -30,6 +30,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the network that ``torch.compile`` has wrapped, or the network itself if it is not compiled."""
+    return getattr(model, "_orig_mod", model)
 
 
 class Answer(NamedTuple):
@@ -98,7 +103,7 @@ class Classifier:
                 network was created for images of another shape, an option cannot be written as JSON, or a file cannot
                 be written.
         """
-        model = getattr(self.model, "_orig_mod", self.model)  # torch.compile wraps the network
+        model = uncompiled(self.model)
         if not isinstance(model, Pretrained):
             raise BadInput(
                 f"{type(model).__name__} cannot be saved: use a network of torchcaps, or save its state_dict()"
@@ -200,7 +205,7 @@ class Classifier:
 
         Arguments:
             image: the path of an image file; uint8 pixels ``[C, H, W]`` of the classifier's ``image_shape``, as a
-                tensor or an array (for a `PooledCapsNet` or `PooledCNN` without crop, of any height and width); or
+                tensor or an array (without crop and with ``model.any_size``, of any height and width); or
                 floating-point numbers ``[C, H, W]``, which are used without further preparation.
 
         Raises:
@@ -210,9 +215,8 @@ class Classifier:
         if isinstance(image, np.ndarray):
             image = torch.from_numpy(np.ascontiguousarray(image))
         if isinstance(image, Tensor):
-            network = getattr(self.model, "_orig_mod", self.model)
-            pooled = isinstance(network, PooledCapsNet | PooledCNN) and not self.preparation.crop
-            fixed = image.dtype == torch.uint8 and isinstance(network, Pretrained) and not pooled
+            any_size = getattr(uncompiled(self.model), "any_size", True) and not self.preparation.crop
+            fixed = image.dtype == torch.uint8 and not any_size
             channels, *size = self.image_shape
             if image.ndim != 3 or image.shape[0] != channels or (fixed and [*image.shape[1:]] != size):
                 height, width = size if fixed else ("height", "width")

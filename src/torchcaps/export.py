@@ -19,7 +19,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from torchcaps.checks import check_choice
-from torchcaps.classifier import Classifier
+from torchcaps.classifier import Classifier, uncompiled
 from torchcaps.data import Images, Preparation
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, first_line
@@ -126,10 +126,9 @@ def export_classifier(
             f"the images have the shape {images.image_shape}, but the classifier needs {classifier.image_shape}: give "
             "images of this shape"
         )
-    network = getattr(classifier.model, "_orig_mod", classifier.model)  # torch.compile wraps the network
-    model = copy.deepcopy(network).cpu().eval()
+    model = copy.deepcopy(uncompiled(classifier.model)).cpu().eval()
     if hasattr(model, "decoder"):
-        model.decoder = None
+        model.decoder = None  # type: ignore[assignment]
     facts = {
         "class_names": json.dumps(list(classifier.class_names)),
         "image_shape": json.dumps(list(classifier.image_shape)),

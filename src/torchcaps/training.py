@@ -38,7 +38,7 @@ from torchcaps.errors import BadInput, first_line
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
-from torchcaps.models import PooledCapsNet, PooledCNN, Pretrained, create_model, routing_of
+from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.models.pretrained import check_loadable
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
@@ -165,7 +165,7 @@ def new_module(
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
         return module  # it computes its loss in its own way
     for name, part in (("validation", splits.validation), ("test", splits.test)):
-        if part.image_shape != splits.train.image_shape and not isinstance(model, PooledCapsNet | PooledCNN):
+        if part.image_shape != splits.train.image_shape and not cast(Pretrained, model).any_size:
             raise BadInput(
                 f"the {name} images have the shape {part.image_shape}, but the training images "
                 f"{splits.train.image_shape}; give all splits the same size"

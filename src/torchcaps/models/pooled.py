@@ -56,6 +56,8 @@ class PooledCNN(nn.Module, Pretrained):
         torch.Size([2, 10])
     """
 
+    any_size = True
+
     def __init__(self, image_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
         channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, smallest=14)
@@ -94,6 +96,8 @@ class PooledCapsNet(nn.Module, Pretrained):
         >>> PooledCapsNet()(torch.rand(2, 1, 28, 56)).scores.shape
         torch.Size([2, 10])
     """
+
+    any_size = True
 
     def __init__(
         self,

@@ -66,6 +66,8 @@ class Pretrained:
     options: dict[str, Any]
     logits: ClassVar[bool] = False
     """Whether the scores of the network are logits. Otherwise they are activations in [0, 1]."""
+    any_size: ClassVar[bool] = False
+    """Whether the network accepts images of any height and width, not only those of its ``image_shape``."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
