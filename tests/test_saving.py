@@ -152,8 +152,8 @@ def test_parameters_that_are_not_trained_stay_so_after_loading(tmp_path):
         (other_squash, r"another layer primary_capsules: squash_form is 'su' here, but would be 'sabour'; undo the"),
         (replaced, "would create a network with another layer class_capsules: undo the change"),
         (wider, r"other weights: .*convolution.*bias is \[9\] here, but would be \[8\]; undo the change"),
-        (Subclass, r"takes \* or \*\* arguments: replace them with named arguments"),
-        (Positional, r"takes \* or \*\* arguments: replace them with named arguments"),
+        (Subclass, r"takes \* or \*\* arguments: use only named arguments"),
+        (Positional, r"takes \* or \*\* arguments: use only named arguments"),
     ],
 )
 def test_a_network_that_could_not_be_loaded_again_is_not_saved(build, problem, tmp_path):

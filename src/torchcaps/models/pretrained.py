@@ -278,8 +278,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     constructor = inspect.signature(type(model).__init__).parameters.values()
     if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in [*constructor][1:]):
         raise BadInput(
-            f"{kind} cannot be saved, because its constructor takes * or ** arguments: replace them with named "
-            "arguments"
+            f"{kind} cannot be saved, because its constructor takes * or ** arguments: use only named arguments"
         )
     routing = saved_rules(model)
     options = plain_options(kind, model.options)
