@@ -178,7 +178,7 @@ def test_the_scores_of_the_test_are_the_means_over_all_prepared_crops():
 
 
 @pytest.mark.parametrize(("images", "steps"), [(60, 3), (44, 3), (43, 2), (42, 2), (40, 2)])
-def test_the_schedule_counts_the_steps_of_each_process(images, steps, monkeypatch):
+def test_the_schedule_counts_the_steps_of_each_process(images, steps):
     splits = replace(SPLITS, train=SPLITS.train.subset(range(images)))
     assert new_module(tiny(2), splits, devices=2).steps == 2 * steps
     assert len(batches_of(tiny(2), splits, 2).train_dataloader()) == steps

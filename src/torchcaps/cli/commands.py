@@ -148,9 +148,10 @@ def train(
         on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
         if dry_run:
             module = new_module(chosen, splits, devices=devices)
-            trained = check_run(folder, module.recipe, splits, module, resume).trained if resume else 0
-            if resume and finished(folder, module.recipe):
-                trained = chosen.epochs
+            trained = 0
+            if resume:
+                checked = check_run(folder, module.recipe, splits, module, resume)
+                trained = chosen.epochs if finished(folder, module.recipe) else checked.trained
             if chosen.pretrained and not trained:
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
