@@ -8,7 +8,7 @@ demo: .venv/demo
 	$(BIN)/torchcaps train capsnet-mnist-5k --out runs/demo
 
 test: .venv/dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-slow: .venv/dev
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=search

@@ -36,7 +36,10 @@ def seeded():
 
 @pytest.fixture
 def untyped():
-    """Switch off the run-time checks of shapes and types, so that the library's own checks raise the errors."""
+    """Switch off the run-time checks of shapes and types.
+
+    The library's own checks then raise the errors, and tests that call small functions very often take half as long.
+    """
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -44,6 +44,8 @@ SMALL = {
     "residual-capsnet": {"widths": (4, 8), "types": 2},
     "timm-capsnet": {"backbone": "test_resnet", "types": 2},
 }
+LARGE_GRAPHS = ("attention-capsnet", "generative-capsnet", "matrix-capsnet")
+"""Networks that PyTorch converts to ONNX in 15 seconds each."""
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 
 
@@ -323,7 +325,9 @@ def test_a_saved_exported_program_gives_the_same_prediction_for_any_batch_size(n
 @pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # of torch.onnx itself
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE_GRAPHS)) for name in NETWORKS]
+)
 def test_onnx_runtime_gives_the_same_scores_for_any_batch_size(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -43,6 +43,7 @@ def test_dynamic_routing_has_these_properties_on_random_problems(case, options):
     laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
 def test_gradients_equal_finite_differences(options, routing_map):
     case = random_case(MAPS[routing_map], seed=1, dtype=torch.float64, sizes=(1, 2, 2))

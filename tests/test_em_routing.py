@@ -95,6 +95,7 @@ def test_em_routing_equals_the_procedure_of_the_paper(options, routing_map):
         torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
 def test_gradients_equal_finite_differences(options, routing_map):
     case, activation, beta_u, beta_a = problem(routing_map, seed=1, sizes=(1, 2, 2))
@@ -113,6 +114,7 @@ def test_gradients_equal_finite_differences(options, routing_map):
         assert torch.autograd.gradgradcheck(partial(outputs, backend="reference"), arguments, fast_mode=True)
 
 
+@pytest.mark.usefixtures("untyped")
 @settings(max_examples=1000)
 @given(
     cases(),

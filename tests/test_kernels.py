@@ -21,7 +21,10 @@ from problems import (
 from torchcaps import Capsules, MatrixCapsNet, Routing, RoutingMap, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
-pytestmark = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
+pytestmark = [
+    pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built"),
+    pytest.mark.usefixtures("untyped"),  # other tests check the types of the same functions
+]
 POSES = {"matrix": (4, 4, 4), "vector": (1, 8, 16), "odd": (3, 2, 5)}
 
 

@@ -179,6 +179,7 @@ def test_beta_and_statistics_in_another_order_give_parents_in_this_order(routing
     torch.testing.assert_close(found.activation, right.activation[:, :, order], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("routing_map", MAPS)
 def test_gradients_equal_finite_differences(routing_map, training):
