@@ -89,7 +89,7 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
     shutil.copytree(images, tmp_path / "photos" / "train")
     code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
     assert code == 0, error
-    assert re.search(r"warning: 58 train and 6 validation images of .* are among the 80 test images: ", error)
+    assert re.search(r"warning: 58 training and 6 validation images of .* are among the 80 test images: ", error)
     everything = load_file(finished[0] / "image-digests.safetensors")
     counts = {"train": 58, "validation": 6, "test": 16}
     assert {name: len(digests) for name, digests in everything.items()} == {

@@ -170,7 +170,7 @@ def test_training_from_disk_with_workers_gives_the_same_weights(command, photos,
     shutil.copytree(photos, tmp_path / "again" / "test")
     for cache in ("memory", "none"):
         _, _, error = call("evaluate", folder, "--data", tmp_path / "again", "--cache", cache)
-        assert re.search("18 train and 2 validation images of .* are among the 24 test images", error)
+        assert re.search("18 training and 2 validation images of .* are among the 24 test images", error)
 
 
 def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(succeeds, photos, tmp_path):

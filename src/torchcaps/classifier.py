@@ -90,7 +90,10 @@ class Classifier:
                 raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:
-            raise BadInput(f"class_names has {len(self.class_names)} names, but the model has {classes} classes")
+            raise BadInput(
+                f"class_names has {len(self.class_names)} names, but the model has {classes} classes: give one name "
+                "per class"
+            )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model.safetensors and config.json. Other files in the folder are left alone.

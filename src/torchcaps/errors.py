@@ -76,12 +76,14 @@ def unreadable(path: object, error: Exception, cure: str) -> BadInput:
         >>> unreadable("config.json", KeyError("model"), "save the network again")
         BadInput("config.json is damaged (no entry 'model'): save the network again")
         >>> unreadable("config.json", PermissionError(13, "Permission denied"), "save the network again")
-        BadInput('config.json cannot be read (Permission denied): check that it exists and its permissions')
+        BadInput('config.json cannot be read (Permission denied): check that it exists and that you may read it')
     """
     if isinstance(error, OSError):
-        return BadInput(f"{path} cannot be read ({error.strerror or error}): check that it exists and its permissions")
-    problem = f"no entry {error}" if isinstance(error, KeyError) else error
-    return BadInput(f"{path} is damaged ({problem}): {cure}")
+        return BadInput(
+            f"{path} cannot be read ({error.strerror or error}): check that it exists and that you may read it"
+        )
+    damage = f"no entry {error}" if isinstance(error, KeyError) else error
+    return BadInput(f"{path} is damaged ({damage}): {cure}")
 
 
 def first_line(error: BaseException) -> str:

@@ -245,10 +245,10 @@ def columns_of(pose_size: tuple[int, int]) -> int:
     return pose_size[1]
 
 
-def truncated_normal_(weights: Tensor, std: float) -> Tensor:
+def truncated_normal_(weights: Tensor, std: float, name: str = "initial_std") -> Tensor:
     """Draw weights in place from a normal distribution truncated at two standard deviations, and return the weights."""
     if not 0 <= std < math.inf:
-        raise ValueError(f"the initial standard deviation must be a finite number of at least 0; got {std}")
+        raise ValueError(f"{name} must be a finite number of at least 0; got {std}")
     if std == 0:
         return nn.init.zeros_(weights)
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)

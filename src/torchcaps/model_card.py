@@ -30,7 +30,7 @@ print(classifier.predict("IMAGE").class_names)
 
 | | |
 |---|---|
-| test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images, evaluated {reads} by training |
+| test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images; training read the test split {reads} |
 | validation accuracy | {validation_accuracy_percent:.2f} % of {validation_images:,} images |
 | training | {train_images:,} images of {data}, {epochs} epochs, {minutes:.0f} minutes, {precision} |
 | commit | {commit} |

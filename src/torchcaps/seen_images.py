@@ -73,10 +73,12 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
         if not (folder / "recipe.json").is_file():
             continue
         seen = seen_in_training(folder, test)
-        if counts := " and ".join(f"{mask.sum():,} {split}" for split, mask in seen.items() if mask.any()):
+        if counts := " and ".join(
+            f"{mask.sum():,} {split.replace('train', 'training')}" for split, mask in seen.items() if mask.any()
+        ):
             warnings.warn(
                 f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
-                "be lower",
+                "be lower; remove them from the test images",
                 DataWarning,
                 stacklevel=2,
             )
@@ -84,7 +86,7 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
-                f"{folder}: the validation accuracy can be too high",
+                f"{folder}: the validation accuracy can be too high; remove them from the validation images",
                 DataWarning,
                 stacklevel=2,
             )

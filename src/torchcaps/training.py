@@ -375,7 +375,10 @@ def evaluate(
     """
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
     if classes != len(images.class_names):
-        raise BadInput(f"the model has {classes} classes, but the images have {len(images.class_names)} class names")
+        raise BadInput(
+            f"the model has {classes} classes, but the images have {len(images.class_names)} class names: evaluate "
+            "images with the classes of the training"
+        )
     recipe = Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin")
     module = TrainingModule(model, recipe, len(images.class_names))
     trainer = lightning.Trainer(

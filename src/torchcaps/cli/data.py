@@ -9,6 +9,8 @@ import typer
 from torchcaps.cli.common import DataDir, print_table, setting, writable_file
 from torchcaps.errors import BadInput, nearest
 
+Dataset = Annotated[str, typer.Argument(help="Name of a dataset; see `torchcaps data list`.")]
+
 app = typer.Typer(no_args_is_help=True, help="List, download, render, show and verify datasets.")
 
 
@@ -22,7 +24,7 @@ def data_list() -> None:
 
 
 @app.command("fetch")
-def data_fetch(name: str, data_dir: DataDir = Path("data")) -> None:
+def data_fetch(name: Dataset, data_dir: DataDir = Path("data")) -> None:
     """Download the missing files of a dataset and verify their checksums."""
     dataset = _dataset(name)
     if dataset.fetch is None:
@@ -34,7 +36,7 @@ def data_fetch(name: str, data_dir: DataDir = Path("data")) -> None:
 
 @app.command("render")
 def data_render(
-    name: str,
+    name: Annotated[str, typer.Argument(help="Name of the dataset: toys.")],
     data_dir: DataDir = Path("data"),
     size: Annotated[int, typer.Option(help="Height and width in pixels: 48 or 96.")] = 48,
     seed: Annotated[
@@ -81,7 +83,7 @@ def data_show(
 
 
 @app.command("verify")
-def data_verify(name: str, data_dir: DataDir = Path("data")) -> None:
+def data_verify(name: Dataset, data_dir: DataDir = Path("data")) -> None:
     """Check the files of a dataset against their checksums."""
     dataset = _dataset(name)
     if dataset.verify is None:

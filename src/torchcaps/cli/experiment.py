@@ -61,7 +61,7 @@ def experiment(
     out = out or Path("runs/experiments")
     if name == "list":
         rows = [(known, "yes" if one.standard else "", one.paper, one.title) for known, one in EXPERIMENTS.items()]
-        print_table(("experiment", "standard", "paper", "description"), rows)
+        print_table(("experiment", "result in results/", "paper", "description"), rows)
         return
     if name == "report":
         report = report or Path("docs/experiments.md")

@@ -20,8 +20,9 @@ def predict(
 ) -> None:
     """Print, for each image, the class with the highest score and the runner-up.
 
-    Folders are searched for images, including their subfolders. A folder that cannot be read is an error. A warning
-    names each image that cannot be read. A network for stereo pairs gets the same image in both channels.
+    Folders are searched for images, including their subfolders. If a folder cannot be read, the command stops with an
+    error. If an image cannot be read, a warning names it. A network for stereo pairs gets the same image in both
+    channels.
     """
     import torch
     from rich.console import Console

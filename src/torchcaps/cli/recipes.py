@@ -1,5 +1,6 @@
 """The command `torchcaps recipes`."""
 
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ def recipes(
         typer.Option(help="List only the recipes for this dataset; `own` lists the recipes for your own images."),
     ] = None,
 ) -> None:
-    """List the recipes for `torchcaps train`, or print every setting of one recipe with its value and its meaning."""
+    """List the recipes for `torchcaps train`, or print the description and every setting of one recipe."""
     from torchcaps.models import routing_of
     from torchcaps.recipes import OWN_IMAGES, RECIPES, create_recipe, settings_of
 
@@ -29,7 +30,8 @@ def recipes(
             raise BadInput("give either the name of a recipe or --data, not both")
         chosen = create_recipe(name)
         rows = [(key, _shown(value), meaning.replace("`", "")) for key, value, meaning in settings_of(chosen)]
-        print_table(("setting", "value", "meaning"), rows, f"{name}: {_summary(name)}")
+        print(f"{name}: {_description(name)}\n")
+        print_table(("setting", "value", "meaning"), rows)
         folder = " --data FOLDER" if chosen.data == OWN_IMAGES else ""
         print(f"to change a setting: torchcaps train {name}{folder} --set SETTING=VALUE")
         return
@@ -43,14 +45,19 @@ def recipes(
             continue
         routing = routing_of(one.model, one.model_options, one.routing_options)
         rule = "" if routing is None else " ".join([routing.name, *(f"{k}={v}" for k, v in routing.options.items())])
-        lines.append((key, one.model, rule, sources[key], one.epochs, _summary(key)))
+        summary = _description(key).partition("\n")[0]
+        lines.append((key, one.model, rule, sources[key], one.epochs, summary))
     print_table(("recipe", "model", "routing", "data", "epochs", "description"), lines)
 
 
-def _summary(name: str) -> str:
+def _description(name: str) -> str:
+    """Return the docstring of a recipe with the names that `torchcaps train` knows, and without backticks."""
     from torchcaps.recipes import RECIPES
 
-    return (RECIPES[name].__doc__ or "").strip().splitlines()[0].replace("`", "")
+    text = getdoc(RECIPES[name]) or ""
+    for key in RECIPES:
+        text = text.replace(f"`{key.replace('-', '_')}`", key)
+    return text.replace("`", "")
 
 
 def _shown(value: object) -> str:

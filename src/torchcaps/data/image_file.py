@@ -164,7 +164,7 @@ def header(content: bytes, name: Path | str) -> Facts:
 def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
     """Open an image; any error raised in the `with` block becomes a `BadInput` that names the image."""
     if find_spec("PIL") is None:
-        raise BadInput(f"{name}: reading images needs Pillow; install torchcaps[train]")
+        raise BadInput(f"{name}: reading images needs Pillow: pip install 'torchcaps[train]'")
     from PIL import Image, UnidentifiedImageError
 
     try:

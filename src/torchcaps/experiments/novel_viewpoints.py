@@ -137,9 +137,9 @@ def run(
             ]
         incomparable += unmatched(split, found)
     notes = [
-        "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsules is the "
-        "one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as in the "
-        "paper. The novel viewpoints are never used to choose an epoch. Each network is tested on "
+        "The epoch of the CNN is chosen on validation images of familiar viewpoints. The epoch of the capsule network "
+        "is the one whose accuracy on familiar viewpoints of the test split is closest to the accuracy of the CNN, as "
+        "in the paper. The novel viewpoints are never used to choose an epoch. Each network is tested on "
         f"{len(familiar):,} images with familiar and {len(novel):,} with novel viewpoints."
     ]
     return Outcome(rows, draw(curves), [*notes, *incomparable, *study.notes_on_toys()])

@@ -213,10 +213,10 @@ def run(study: Study, recipe_of: Callable[[Study, str, int, str], Recipe] = pape
     notes = [
         f"Trained for {recipe.epochs} epochs on single digits{varied}. The evaluated epoch is the one that recognises "
         "the most validation strips of two digits. In the rows (a), a strip is correct if the two highest scores "
-        "belong to its digits. In the rows (b), both scores must also be above 0.5. The digits are read from left "
-        "to right, by the horizontal centre of the couplings, or of the contributions, of their class capsules. The "
-        "contribution of a position is how much it adds to the length of the class capsule. Uniform couplings are "
-        "all equal, so the order by couplings is no better than chance."
+        "belong to its digits. In the rows (b), both scores must also be above 0.5. To find the order of the digits, "
+        "the experiment sorts the class capsules by the horizontal centre of their couplings or of their "
+        "contributions. The contribution of a position is how much it adds to the length of the class capsule. "
+        "Uniform couplings are all equal, so the order by couplings is no better than chance."
     ]
     return Outcome(rows, draw(*shown), [*notes, *study.notes_on_data(data)])
 

@@ -83,7 +83,7 @@ class _OpenVotes(torch.autograd.Function):
     def forward(ctx: Any, pose: Tensor, activation: Tensor | None, transform: Tensor, *others: Any) -> Any:
         _keep_children(ctx, (pose, activation, transform, *others), None)
         passes = others[2]
-        # This is the dtype of the gradients: autograd would convert other gradients, and lose their record.
+        # A token has the dtype of the gradients. Otherwise autograd would convert its gradient, and lose the record.
         dtype = statistics_dtype(pose.dtype)
         return tuple([pose.new_empty(0, dtype=dtype) for _ in range(passes)])
 

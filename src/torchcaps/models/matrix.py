@@ -140,12 +140,12 @@ class MatrixCapsNet(nn.Module, Pretrained):
             activation="sigmoid",
             normalise="plain" if normalise else "none",
         )
-        for layer, std in (
-            (self.primary_capsules.convolution, primary_initial_std),
-            (self.primary_capsules.activation, activation_initial_std),
+        for layer, name, std in (
+            (self.primary_capsules.convolution, "primary_initial_std", primary_initial_std),
+            (self.primary_capsules.activation, "activation_initial_std", activation_initial_std),
         ):
             if layer is not None and std is not None:
-                truncated_normal_(layer.weight, std)
+                truncated_normal_(layer.weight, std, name)
         grid = (((height - 5) // 2) // stem_stride + 1, ((width - 5) // 2) // stem_stride + 1)
         self.first_capsules = ConvCaps(
             *(grid, primary, first, 3),

@@ -27,9 +27,9 @@ class Agreement(NamedTuple):
     The fused kernels compute ``quadratic`` from ``variance`` each time they need it, and do not store it.
 
     Arguments:
-        constant: ``[B, P, J]``: batch, parent sites, parent types. It is added to the other terms of the logit in the
-            dtype of the computation: in float32, a constant of -1e4 leaves them an absolute precision of 1e-3. To
-            exclude a parent, use -∞.
+        constant: ``[B, P, J]``: batch, parent sites, parent types. A large constant rounds the other terms
+            of the logit: in float32, a constant of -1e4 rounds them to multiples of about 1e-3. To exclude a parent,
+            use -∞.
         linear, quadratic, centre, variance: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two
             dimensions.
         variance_floor: constant added to ``variance``, at least 0.

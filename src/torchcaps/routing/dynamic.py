@@ -74,7 +74,8 @@ def dynamic_routing(
 
     u_i is the pose of child i, W_ij its transform for parent j, û_ij its vote, c_ij its coupling, and v_j the pose of
     parent j. The length of a pose is its activation, so a child with a zero pose has no effect. The result has the
-    wider dtype of ``pose`` and ``transform``; autocast has no effect, if ``backward`` is called outside of it.
+    wider dtype of ``pose`` and ``transform``. Autocast does not change it, provided that ``backward`` is called outside
+    the autocast context.
 
     Arguments:
         pose: ``[B, S, C, R, Q]``, poses of the children; see `torchcaps.capsules` for the dimension letters.

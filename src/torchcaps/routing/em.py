@@ -122,8 +122,8 @@ def em_routing(
     children of one parent and the parent types of one site.) All parents of a child compete for the child.
 
     A child with activation 0 has no effect. A parent whose children all have activation 0 has mean 0 and cost 0. The
-    result has the widest dtype of pose, activation and transform; autocast has no effect, if ``backward`` is called
-    outside of it.
+    result has the widest dtype of pose, activation and transform. Autocast does not change it, provided that
+    ``backward`` is called outside the autocast context.
 
     Arguments:
         children: pose ``[B, S, C, R, Q]`` and activation ``[B, S, C]`` in [0, 1].

@@ -35,9 +35,9 @@ class LayerShape(NamedTuple):
 class Rule(nn.Module):
     """Base class of routing rules, which compute parents from votes. A subclass implements `route`.
 
-    The dtype of the computation is the widest of float32, the dtype of the poses and the dtype of the transform;
-    autocast has no effect, if ``backward`` is called outside of it. A network can be saved if its rule is in
-    ``torchcaps.ROUTINGS`` and has a property ``saved_options``.
+    The dtype of the computation is the widest of float32, the dtype of the poses and the dtype of the transform.
+    Autocast does not change it, provided that ``backward`` is called outside the autocast context. A network can be
+    saved if its rule is in ``torchcaps.ROUTINGS`` and has a property ``saved_options``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement

@@ -43,9 +43,10 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def kernel_arguments(agreement: Agreement) -> tuple[Any, ...]:
-    """Arguments of the operators: variance takes the place of quadratic, and inverse_temperature 0 means quadratic.
+    """Return an agreement as arguments of the operators.
 
-    An inverse temperature that the dtype would round to 0 becomes the smallest number for which half of it is not 0.
+    The operators take one tensor for quadratic and variance: it is quadratic if inverse_temperature is 0, and variance
+    otherwise. An inverse temperature close to 0 is replaced by a small normal number, so that it does not become 0.
     """
     constant, linear, quadratic, centre, variance, floor, inverse_temperature = agreement
     if variance is None:

@@ -10,8 +10,8 @@
 
 namespace TORCHCAPS_TARGET {
 
-// Tensors of an agreement, and variances. Kernels are compiled for some combinations of these flags.
-constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // QUADRATIC: quadratic or centre
+// Bits of FORM: the agreement has `linear`, the agreement has `quadratic` or `centre`, the pass has variances.
+constexpr int LINEAR = 1, QUADRATIC = 2, VARIANCE = 4;  // kernels are compiled for some combinations of these bits
 template <class T, template <class> class LaneLayout, int ROWS, int INNER, int COLUMNS, int FORM>
 class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
  protected:
@@ -49,7 +49,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     }
   }
 
-  // Per softmax: largest logit, log Σ e^(logit - largest), [2, G, C] per tile. Their sum would round the logarithm away.
+  // [2, G, C] per tile: the largest logit and log Σ e^(logit - largest); their sum could round the logarithm away.
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
   void forward(int tile, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {

@@ -1,8 +1,8 @@
 // The two lane layouts of a capsule layer, and its votes.
 //
-// By type, the lanes of a vector hold parent types at one site of one sample. By sample, they hold samples of one
-// parent. Kernels are written once for both layouts. A tile is one sample by type, and as many samples as lanes by
-// sample. A block of parents is one vector of parent types by type, and a single parent type by sample.
+// By type: the lanes of a vector hold parent types at one site of one sample. A tile is one sample. A block of parents
+// is as many parent types as a vector has lanes. By sample: the lanes hold samples of one parent. A tile is as many
+// samples as a vector has lanes. A block of parents is one parent type. Kernels are written once for both layouts.
 #pragma once
 
 #include "lanes.hpp"
@@ -10,7 +10,7 @@
 
 namespace TORCHCAPS_TARGET {
 
-// A child is on if its activation is at least TINY. Below SMALL = √TINY, sums use logarithms.
+// An activation below TINY counts as 0. Below SMALL = √TINY, sums use logarithms.
 template <class T> inline constexpr T TINY = std::numeric_limits<T>::min();
 template <class T> inline constexpr T SMALL = sizeof(T) == 4 ? T(1.0842022e-19) : T(1.4916681462400413e-154);
 

@@ -11,7 +11,8 @@ from torchcaps.kernels.moments import Record
 class Program(NamedTuple):
     """What a program handles: a block of samples, and a block of child types or of parent types.
 
-    Where samples or types end within a block, the last one takes the place of the missing ones. So loads need no mask.
+    If a block extends beyond the last sample or type, the last one takes the place of the missing ones, so loads need
+    no mask.
 
     Arguments:
         sample: offset of each sample, ``[samples]``.
