@@ -28,6 +28,9 @@ def test_every_recipe_has_its_own_name_a_known_model_and_a_docstring(name):
 
 def test_recipes_info_and_data_print_their_lists(call):
     assert all(name in call("recipes")[1] for name in (*RECIPES, "em", "initial_beta_a=-25.0"))
+    described = call("recipes", "matrix-capsnet-toys")[1]
+    assert "matrix-capsnet-toys-paper has the paper's settings" in described
+    assert "`" not in described
     assert "float32" in call("info")[1] or "bf16" in call("info")[1]
     assert "mnist-5k" in call("data", "list")[1]
     assert call("data", "fetch", "mnist-5k")[0] == 0

@@ -36,6 +36,8 @@ def test_images_that_do_not_fit_the_network_are_refused(name):
     larger = torch.rand(2, 1, 24, 24)
     if "pooled" in name:
         assert model(larger).scores.shape == (2, 3)
+        with pytest.raises(ValueError, match=r"\[2, 1, 13, 24\]: resize them to at least 14×14 pixels"):
+            model(larger[:, :, :13])
     else:
         with pytest.raises(ValueError, match=r"got a float32 tensor \[2, 1, 24, 24\]"):
             model(larger)

@@ -74,6 +74,11 @@ def test_plot_is_refused_for_a_benchmark_without_a_plot(refused, tmp_path):
     assert "only `bench memory` draws a picture" in refused("bench", "rules", "--plot", tmp_path / "a.png")
 
 
+@pytest.mark.parametrize(("option", "value"), [("--heap", "warm"), ("--repeats", "3")])
+def test_options_that_the_memory_benchmark_does_not_use_are_refused(refused, option, value):
+    assert f"leave out {option}" in refused("bench", "memory", option, value)
+
+
 def test_a_device_is_not_replaced_from_python(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match="pipe is a folder or a device"), atomically(tmp_path / "pipe"):

@@ -42,8 +42,7 @@ class Answer(NamedTuple):
 
     Arguments:
         class_names: for each image, the name of the class with the highest score.
-        scores: ``[N, K]`` for N images and K classes: activations of the class capsules, in [0, 1], or logits if the
-            network has no capsules.
+        scores: ``[N, K]`` for N images and K classes: activations in [0, 1], or logits if ``model.logits`` is True.
     """
 
     class_names: list[str]

@@ -135,7 +135,7 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
     """Compute the margin of `spread_loss` at a training step.
 
     ``linear``: the margin rises from 0.2 at step 0 to 0.9 after the last step (Hinton, Sabour & Frosst 2018, section
-    3).
+    4.1).
 
     ``official``: the margin is ``0.2 + 0.79 σ(min(10, step / 50,000 - 4))`` with the logistic function σ, as in the
     authors' code; ``steps`` has no effect.

@@ -88,7 +88,7 @@ class RoutingMap:
     maps.
 
     Any graph is valid. Edges may be in any order, and several edges may connect the same two sites. A child without
-    parents has no effect. A parent without children has pose 0.
+    parents has no effect. A parent without children has pose 0, or the offset of the rule's LayerNorm or BatchNorm.
 
     Arguments:
         edges: integers ``[E, 3]``, rows of (child site, parent site, transform); stored as int64.

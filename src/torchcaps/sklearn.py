@@ -159,7 +159,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
 
     @clear_memory_errors("free memory, or move the network to the CPU: model_.cpu()")
     def decision_function(self, X: Any) -> np.ndarray:
-        """Compute the score of each class: activations of the class capsules, or logits of a network without capsules.
+        """Compute the score of each class: an activation in [0, 1], or a logit if ``model_.logits`` is True.
 
         The scores rank the classes; they are not calibrated probabilities.
 

@@ -294,14 +294,14 @@ def bench(
             "devices (a training step in two processes) or memory (peak memory)."
         ),
     ],
-    repeats: Annotated[int, typer.Option(min=2, help="Timed calls per implementation.")] = 10,
+    repeats: Annotated[int | None, typer.Option(min=2, help="Timed calls per implementation. Default: 10.")] = None,
     heap: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What the process does with freed memory. warm: keep it for reuse, as `torchcaps train` does; plain: "
-            "the default of the system's memory allocator."
+            "the default of the system's memory allocator. Default: warm."
         ),
-    ] = "warm",
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -323,16 +323,20 @@ def bench(
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
 
+    times, state = repeats or 10, heap or ("plain" if what == "memory" else "warm")
     runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
-        "routing": lambda: bench_routing(repeats),
-        "rules": lambda: bench_routing(repeats, problems=rule_problems()),
-        "train": lambda: bench_training(repeats),
-        "devices": lambda: bench_devices(repeats),
+        "routing": lambda: bench_routing(times),
+        "rules": lambda: bench_routing(times, problems=rule_problems()),
+        "train": lambda: bench_training(times),
+        "devices": lambda: bench_devices(times),
         "memory": bench_memory,
     }
-    for kind, name, known in (("benchmark", what, runs), ("heap", heap, ("warm", "plain"))):
+    for kind, name, known in (("benchmark", what, runs), ("heap", state, ("warm", "plain"))):
         if name not in known:
             raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
+    for option, value in (("--repeats", repeats), ("--heap", heap)):
+        if what == "memory" and value is not None:
+            raise BadInput(f"{option} is {value}, but `bench memory` does not use it: leave out {option}")
     if plot and what != "memory":
         raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave out --plot")
     if out and plot and out.resolve() == plot.resolve():
@@ -340,13 +344,12 @@ def bench(
     for path, option in ((out, "--out"), (plot, "--plot")):
         if path is not None:
             writable_file(path, option)
-    heap = "plain" if what == "memory" else heap
-    if heap == "warm":
+    if state == "warm":
         keep_freed_memory()
-    command = f"torchcaps bench {what} --repeats {repeats} --heap {heap}"
+    command = f"torchcaps bench {what}" + ("" if what == "memory" else f" --repeats {times} --heap {state}")
     rows, partial = [], out and out.with_name(f"{out.name}.partial")
     for row in runs[what]():
-        rows.append({**row, "heap": heap})
+        rows.append({**row, "heap": state})
         if partial:
             write_csv(partial, rows, command, on_cpu=what == "devices")
     if out and partial:

@@ -47,7 +47,9 @@ def data_render(
         ),
     ] = 0,
 ) -> None:
-    """Render the dataset `toys` in the file format of smallNORB. The same seed gives the same files."""
+    """Render the dataset `toys` in the file format of smallNORB. On processors of the same kind, the same size and
+    seed give the same files.
+    """
     from torchcaps.data import render_toys
 
     if name != "toys":

@@ -98,14 +98,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     "affnist": Experiment(
         affnist.run,
         "Trained on translated digits, tested on affine-transformed digits",
-        "Sabour, Frosst & Hinton 2017, section 5.1",
+        "Sabour, Frosst & Hinton 2017, section 5.2",
         standard=True,
         draws_seed_0=True,
     ),
     "affnist-recent": Experiment(
         partial(affnist.run, recipe_of=Study.recent_digit_recipe),
         "Trained on translated digits, tested on affine-transformed digits: CapsNet with a stem",
-        "Sabour, Frosst & Hinton 2017, section 5.1",
+        "Sabour, Frosst & Hinton 2017, section 5.2",
         standard=True,
         draws_seed_0=True,
     ),

@@ -1,4 +1,4 @@
-"""Hinton, Sabour & Frosst 2018, section 5.2: white-box and black-box attacks on matrix capsules and the CNN."""
+"""Hinton, Sabour & Frosst 2018, section 6: white-box and black-box attacks on matrix capsules and the CNN."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

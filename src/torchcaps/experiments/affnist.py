@@ -1,4 +1,4 @@
-"""Sabour, Frosst & Hinton 2017, section 5.1: trained on translated digits, tested on affine-transformed digits."""
+"""Sabour, Frosst & Hinton 2017, section 5.2: trained on translated digits, tested on affine-transformed digits."""
 
 import math
 from collections.abc import Callable

@@ -33,27 +33,31 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
     return channels, height, width
 
 
-def check_images(images: Tensor, image_shape: tuple[int, int, int], any_size: bool = False) -> None:
+def check_images(images: Tensor, image_shape: tuple[int, int, int], smallest: int = 0) -> None:
     """Check that a batch of images fits a network.
 
     Arguments:
         images: images ``[B, channels, height, width]``.
         image_shape: (channels, height, width), for which the network was created.
-        any_size: whether the network accepts other heights and widths than those in ``image_shape``.
+        smallest: if not 0, the network accepts images of any height and width of at least this number.
 
     Raises:
         ValueError: ``images`` is not a floating-point tensor of this shape.
     """
-    known = 1 if any_size else 3
     is_tensor = isinstance(images, Tensor)
+    known = 1 if smallest else 3
     right_shape = is_tensor and images.ndim == 4 and images.shape[1 : 1 + known] == image_shape[:known]
+    too_small = right_shape and min(images.shape[2:]) < smallest
+    right_shape = right_shape and not too_small
     if right_shape and images.is_floating_point():
         return
     channels, height, width = image_shape
-    expected = f"[B, {channels}, height, width]" if any_size else f"[B, {channels}, {height}, {width}]"
+    expected = f"[B, {channels}, height, width]" if smallest else f"[B, {channels}, {height}, {width}]"
     shape = tuple(images.shape) if is_tensor else ()
     if not is_tensor:
         cure = "convert them, as in torch.as_tensor(images)"
+    elif too_small:
+        cure = f"resize them to at least {smallest}×{smallest} pixels"
     elif right_shape:
         cure = "scale the pixels to [0, 1], as in images / 255"
     elif shape == image_shape:

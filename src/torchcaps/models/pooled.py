@@ -23,6 +23,9 @@ SU = Routing("dynamic", logits="latest", squash_form="su", inner_squash_form="un
 """Default routing of `PooledCapsNet`. Each iteration computes the logits only from the parents of the iteration before.
 These parents have unit length. The last iteration squashes a sum of votes s to the length ``|s|² / (0.5 + |s|²)``."""
 
+SMALLEST = 14
+"""Smallest height and width of an image, for which the last feature map has one position."""
+
 
 def _trunk(channels: int) -> nn.Sequential:
     return nn.Sequential(
@@ -44,7 +47,8 @@ class PooledCNN(nn.Module, Pretrained):
     The network has 276,810 parameters on MNIST.
 
     Arguments:
-        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.
+        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other sizes of at least
+            14×14 pixels.
         num_classes: number of classes.
 
     Raises:
@@ -60,7 +64,7 @@ class PooledCNN(nn.Module, Pretrained):
 
     def __init__(self, image_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
-        channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, smallest=14)
+        channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, num_classes), nn.Sigmoid())
         self.apply(_glorot)
@@ -69,7 +73,7 @@ class PooledCNN(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1]. The labels are not used."""
-        check_images(images, self.image_shape, any_size=True)
+        check_images(images, self.image_shape, smallest=SMALLEST)
         return Prediction(wide(self.head(self.trunk(images).mean(dim=(2, 3)))))
 
 
@@ -80,7 +84,8 @@ class PooledCapsNet(nn.Module, Pretrained):
     The score of a class is the activation of its capsule. The network has 279,488 parameters on MNIST.
 
     Arguments:
-        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other heights and widths.
+        image_shape: (channels, height, width); at least 14×14 pixels. `forward` also accepts other sizes of at least
+            14×14 pixels.
         num_classes: number of classes.
         class_pose_size: number of elements of a class capsule's pose.
         routing: routing rule of the class capsules: a name in `ROUTINGS`, a `Routing` (name and options), or a module,
@@ -107,7 +112,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = SU,
     ) -> None:
         super().__init__()
-        channels, _, _ = self.image_shape = check_image_shape("PooledCapsNet", image_shape, smallest=14)
+        channels, _, _ = self.image_shape = check_image_shape("PooledCapsNet", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
         self.apply(_glorot)
         routing = deepcopy(with_defaults(routing, SU))
@@ -117,7 +122,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
-        check_images(images, self.image_shape, any_size=True)
+        check_images(images, self.image_shape, smallest=SMALLEST)
         pose = wide(self.trunk(images)).flatten(2).mT[:, :, None, None, :]
         capsules = self.class_capsules(Capsules(pose, lengths(pose)))
         return prediction_of(capsules)

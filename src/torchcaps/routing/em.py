@@ -135,7 +135,7 @@ def em_routing(
         competition: ``parents``: the couplings R_ij of a child sum to 1 over all of its parents; ``types``: they sum to
             1 over the parent types at each parent site, as in most implementations, and start at 1 / J.
         variance_floor: constant added to σ², at least 0: 1e-4 in Gritzman's paper (1e-9 in his code), 5e-4 in the code
-            of Hinton et al., none in their paper. Without a floor, a parent with a single vote becomes NaN.
+            of Hinton et al., none in their paper. Without one, a parent with a single vote is NaN from iteration 2 on.
         normalise_data: divide the cost by mean_data. If False, as in the paper, mean_data is 1.
         inverse_temperature: inverse temperature λ of the activations, above 0. The paper uses 0.01, with
             ``normalise_data=False``. Gritzman's code corresponds to 1, with β_a divided by 100.
