@@ -79,7 +79,7 @@ class Places(NamedTuple):
 @triton.jit
 def program_of(sample_block, type_block, samples, unit, z: tl.constexpr):
     """Return the program with the given blocks of samples and types."""
-    sample = sample_block.to(tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
+    sample = tl.cast(sample_block, tl.int64) * z.block_samples + tl.arange(0, z.block_samples)
     first_type, lane = type_block * z.block_types, tl.arange(0, z.block_types)
     is_type = first_type + lane < z.own_types
     is_vote = (sample < samples)[:, None] & is_type[None, :]
