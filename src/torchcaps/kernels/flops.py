@@ -26,7 +26,7 @@ def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
 
 
 def _given(*tensors: Tensor | None) -> int:
-    return sum(x is not None and x.numel() > 0 for x in tensors)
+    return sum(x is not None for x in tensors)
 
 
 def _moments(
@@ -44,10 +44,10 @@ def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quad
 
 def _moments_backward(pose, activation, transform, edge_lists, parent_sites, record, *_, **__):
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
-    from torchcaps.kernels.moments import Record
+    from torchcaps.kernels.moments import records_of
 
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
-    one = Record(*record)
+    (one,) = records_of(record)
     return _given(one.mean_grad, one.variance, one.linear, one.quadratic) * product
 
 
@@ -57,12 +57,11 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
     The sum consists of: the gradients of the votes, for each pass; the gradients of the activations, for each pass with
     uniform couplings; and the gradients of poses and transforms, once.
     """
-    from torchcaps.kernels.moments import Record
+    from torchcaps.kernels.moments import records_of
 
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     products = 0
-    for first in range(0, len(records), len(Record._fields)):
-        one = Record(*records[first : first + len(Record._fields)])
+    for one in records_of(records):
         products += (1 + (activation is not None and not _given(one.log_sums))) * _given(one.mean_grad, one.variance)
         products += _given(one.coupling_grads) * _given(one.linear, one.quadratic)
     return 2 * making + products * product

@@ -79,6 +79,19 @@ class Record(NamedTuple):
     numbers: Tensor | None = None
 
 
+def records_of(tensors: Sequence[Tensor]) -> list[Record]:
+    """Split the tensors of several `Record`s, in which an empty tensor stands for None.
+
+    Raises:
+        ValueError: the number of tensors is not a multiple of the number of entries of a `Record`.
+    """
+    size = len(Record._fields)
+    if len(tensors) % size:
+        raise ValueError(f"the number of tensors in records must be a multiple of {size}; got {len(tensors)}")
+    entries = [x if x.numel() else None for x in tensors]
+    return [Record(*entries[first : first + size]) for first in range(0, len(entries), size)]
+
+
 def shapes_of(
     pose: Tensor, transform: Tensor, edge_lists: Tensor, parent_sites: int, types: bool, by_sample: bool
 ) -> "Shapes":
@@ -244,9 +257,8 @@ def moments_backward(
         for output in outputs:
             output.zero_()
         return outputs
-    entries = [entry if entry.numel() else None for entry in record]
     wanted = [output if output.numel() else None for output in outputs]
-    _call("moments_backward", shapes, children, edge_lists, options, [entries], wanted)
+    _call("moments_backward", shapes, children, edge_lists, options, records_of(record), wanted)
     return outputs
 
 
@@ -281,14 +293,7 @@ def votes_backward(
     shapes = shapes_of(pose, transform, edge_lists, parent_sites, types, by_sample)
     children, options = (pose, activation, transform), (types, none_of_the_above, by_sample)
     outputs = _like_votes_backward(*children, edge_lists, parent_sites, records, *options)
-    entries = len(Record._fields)
-    if len(records) % entries:
-        raise ValueError(f"the number of tensors in records must be a multiple of {entries}; got {len(records)}")
-    passes = [
-        Record(*(part if part.numel() else None for part in records[first : first + entries]))
-        for first in range(0, len(records), entries)
-    ]
-    reached = [record for record in passes if record.mean is not None]
+    reached = [record for record in records_of(records) if record.mean is not None]
     grads = (outputs[0], None if activation is None else outputs[1], outputs[2])
     _call("votes_backward", shapes, children, edge_lists, options, reached, grads)
     return outputs

@@ -44,7 +44,7 @@ from torchcaps.kernels.gpu.votes import (
     votes_along,
     votes_of,
 )
-from torchcaps.kernels.moments import Record, children_grads
+from torchcaps.kernels.moments import children_grads, records_of
 
 
 @triton.jit
@@ -318,7 +318,7 @@ def moments_backward(
 ):  # fmt: skip
     """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    record = completed(problem, Record(*record))
+    record = completed(problem, *records_of(record))
     coupling_grads = problem.of_softmaxes()
     coupling_grads.completed = record
     softmaxes = problem.plan.children.softmaxes
@@ -345,9 +345,7 @@ def moments_backward(
 def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
     """Run `torchcaps.kernels.moments.votes_backward` on a GPU."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    size = len(Record._fields)
-    passes = [Record(*records[at : at + size]) for at in range(0, len(records), size)]
-    passes = tuple(completed_once(problem, record) for record in passes if record.mean.numel())
+    passes = tuple(completed_once(problem, record) for record in records_of(records) if record.mean is not None)
     pose_grad, activation_grad, transform_grad = children_grads(pose, activation, transform, samples_last=True)
     if passes:
         given = None if activation is None else activation_grad

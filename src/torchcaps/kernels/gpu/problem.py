@@ -164,13 +164,13 @@ class Problem:
         return tensor.new_empty_strided(tensor.shape, strides, dtype=dtype).copy_(tensor)
 
     def ordered_record(self, record: Record) -> Record:
-        """Convert a record to one dtype and to the kernels' memory order, with None for empty tensors."""
-        found = {name: x if x is not None and x.numel() else None for name, x in record._asdict().items()}
+        """Convert a record to one dtype and to the kernels' memory order."""
+        found = {}
         for names, stride in ((VECTORS, self.plan.children.stride), (SCALARS, self.samples)):
             for name in names:
-                if (tensor := found.get(name)) is not None:
+                if (tensor := getattr(record, name)) is not None:
                     found[name] = self.ordered(tensor, stride, self.dtype)
-        return Record(**found)
+        return record._replace(**found)
 
     def empty(self, shape: Any) -> Tensor:
         return self.layer.pose.new_empty(shape, dtype=self.dtype)
