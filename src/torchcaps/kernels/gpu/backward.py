@@ -325,16 +325,14 @@ def moments_backward(
     problem.per_child(_sum_over_softmax, softmaxes, record, coupling_grads, registers=FEW_REGISTERS)
     grads = [None] * 4
     if agreement_grads:
-        constant, *vectors = record[:4]
-        grads = [None if constant is None else problem.strided(problem.plan.scalar)]
-        grads += [None if x is None else problem.strided(problem.plan.vector) for x in vectors]
+        plan = problem.plan
+        layouts = (plan.scalar, *3 * (plan.vector,))
+        grads = [None if x is None else problem.strided(one) for x, one in zip(record[:4], layouts, strict=True)]
         _, linear_grad, quadratic_grad, _ = grads
-        firsts = None if linear_grad is None and quadratic_grad is None else problem.empty(problem.plan.group_vectors)
-        sums = (
-            problem.empty(problem.plan.group_scalars),
-            firsts,
-            None if quadratic_grad is None else problem.empty(problem.plan.group_vectors),
-        )
+        zeroths = problem.empty(plan.group_scalars)
+        firsts = None if linear_grad is None and quadratic_grad is None else problem.empty(plan.group_vectors)
+        seconds = None if quadratic_grad is None else problem.empty(plan.group_vectors)
+        sums = zeroths, firsts, seconds
         record = record._replace(coupling_grads=coupling_grads)
         registers = FEW_REGISTERS if quadratic_grad is None else MOST_REGISTERS
         problem.per_group(_sum_at_parents, record, *sums, registers=registers)

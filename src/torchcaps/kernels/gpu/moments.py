@@ -175,29 +175,22 @@ def moments(
     numbers = None
     if floor is not None or inverse_temperature:
         numbers = constants((floor or 0.0, variance_floor, inverse_temperature), problem.empty((0,)), keep)
-    given, log_sums = (constant, linear, quadratic, centre), problem.empty((0,))
-    agreement = Record()
+    agreement, plan = Record(), problem.plan
     if not uniform:
-        agreement, log_sums = _with_log_sums(problem, given, numbers if inverse_temperature else None)
-    tops, masses, means = (
-        problem.empty(problem.plan.group_scalars),
-        problem.empty(problem.plan.group_scalars),
-        problem.empty(problem.plan.group_vectors),
-    )
-    variances = problem.empty(problem.plan.group_vectors) if with_variance else None
+        given = constant, linear, quadratic, centre
+        agreement = _with_log_sums(problem, given, numbers if inverse_temperature else None)
+    tops, masses = problem.empty(plan.group_scalars), problem.empty(plan.group_scalars)
+    means = problem.empty(plan.group_vectors)
+    variances = problem.empty(plan.group_vectors) if with_variance else None
     registers = FEWER_REGISTERS if with_variance else FEW_REGISTERS
     problem.per_group(_m_step, agreement, tops, masses, means, variances, registers=registers)
-    mass, largest, log_mass, mean = (
-        problem.strided(problem.plan.scalar),
-        problem.strided(problem.plan.scalar),
-        problem.strided(problem.plan.scalar),
-        problem.strided(problem.plan.vector),
-    )
-    variance = problem.strided(problem.plan.vector) if with_variance else None
-    volume = None if floor is None else problem.strided(problem.plan.scalar)
+    mass, largest, log_mass = (problem.strided(plan.scalar) for _ in range(3))
+    mean = problem.strided(plan.vector)
+    variance = problem.strided(plan.vector) if with_variance else None
+    volume = None if floor is None else problem.strided(plan.scalar)
     found = (mass, mean, variance, largest, log_mass, volume)
     problem.per_parent(_over_groups, (tops, masses, means, variances), found, numbers)
-    found = (mass, mean, variance, largest, log_mass, log_sums, volume)
+    found = (mass, mean, variance, largest, log_mass, agreement.log_sums, volume)
     return tuple(problem.empty((0,)) if x is None else x for x in found)
 
 
@@ -212,14 +205,14 @@ def couplings(
     numbers = None
     if inverse_temperature:
         numbers = constants((0.0, variance_floor, inverse_temperature), problem.empty((0,)), keep)
-    agreement, _ = _with_log_sums(problem, (constant, linear, quadratic, centre), numbers)
+    agreement = _with_log_sums(problem, (constant, linear, quadratic, centre), numbers)
     problem.per_child(_write_couplings, z.edges, agreement, out)
     return out
 
 
 def _with_log_sums(problem, agreement, numbers):
-    """Return the `Record` of an agreement for the kernels, and its log_sums."""
+    """Return the `Record` of an agreement for the kernels, with its log_sums."""
     log_sums = problem.of_softmaxes(2)
     record = completed(problem, Record(*agreement, log_sums, numbers=numbers))
     problem.per_child(_logsumexp, problem.plan.children.softmaxes, record, log_sums, registers=FEW_REGISTERS)
-    return record, log_sums
+    return record
