@@ -1,7 +1,7 @@
 """Download a file from the first mirror whose copy has the right checksum."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException, HTTPResponse
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, uncompressed_md5
+from torchcaps.data.files import CHUNK, checked, present, uncompressed_md5
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -66,6 +66,29 @@ def download(
         f"{path.name}: the download failed ({'; '.join(reasons)}); connect to the network and try again, or copy the"
         f" file to {path} yourself"
     )
+
+
+def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progress: bool = True) -> list[Path]:
+    """Download the missing files of a dataset, and check the others; returns the path of each file, raw or gzipped.
+
+    Arguments:
+        folder: folder of the files.
+        md5: MD5 of the uncompressed content of each file, keyed by file name.
+        mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
+        progress: draw a progress bar on standard error.
+    Raises:
+        BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
+    """
+    paths = []
+    for file, right in md5.items():
+        path = present(folder / file)
+        if path is None:
+            path = folder / f"{file}.gz"
+            download([f"{mirror}{file}.gz" for mirror in mirrors], path, right, progress)
+        elif (problem := checked(path, right)) != "ok":
+            raise BadInput(f"{path}: {problem}")
+        paths.append(path)
+    return paths
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
@@ -80,6 +80,39 @@ def md5_of(path: Path) -> str:
 def present(path: Path) -> Path | None:
     """Return `path` if it exists, else `path` with `.gz` appended if that exists, else None."""
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
+
+
+def verified(folder: Path, md5: Mapping[str, str], cure: str = "") -> list[tuple[str, str]]:
+    """Check the files of a dataset, raw or gzipped; returns `(file, "ok" or the problem)` for each file.
+
+    Arguments:
+        folder: folder of the files.
+        md5: MD5 of the uncompressed content of each file, keyed by file name.
+        cure: as for `checked`; if given, it is also the cure for a missing file.
+    """
+    found = []
+    for file, right in md5.items():
+        path = present(folder / file)
+        try:
+            problem = checked(path, right, cure) if path else f"missing from {folder}{cure and f'; {cure}'}"
+        except BadInput as error:
+            problem = str(error)
+        found.append((file, problem))
+    return found
+
+
+def checked(path: Path, md5: str, cure: str = "") -> str:
+    """Return "ok" if the uncompressed content of a file has this MD5, otherwise the problem.
+
+    Arguments:
+        path: the file, raw or gzipped.
+        md5: the right MD5.
+        cure: what the user can do about a wrong file; by default, delete it to download it again.
+    """
+    seen = uncompressed_md5(path)
+    if seen == md5:
+        return "ok"
+    return f"the md5 of its content is {seen}, not {md5}; {cure or 'delete it to download it again'}"
 
 
 @contextmanager

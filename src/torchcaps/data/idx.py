@@ -53,17 +53,12 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
         >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
         (60000, 28, 28)
     """
-    return parse_idx(idx_content(path), str(path))
-
-
-def idx_content(path: Path) -> bytearray:
-    """Read the uncompressed content of an IDX file, and stop if it is longer than its header declares."""
 
     def promised(header: bytes) -> int:
         sizes = _sizes(header, str(path))
         return 4 + 4 * len(sizes) + math.prod(sizes)
 
-    return content_of(path, 16, promised)
+    return parse_idx(content_of(path, 16, promised), str(path))
 
 
 def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:

@@ -5,15 +5,14 @@ Fashion-MNIST: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for 
 algorithms", arXiv:1708.07747, 2017.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from torchcaps.data.download import download
-from torchcaps.data.files import present, uncompressed_md5
-from torchcaps.data.idx import idx_content, parse_idx, read_idx
+from torchcaps.data.download import complete
+from torchcaps.data.files import verified
+from torchcaps.data.idx import read_idx
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -24,7 +23,8 @@ class IdxFiles:
 
     Arguments:
         mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
-        md5: checksum of the uncompressed content of each file, keyed by file name.
+        md5: checksum of the uncompressed content of each file, keyed by file name: images and labels of the training
+            split, then of the test split.
         class_names: names of the classes, in the order of the labels.
     """
 
@@ -97,19 +97,18 @@ def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
 
 
 def fetch_mnist(name: str, data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of MNIST or Fashion-MNIST to `data_dir/name/`.
+    """Download the missing files of MNIST or Fashion-MNIST to `data_dir/name/`, and check the others.
 
     Arguments:
         name: "mnist" or "fashion-mnist".
         data_dir: data folder.
         progress: draw a progress bar on standard error.
     Raises:
-        BadInput: a file cannot be downloaded or written.
+        BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
     Example:
         >>> fetch_mnist("mnist", Path("data"))  # doctest: +SKIP
     """
-    for file in FILES[name].md5:
-        _fetched(name, file, data_dir, progress)
+    complete(data_dir / name, FILES[name].md5, FILES[name].mirrors, progress)
 
 
 def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
@@ -124,15 +123,7 @@ def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
         >>> verify_mnist("mnist", Path("empty"))[0]
         ('train-images-idx3-ubyte', 'missing from empty/mnist')
     """
-    found = []
-    for file, md5 in FILES[name].md5.items():
-        path = present(data_dir / name / file)
-        try:
-            problem = _difference(path, uncompressed_md5(path), md5) if path else f"missing from {data_dir / name}"
-        except BadInput as error:
-            problem = str(error)
-        found.append((file, problem or "ok"))
-    return found
+    return verified(data_dir / name, FILES[name].md5)
 
 
 def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> Images:
@@ -148,50 +139,22 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
     Example:
         >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
     """
-    return _pair((images, read_idx(images)), (labels, read_idx(labels)), class_names)
-
-
-def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
-    def read(file: str):
-        path = _fetched(name, file, data_dir, progress=True)
-        content = idx_content(path)
-        problem = _difference(path, hashlib.md5(content, usedforsecurity=False).hexdigest(), FILES[name].md5[file])
-        if problem:
-            raise BadInput(problem)
-        return path, parse_idx(content, str(path))
-
-    def split(prefix: str) -> Images:
-        return _pair(read(f"{prefix}-images-idx3-ubyte"), read(f"{prefix}-labels-idx1-ubyte"), FILES[name].class_names)
-
-    return split("train"), split("t10k")
-
-
-def _pair(images, labels, class_names: tuple[str, ...]) -> Images:
-    (images_path, pixels), (labels_path, classes) = images, labels
+    pixels, classes = read_idx(images), read_idx(labels)
     if pixels.ndim != 3 or classes.ndim != 1:
         raise BadInput(
-            f"{images_path} has {pixels.ndim} dimensions (images have 3) and {labels_path} has {classes.ndim}"
+            f"{images} has {pixels.ndim} dimensions (images have 3) and {labels} has {classes.ndim}"
             " (labels have 1); check whether the two files are swapped"
         )
     if len(pixels) != len(classes):
-        raise BadInput(
-            f"{images_path} has {len(pixels)} images but {labels_path} has {len(classes)} labels; download both again"
-        )
+        raise BadInput(f"{images} has {len(pixels)} images but {labels} has {len(classes)} labels; download both again")
     try:
         return Images(torch.from_numpy(pixels)[:, None], torch.from_numpy(classes).long(), class_names)
     except BadInput as error:
-        raise BadInput(f"{labels_path}: {error}") from error
+        raise BadInput(f"{labels}: {error}") from error
 
 
-def _fetched(name: str, file: str, data_dir: Path, progress: bool) -> Path:
-    path = present(data_dir / name / file)
-    if path is None:
-        path = data_dir / name / f"{file}.gz"
-        download([f"{mirror}{file}.gz" for mirror in FILES[name].mirrors], path, FILES[name].md5[file], progress)
-    return path
-
-
-def _difference(path: Path, found: str, right: str) -> str | None:
-    if found == right:
-        return None
-    return f"{path}: the md5 of its content is {found}, not {right}; delete it to download it again"
+def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
+    files = FILES[name]
+    images, labels, test_images, test_labels = complete(data_dir / name, files.md5, files.mirrors)
+    train = load_idx_pair(images, labels, files.class_names)
+    return train, load_idx_pair(test_images, test_labels, files.class_names)

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
-from torchcaps.data.download import download
-from torchcaps.data.files import content_of, present, uncompressed_md5
+from torchcaps.data.download import complete
+from torchcaps.data.files import content_of, present, verified
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -201,42 +201,26 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
     if not 1 <= size <= 96 or 96 % size:
         raise BadInput(f"size is {size}; give a number that divides 96")
     fetch_smallnorb(data_dir)
-    for file, problem in verify_smallnorb(data_dir):
-        if problem != "ok":
-            raise BadInput(f"{data_dir / 'smallnorb' / file}: {problem}")
     splits = (load_norb_files(data_dir / "smallnorb", "smallnorb", split, 96) for split in PARTS)
     train, test = (as_images(files, size, stereo) for files in splits)
     return train, test
 
 
 def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of smallNORB to `data_dir/smallnorb/`.
+    """Download the missing files of smallNORB to `data_dir/smallnorb/`, and check the others.
 
     Arguments:
         data_dir: data folder.
         progress: draw a progress bar on standard error.
     Raises:
-        BadInput: a file cannot be downloaded or written.
+        BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
     """
-    for file, md5 in MD5.items():
-        if present(data_dir / "smallnorb" / file) is None:
-            path = data_dir / "smallnorb" / f"{file}.gz"
-            download([f"{mirror}{file}.gz" for mirror in MIRRORS], path, md5, progress)
+    complete(data_dir / "smallnorb", MD5, MIRRORS, progress)
 
 
 def verify_smallnorb(data_dir: Path) -> list[tuple[str, str]]:
     """Check the six files of smallNORB without downloading them; returns `[(file, "ok" or the problem), …]`."""
-    found = []
-    for file, md5 in MD5.items():
-        path = present(data_dir / "smallnorb" / file)
-        try:
-            problem = f"missing from {data_dir / 'smallnorb'}" if path is None else None
-            if path is not None and (seen := uncompressed_md5(path)) != md5:
-                problem = f"the md5 of its content is {seen}, not {md5}; delete it to download it again"
-        except BadInput as error:
-            problem = str(error)
-        found.append((file, problem or "ok"))
-    return found
+    return verified(data_dir / "smallnorb", MD5)
 
 
 def _shrunk(pixels: UInt8[Tensor, "N C H W"], factor: int) -> UInt8[Tensor, "N C h w"]:

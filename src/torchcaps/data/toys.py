@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torchcaps.data.files import atomically, uncompressed_md5, write_json
+from torchcaps.data.files import atomically, verified, write_json
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
 from torchcaps.data.toy_shapes import Solid, toy
@@ -158,16 +158,10 @@ def _verified(folder: Path, size: int) -> list[tuple[str, str]]:
     again = f"remove {folder / SUMS.format(size)} to render the toys again"
     try:
         sums = json.loads((folder / SUMS.format(size)).read_text())
-        pairs = [(str(file), str(md5)) for file, md5 in sums.items()]
+        md5 = {str(file): str(right) for file, right in sums.items()}
     except (ValueError, AttributeError) as error:
         return [(SUMS.format(size), f"damaged ({error}); {again}")]
-    found = []
-    for file, md5 in pairs:
-        problem = None if (folder / file).is_file() else f"missing; {again}"
-        if problem is None and (seen := uncompressed_md5(folder / file)) != md5:
-            problem = f"the md5 of its content is {seen}, not {md5}; {again}"
-        found.append((file, problem or "ok"))
-    return found
+    return verified(folder, md5, again)
 
 
 def _folder(data_dir: Path, seed: int) -> Path:
