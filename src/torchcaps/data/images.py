@@ -235,7 +235,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
             )
         chosen = values[int(np.random.PCG64([seed, label]).random_raw() % len(values))]
         held_out |= members & (images.attributes[attribute] == chosen)
-    return images.subset((~held_out).nonzero().flatten()), images.subset(held_out.nonzero().flatten())
+    return images.subset(~held_out), images.subset(held_out)
 
 
 def cut_indices(
