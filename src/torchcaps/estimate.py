@@ -132,9 +132,10 @@ def estimate(
         copy = deepcopy(module).to(kind).train()
         steps = _Steps(copy, splits, devices, kind)
         seconds = [steps.train()]
-        weights = _bytes(copy)
-        gradients = sum(one.numel() * one.element_size() for one in copy.parameters() if one.requires_grad)
-        optimizer = sum(_bytes_of(state) for state in steps.optimizer.state.values())
+        weights = sum(one.nbytes for one in copy.state_dict().values())
+        gradients = sum(one.nbytes for one in copy.parameters() if one.requires_grad)
+        states = (value for state in steps.optimizer.state.values() for value in state.values())
+        optimizer = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         start = time.perf_counter()
         while (kind != "cpu" or seconds[0] < BUDGET_SECONDS) and len(seconds) <= MOST_STEPS:
             seconds.append(steps.train())
@@ -259,14 +260,6 @@ def duration(seconds: float) -> str:
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 999_500_000 else f"{count / 1e6:.0f} MB"
-
-
-def _bytes_of(state: dict[str, object]) -> int:
-    return sum(one.numel() * one.element_size() for one in state.values() if isinstance(one, torch.Tensor))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(one.numel() * one.element_size() for one in module.state_dict().values())
 
 
 def _start_memory(kind: str) -> int:

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchcaps.benchmarks import peak_bytes, progress
 from torchcaps.benchmarks.routing import both, em_stack
 from torchcaps.benchmarks.training import matrix_step
@@ -34,8 +32,8 @@ def bench_memory() -> Iterator[dict[str, Any]]:
             progress(f"memory: {what} {value}")
             problem = em_stack(**{"batch": 16, **options})
             outputs = problem.ways["fused"]()
-            leaves = sum(_bytes(leaf) for leaf in problem.leaves)
-            needed = 2 * (leaves + sum(_bytes(x) for x in outputs))
+            leaves = sum(leaf.nbytes for leaf in problem.leaves)
+            needed = 2 * (leaves + sum(x.nbytes for x in outputs))
             for way in WAYS:
                 peak = peak_bytes(both(problem, problem.ways[way]))
                 yield {
@@ -72,10 +70,6 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomically(path) as stream:
         figure.savefig(stream, format="png", dpi=120)
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _mib(count: int) -> float:
