@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from torchcaps.data.files import atomically
 from torchcaps.data.images import Images
-from torchcaps.errors import printable
+from torchcaps.errors import caption
 
 MOST_CLASSES = 100
 """Largest number of classes in one picture."""
@@ -42,7 +42,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
     """
     from matplotlib.figure import Figure
 
-    names = [printable(name) for name in images.class_names[:MOST_CLASSES]]
+    names = [caption(name, LONGEST_NAME) for name in images.class_names[:MOST_CLASSES]]
     rows, columns = len(names), min(columns, int(images.labels.bincount(minlength=1).max()))
     sheet, height, width = _mosaic(images, rows, columns, seed)
     inches = min(1.0, LONGEST_PICTURE / 100 / max(rows, columns)) / max(height, width)
@@ -50,8 +50,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
     axis = figure.add_axes((0, 0, 1, 1))
     axis.imshow(sheet, cmap="gray", vmin=0, vmax=255, aspect="auto")
     axis.set_xticks([])
-    short = [name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…" for name in names]
-    axis.set_yticks(height * (np.arange(rows) + 0.5) - 0.5, short, fontsize=9, parse_math=False)
+    axis.set_yticks(height * (np.arange(rows) + 0.5) - 0.5, names, fontsize=9, parse_math=False)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
     with atomically(path) as stream:
