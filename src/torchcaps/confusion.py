@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from torchcaps.data.files import atomically
+from torchcaps.data.files import write_picture
 from torchcaps.errors import DataWarning, caption
 
 MOST_NUMBERED = 20
@@ -81,8 +81,7 @@ def save_confusion(confusion: Int64[Tensor, "K K"], class_names: Sequence[str], 
                 if images := int(confusion[row, column]):
                     colour = "white" if shares[row, column] > 0.5 else "black"
                     axis.text(column, row, str(images), ha="center", va="center", color=colour, fontsize=8)
-    with atomically(path) as stream:
-        figure.savefig(stream, format="png", dpi=120)
+    write_picture(path, figure)
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -10,11 +10,8 @@ from torch import Tensor, nn
 
 from torchcaps.classifier import evaluating
 from torchcaps.data import Images, Preparation
-from torchcaps.data.files import atomically
+from torchcaps.data.files import write_picture
 from torchcaps.errors import caption
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#999999")
 """Colours that people with colour blindness can distinguish (Okabe & Ito)."""
@@ -50,7 +47,7 @@ def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence
     for axis in (loss, accuracy, speed):
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
-    _save(figure, path)
+    write_picture(path, figure)
 
 
 def save_reconstructions(
@@ -133,7 +130,7 @@ def _draw(
         labels = ", ".join(names[label] for label in images.labels[column].reshape(-1).tolist())
         axes[0, column].set_title(labels, fontsize=9, parse_math=False)
         axes[-1, column].set_xlabel(names[winner], fontsize=9, parse_math=False)
-    _save(figure, path)
+    write_picture(path, figure)
     return True
 
 
@@ -156,8 +153,3 @@ def as_picture(image: Float[Tensor, "C H W"]) -> Any:
 def stretched(image: Tensor) -> Tensor:
     """Scale an image linearly, so that its smallest value becomes 0 and its largest 1."""
     return (image - image.min()) / (image.max() - image.min()).clamp_min(1e-6)
-
-
-def _save(figure: "Figure", path: Path) -> None:
-    with atomically(path) as stream:
-        figure.savefig(stream, format="png", dpi=120)

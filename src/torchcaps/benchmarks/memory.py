@@ -7,7 +7,7 @@ from typing import Any
 from torchcaps.benchmarks import peak_bytes, progress
 from torchcaps.benchmarks.routing import both, em_stack
 from torchcaps.benchmarks.training import matrix_step
-from torchcaps.data.files import atomically
+from torchcaps.data.files import write_picture
 
 GROWTH: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "batch": [(batch, {"batch": batch}) for batch in (8, 16, 32, 64)],
@@ -68,8 +68,7 @@ def draw_growth(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.axes[0].set_ylabel("peak memory, MiB")
     figure.axes[0].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomically(path) as stream:
-        figure.savefig(stream, format="png", dpi=120)
+    write_picture(path, figure)
 
 
 def _mib(count: int) -> float:

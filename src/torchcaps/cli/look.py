@@ -18,15 +18,14 @@ def inspect(
 ) -> None:
     """Draw which parts of an image support each class, in each routing pass."""
     from torchcaps.classifier import Classifier
-    from torchcaps.data.files import atomically
+    from torchcaps.data.files import write_picture
     from torchcaps.inspection import inspect as look
 
     if out.suffix.lower() != ".png":
         raise BadInput(f"--out must be a file name that ends in .png; got {out}")
     writable_file(out)
     found = look(Classifier.from_pretrained(run), image)
-    with atomically(out) as stream:
-        found.figure().savefig(stream, format="png", dpi=120)
+    write_picture(out, found.figure())
     print(f"{found.class_names[found.best]} ({found.scores[found.best]:.3f}); the picture: {out}")
 
 

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torchcaps.errors import BadInput, unreadable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CHUNK = 1 << 20
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -142,6 +145,12 @@ def atomically(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_picture(path: Path, figure: "Figure") -> None:
+    """Write a figure of matplotlib as a PNG file, either completely or not at all."""
+    with atomically(path) as stream:
+        figure.savefig(stream, format="png", dpi=120)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchcaps.data import check_source
-from torchcaps.data.files import atomically, write_json
+from torchcaps.data.files import write_json, write_picture
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput, nearest
 from torchcaps.experiments import (
@@ -254,8 +254,7 @@ def run_experiment(
     picture = results / f"{stem}.png"
     if seeds > 1 and EXPERIMENTS[name].draws_seed_0:
         outcome.figure.suptitle("; ".join(filter(None, [outcome.figure.get_suptitle(), "seed 0"])))
-    with atomically(picture) as stream:
-        outcome.figure.savefig(stream, format="png", dpi=120)
+    write_picture(picture, outcome.figure)
     content = {
         "experiment": name,
         "budget": budget,
