@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -13,7 +14,7 @@ from torch import nn
 
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
-from torchcaps.models.pretrained import CONFIG, WEIGHTS, read_config, read_weights
+from torchcaps.models.pretrained import CONFIG, WEIGHTS, different_shapes, read_config, read_weights
 
 SEAL = b"\nsha256:"
 """Separator between the bytes from `torch.save` and their hexadecimal SHA-256 checksum.
@@ -94,25 +95,17 @@ def load_checkpoint(path: Path, module: nn.Module) -> dict[str, Any]:
         BadInput: the checkpoint cannot be read or belongs to another model.
     """
     checkpoint = read_checkpoint(path)
-    _check_shapes(path, checkpoint, module)
+    _check_shapes(path, checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None, module)
     return checkpoint
 
 
-def _check_shapes(path: Path, checkpoint: Any, module: nn.Module) -> None:
-    expected = {name: value.shape for name, value in module.state_dict().items()}
-    weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
-    found = {name: value.shape for name, value in (weights or {}).items()}
-    different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if different:
+def _check_shapes(path: Path, weights: Mapping[str, Any] | None, module: nn.Module) -> None:
+    if different := different_shapes(weights or {}, module.state_dict()):
+        name, there, here = different
         raise BadInput(
-            f"{path} is the checkpoint of another model: {different[0]} {_shape(found, different[0])} in the "
-            f"checkpoint, but {_shape(expected, different[0])} in this model; give the run folder of this "
-            "recipe with --out, or train in a new folder"
+            f"{path} is the checkpoint of another model: {name} is {there} in the checkpoint, but {here} in this model;"
+            " give the run folder of this recipe with --out, or train in a new folder"
         )
-
-
-def _shape(shapes: dict[str, torch.Size], name: str) -> str:
-    return f"has shape {list(shapes[name])}" if name in shapes else "does not exist"
 
 
 def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
@@ -132,9 +125,9 @@ def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
             "in another folder with --out"
         )
     weights = read_weights(folder / WEIGHTS, read_config(folder).weights_sha256)
-    chosen = {"state_dict": {f"model.{name}": value for name, value in weights.items()}}
+    chosen = {f"model.{name}": value for name, value in weights.items()}
     _check_shapes(folder / WEIGHTS, chosen, module)
-    return chosen
+    return {"state_dict": chosen}
 
 
 class _Hashing(io.RawIOBase):

@@ -147,9 +147,8 @@ class Pretrained:
             )
         check_options(f"{folder / CONFIG}: {config.model}", config.options, kinds)
         weights = read_weights(folder / WEIGHTS, config.weights_sha256)
-        shapes = {name: tensor.shape for name, tensor in weights.items()}
         rules = config.routing, changes.get("routing"), folder / CONFIG
-        model = _with_rules(cls, {**config.options, **changes}, shapes, *rules)
+        model = _with_rules(cls, {**config.options, **changes}, weights, *rules)
         model._set_changes(changes)
         _set_weights(model, weights, folder / WEIGHTS)
         return model
@@ -252,17 +251,17 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
 
 
 def _with_rules(
-    cls: type, options: Mapping[str, Any], shapes: Mapping[str, Any], saved: Mapping[str, Any], change: Any, path: Path
+    cls: type, options: Mapping[str, Any], weights: Mapping[str, Any], saved: Mapping[str, Any], change: Any, path: Path
 ) -> Any:
     """Create a network and set its saved rules. If the weights do not fit, create it with the name of their rule."""
     model = _built(cls, options)
     restore_rules(model, saved, change, path)
     names = {rule["rule"] for rule in saved.values()}
-    if len(names) == 1 and "routing" not in options and _different(shapes, _shapes_of(model)):
+    if len(names) == 1 and "routing" not in options and different_shapes(weights, model.state_dict()):
         with suppress(BadInput):
             named = _built(cls, {**options, "routing": names.pop()})
             restore_rules(named, saved, change, path)
-            return model if _different(shapes, _shapes_of(named)) else named
+            return model if different_shapes(weights, named.state_dict()) else named
     return model
 
 
@@ -282,8 +281,8 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     routing = saved_rules(model)
     options = plain_options(kind, model.options)
-    shapes = _shapes_of(model)
-    for name in shapes:
+    weights = model.state_dict()
+    for name in weights:
         if "_orig_mod." in name or "parametrizations." in name:
             raise BadInput(
                 f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
@@ -301,8 +300,8 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{kind} cannot be saved, because from_pretrained would create a network with another layer "
             f"{changed[0]}: undo the change of this layer, or save model.state_dict()"
         )
-    again = _with_rules(type(model), options, shapes, routing, None, Path(CONFIG))
-    if different := _different(shapes, _shapes_of(again)):
+    again = _with_rules(type(model), options, weights, routing, None, Path(CONFIG))
+    if different := different_shapes(weights, again.state_dict()):
         name, here, there = different
         raise BadInput(
             f"{kind} cannot be saved, because from_pretrained would create a network with other weights: {name} is "
@@ -341,15 +340,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | Real) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
-def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def _different(one: Mapping[str, torch.Size], other: Mapping[str, torch.Size]) -> tuple[str, Any, Any] | None:
-    """Return the name of the first weight that differs, and its shape, or "absent", in both networks."""
-    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-    shapes = ([*shapes[names[0]]] if names[0] in shapes else "absent" for shapes in (one, other) if names)
-    return (names[0], *shapes) if names else None  # type: ignore[return-value]
+def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Return the name of the first weight whose shape differs, and its shape, or "absent", in both networks."""
+    for name in sorted(one.keys() | other.keys()):
+        here, there = ([*weights[name].shape] if name in weights else "absent" for weights in (one, other))
+        if here != there:
+            return name, here, there
+    return None
 
 
 def _weights_of(model: nn.Module) -> bytes:
@@ -389,7 +386,7 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
 
 def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
     """Set the weights of a network, which were read from ``path``. Raise `BadInput` if they do not fit the network."""
-    if different := _different(_shapes_of(model), {name: tensor.shape for name, tensor in weights.items()}):
+    if different := different_shapes(model.state_dict(), weights):
         name, here, there = different
         raise BadInput(
             f"the weights in {path} do not fit this {type(model).__name__}: {name} is {here} in the network, but "
