@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -148,3 +149,9 @@ def finished(command, images, tmp_path_factory):
     done = train(command, images, folder, "--epochs", 3, "--batch-size", 2)
     assert done.returncode == 0, done.stderr
     return folder, done
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the folder of the run `finished`."""
+    return shutil.copytree(finished[0], tmp_path / "run")

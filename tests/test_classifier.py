@@ -3,7 +3,6 @@
 import inspect
 import json
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +30,6 @@ from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_run
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
-
-
-@pytest.fixture
-def run(finished, tmp_path):
-    return shutil.copytree(finished[0], tmp_path / "run")
 
 
 def scores_printed(text):

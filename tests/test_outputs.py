@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -222,8 +221,7 @@ def test_names_of_unknown_users_empty_weights_and_other_readmes_are_refused(refu
     assert (tmp_path / "config.json").read_text() == '{"model_type": "bert"}'
 
 
-def test_no_output_replaces_a_file_of_a_run(call, refused, images, finished, tmp_path):
-    run = shutil.copytree(finished[0], tmp_path / "run")
+def test_no_output_replaces_a_file_of_a_run(call, refused, images, run):
     for words in (("evaluate", run), ("predict", run, images)):
         for name in ("metrics.csv", "config.json"):
             before = (run / name).read_bytes()

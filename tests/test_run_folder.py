@@ -53,12 +53,6 @@ class FirstIsBest(TrainingModule):
         super().log(name, -float(self.current_epoch) if name == "validation_rank" else value, **options)
 
 
-@pytest.fixture
-def run(finished, tmp_path):
-    """A copy of the folder of a finished run of three epochs."""
-    return shutil.copytree(finished[0], tmp_path / "run")
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_folder_contains_weights_once_and_the_optimiser_once(tmp_path):
     """During a run, best.ckpt contains only the best weights; at the end, model.safetensors replaces it."""

@@ -104,8 +104,7 @@ def test_pictures_accept_any_range_and_number_of_channels():
 
 
 @pytest.mark.parametrize(("name", "value"), [("classes", [1]), ("classes", {"a": 3}), ("wall_seconds", "x")])
-def test_damaged_metrics_are_refused_and_nothing_is_written(name, value, finished, refused, tmp_path):
-    run = shutil.copytree(finished[0], tmp_path / "run")
+def test_damaged_metrics_are_refused_and_nothing_is_written(name, value, run, refused, tmp_path):
     metrics = json.loads((run / "metrics.json").read_text())
     (run / "metrics.json").write_text(json.dumps({**metrics, name: value}))
     assert "metrics.json is damaged" in refused("publish", run, tmp_path / "weights")
