@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from torchcaps import Prediction
 from torchcaps.attacks import bim, fgsm, gradient_health
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.experiments.adversarial import ATTACKS, EPSILONS, classifier, measured, success
 
 
@@ -50,13 +50,14 @@ def bright_pixels():
 
 @pytest.mark.parametrize("attack", ATTACKS.values())
 def test_a_targeted_attack_aims_at_every_wrong_class(attack):
-    target = classifier(Brightest(), Preparation())
+    target = classifier(Brightest(), Preprocessing())
     shares = [success(target, functional.cross_entropy, bright_pixels(), attack, epsilon) for epsilon in (0.0, 0.3)]
     assert shares == [100 * 2 / 8, 100]
 
 
 def test_only_black_box_attacks_use_the_gradients_of_the_other_network():
-    found = measured(Brightest(), Preparation(), functional.cross_entropy, bright_pixels(), lambda x: 0 * x.flatten(1))
+    loss, pixels = functional.cross_entropy, bright_pixels()
+    found = measured(Brightest(), Preprocessing(), loss, pixels, lambda x: 0 * x.flatten(1))
     for name in ATTACKS:
         assert found["black box"][name] == [50] * len(EPSILONS)
         assert found["untargeted"][name][0] == 50
@@ -75,7 +76,7 @@ def test_gradients_are_averaged_over_all_images():
     pixels[100:] = 0
     images = Images(pixels, torch.arange(103) % 3, ("a", "b", "c"))
     model, loss = BlindToDarkPixels(), functional.cross_entropy
-    found = measured(model, Preparation(), loss, images, classifier(model, Preparation()))
+    found = measured(model, Preprocessing(), loss, images, classifier(model, Preprocessing()))
     together = gradient_health(lambda x: model(x).scores, pixels.float() / 255, images.labels, loss)
     assert found["gradient length"] == pytest.approx(together.norm)
     assert found["zero gradients"] == pytest.approx(together.zero) == pytest.approx(100 * 3 / 103)

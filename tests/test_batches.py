@@ -11,7 +11,7 @@ from torch import nn
 from test_run_folder import SPLITS, tiny
 from torchcaps import BadInput, Classifier, Prediction
 from torchcaps.batches import ImageBatches, SplitBatches
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_loss, spread_margin
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
@@ -33,10 +33,10 @@ def test_the_order_and_the_augmentation_depend_on_the_seed():
 
 
 def test_the_augmentation_of_an_image_depends_on_its_index_and_not_on_its_place_in_the_batch():
-    preparation = Preparation(shift=5)
-    variation, indices = preparation.variation(0, 0, 60), np.array([7, 3])
-    found, labels = ImageBatches(SPLITS.train, preparation, variation)[indices]
-    assert torch.equal(found, preparation.varied(SPLITS.train.pixels[indices], variation.of(torch.tensor([7, 3]))))
+    preprocessing = Preprocessing(shift=5)
+    variation, indices = preprocessing.variation(0, 0, 60), np.array([7, 3])
+    found, labels = ImageBatches(SPLITS.train, preprocessing, variation)[indices]
+    assert torch.equal(found, preprocessing.varied(SPLITS.train.pixels[indices], variation.of(torch.tensor([7, 3]))))
     assert labels.tolist() == SPLITS.train.labels[indices].tolist()
 
 
@@ -50,11 +50,11 @@ def test_processes_share_the_batch_size_and_train_on_equally_many_images():
 
 def test_validation_uses_the_central_crop_and_the_test_uses_all_crops():
     recipe = tiny(1, crop="20", test_crops="2")
-    data, preparation = batches_of(recipe), Preparation(crop=20, test_crops=2)
+    data, preprocessing = batches_of(recipe), Preprocessing(crop=20, test_crops=2)
     views, _ = next(iter(data.val_dataloader()))
-    assert torch.equal(views, preparation.plain(SPLITS.validation.pixels)[None])
+    assert torch.equal(views, preprocessing.plain(SPLITS.validation.pixels)[None])
     views, _ = next(iter(data.test_dataloader()))
-    assert torch.equal(views, preparation.views(SPLITS.test.pixels))
+    assert torch.equal(views, preprocessing.views(SPLITS.test.pixels))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,11 +169,11 @@ def test_the_reconstruction_loss_is_added_with_its_weight(train):
 @pytest.mark.filterwarnings("ignore")
 def test_the_scores_of_the_test_are_the_means_over_all_prepared_crops():
     model = new_module(tiny(1, crop="20", test_crops="2"), SPLITS).model.eval()
-    preparation = Preparation(crop=20, test_crops=2, standardise="first")
+    preprocessing = Preprocessing(crop=20, test_crops=2, standardise="first")
     images = Images(torch.randint(0, 256, (8, 1, 28, 28), dtype=torch.uint8), torch.arange(8), tuple("0123456789"))
-    found = evaluate(model, images, preparation, precision="float32")
+    found = evaluate(model, images, preprocessing, precision="float32")
     with torch.inference_mode():
-        expected = torch.stack([model(view).scores for view in preparation.views(images.pixels)]).mean(dim=0)
+        expected = torch.stack([model(view).scores for view in preprocessing.views(images.pixels)]).mean(dim=0)
     torch.testing.assert_close(found.scores, expected, rtol=1e-4, atol=1e-6)
 
 

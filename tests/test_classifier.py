@@ -1,4 +1,4 @@
-"""A saved network is loaded with its weights, options, routing rule, class names and preparation of images."""
+"""A saved network is loaded with its weights, options, routing rule, class names and preprocessing of images."""
 
 import inspect
 import json
@@ -21,7 +21,7 @@ from torchcaps import (
     EMRouting,
     MatrixCapsNet,
     PooledCapsNet,
-    Preparation,
+    Preprocessing,
     Routing,
 )
 from torchcaps.data import load_splits, read_image
@@ -58,15 +58,15 @@ def test_the_accuracy_of_a_run_equals_that_of_its_classifier(finished, images):
     assert 100 * sum(right) / len(right) == pytest.approx(metrics["test_accuracy_percent"])
 
 
-def test_a_loaded_classifier_has_the_saved_preparation_and_class_names(tmp_path):
-    preparation = Preparation(standardise="first", crop=20, test_crops=2)
+def test_a_loaded_classifier_has_the_saved_preprocessing_and_class_names(tmp_path):
+    preprocessing = Preprocessing(standardise="first", crop=20, test_crops=2)
     network = CapsNet(**TINY).eval()
-    Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preparation).save_pretrained(tmp_path)
+    Classifier(network, ("cat", "dog", "été"), (1, 24, 22), preprocessing).save_pretrained(tmp_path)
     again = Classifier.from_pretrained(tmp_path)
-    assert again.preparation == preparation
+    assert again.preprocessing == preprocessing
     assert (again.class_names, again.image_shape) == (("cat", "dog", "été"), (1, 24, 22))
     pixels = torch.randint(0, 256, (2, 1, 24, 22), dtype=torch.uint8)
-    right = torch.stack([network(view).scores for view in preparation.views(pixels[:1])]).mean(dim=0)
+    right = torch.stack([network(view).scores for view in preprocessing.views(pixels[:1])]).mean(dim=0)
     torch.testing.assert_close(again.predict(pixels).scores[:1], right)
     assert torch.equal(CapsNet.from_pretrained(tmp_path).eval()(pixels[:, :, :20, :20] / 255).scores,
                        network(pixels[:, :, :20, :20] / 255).scores)  # fmt: skip
@@ -90,7 +90,7 @@ def test_images_of_another_shape_or_type_are_refused(finished):
 
 def test_a_network_saved_without_class_names_is_refused_as_a_classifier(tmp_path):
     CapsNet(**TINY).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="contains only a network, without class names and image preparation"):
+    with pytest.raises(BadInput, match="contains only a network, without class names and image preprocessing"):
         Classifier.from_pretrained(tmp_path)
 
 
@@ -191,8 +191,8 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content["options"].update(routing="em"), "no option 'routing'"),
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
-        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 4"),
-        (lambda content: content.update(format=4.0), "format takes an integer"),
+        (lambda content: content.update(format=1), "is not a torchcaps configuration of format 5"),
+        (lambda content: content.update(format=5.0), "format takes an integer"),
         (lambda content: content.update(options=5), "options takes a mapping"),
         (lambda content: content.update(options=None), "options takes a mapping"),
         (lambda content: content.update(routing=[]), "routing takes a mapping"),
@@ -202,13 +202,13 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.update(weights_sha256=None), "weights_sha256 takes a string"),
         (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
         (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
-        (lambda content: content["images"].pop("preparation"), "damaged"),
+        (lambda content: content["images"].pop("preprocessing"), "damaged"),
         (lambda content: content["images"].update(class_names=["left"]), "do not match the network"),
         (lambda content: content["images"].update(class_names=[1, 2]), "class_names takes a list"),
         (lambda content: content["images"].update(shape=[3, 20]), "shape takes a list"),
-        (lambda content: content["images"]["preparation"].update(shift="a"), "shift takes an integer"),
-        (lambda content: content["images"]["preparation"].update(crop=18, test_crops=10**6), "use 1 to 32"),
-        (lambda content: content["images"]["preparation"].pop("shift"), "preparation lacks 'shift'"),
+        (lambda content: content["images"]["preprocessing"].update(shift="a"), "shift takes an integer"),
+        (lambda content: content["images"]["preprocessing"].update(crop=18, test_crops=10**6), "use 1 to 32"),
+        (lambda content: content["images"]["preprocessing"].pop("shift"), "preprocessing lacks 'shift'"),
         (
             lambda content: content["routing"].update(nowhere={}),
             "a layer that the network does not have, namely 'nowhere'",
@@ -277,26 +277,26 @@ def test_the_weights_for_mnist_classify_the_digits_of_mnist_5k():
 
 
 def test_files_without_the_options_of_later_versions_load_with_their_defaults(run, tmp_path):
-    before, kinds = Classifier.from_pretrained(run), {"preparation": Preparation, "recipe": Recipe, **MODELS}
+    before, kinds = Classifier.from_pretrained(run), {"preprocessing": Preprocessing, "recipe": Recipe, **MODELS}
     for owner, names in LATER.items():
         parameters = inspect.signature(kinds[owner]).parameters
         assert all(parameters[name].default in (False, 0, 1, 0.0, "none", "") for name in names)
     config, recipe = (json.loads((run / name).read_text()) for name in ("config.json", "recipe.json"))
-    for name in LATER["preparation"]:
-        del config["images"]["preparation"][name]
+    for name in LATER["preprocessing"]:
+        del config["images"]["preprocessing"][name]
     for name in LATER["recipe"]:
         del recipe["recipe"][name]
     for name in LATER[recipe["recipe"]["model"]]:
         del config["options"][name]
     (run / "config.json").write_text(json.dumps(config))
     (run / "recipe.json").write_text(json.dumps(recipe))
-    assert Classifier.from_pretrained(run).preparation == before.preparation
+    assert Classifier.from_pretrained(run).preprocessing == before.preprocessing
     assert read_run(run).recipe.name == recipe["recipe"]["name"]
 
 
 def test_a_classifier_that_could_not_be_loaded_is_not_saved(tmp_path):
-    for shape, preparation in (((1, 20, 24), Preparation()), ((1, 20, 20), Preparation(crop=16))):
-        classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), shape, preparation)
+    for shape, preprocessing in (((1, 20, 24), Preprocessing()), ((1, 20, 20), Preprocessing(crop=16))):
+        classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), shape, preprocessing)
         with pytest.raises(
             BadInput, match=r"the network was created for \(1, 20, 20\): create it with image_shape=\(1"
         ):
@@ -307,8 +307,8 @@ def test_a_classifier_that_could_not_be_loaded_is_not_saved(tmp_path):
 @pytest.mark.usefixtures("untyped")
 def test_pixels_of_another_size_are_refused_except_by_pooled_networks():
     pixels = torch.zeros(1, 30, 40, dtype=torch.uint8)
-    classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), (1, 24, 24), Preparation(crop=20))
+    classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), (1, 24, 24), Preprocessing(crop=20))
     with pytest.raises(BadInput, match=r"image has shape \[1, 30, 40\]: give \[1, 24, 24\]"):
-        classifier.prepared(pixels)
-    pooled = Classifier(PooledCapsNet((1, 28, 28), 3), ("a", "b", "c"), (1, 28, 28), Preparation())
-    assert pooled.prepared(pixels).shape == (1, 1, 30, 40)
+        classifier.preprocessed(pixels)
+    pooled = Classifier(PooledCapsNet((1, 28, 28), 3), ("a", "b", "c"), (1, 28, 28), Preprocessing())
+    assert pooled.preprocessed(pixels).shape == (1, 1, 30, 40)

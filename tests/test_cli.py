@@ -213,7 +213,7 @@ def test_evaluate_averages_the_scores_of_several_runs(call, refused, finished, t
     torch.testing.assert_close(mean, (scores[0] + scores[1]) / 2)
     config = json.loads((other / "config.json").read_text())
     for name, value, alike in (("brightness", 0.5, True), ("standardise", "last", False)):
-        config["images"]["preparation"][name] = value
+        config["images"]["preprocessing"][name] = value
         (other / "config.json").write_text(json.dumps(config))
         if alike:
             assert call("evaluate", run, other)[0] == 0

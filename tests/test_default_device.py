@@ -79,7 +79,7 @@ def test_training_with_another_default_device_gives_the_same_weights(tmp_path):
 @pytest.mark.filterwarnings("ignore")
 def test_a_capsule_network_is_inspected_with_another_default_device():
     network = torchcaps.CapsNet((1, 28, 28), 10, convolution_channels=8, primary_types=2).eval()
-    classifier = torchcaps.Classifier(network, SPLITS.test.class_names, (1, 28, 28), torchcaps.Preparation())
+    classifier = torchcaps.Classifier(network, SPLITS.test.class_names, (1, 28, 28), torchcaps.Preprocessing())
     right = inspect(classifier, SPLITS.test.pixels[0]).support
     with DefaultDevice():
         assert torch.equal(inspect(classifier, SPLITS.test.pixels[0]).support, right)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from conftest import ENVIRONMENT, SMALL_CAPSNET
 from test_run_folder import SPLITS, tiny
-from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preparation, kernels, margin_loss
+from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Preprocessing, kernels, margin_loss
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.capsules import check_labels
 from torchcaps.devices import clear_memory_errors, reproducible
@@ -157,7 +157,7 @@ def test_memory_of_the_gpu_that_runs_out_in_a_prediction_is_one_line(monkeypatch
     with pytest.raises(BadInput, match=CURE):
         evaluate(network, SPLITS.test)
     with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory, or move the network to the CPU"):
-        Classifier(network, SPLITS.test.class_names, (1, 28, 28), Preparation()).predict(SPLITS.test.pixels[:1])
+        Classifier(network, SPLITS.test.class_names, (1, 28, 28), Preprocessing()).predict(SPLITS.test.pixels[:1])
 
 
 def test_other_errors_stay_as_they_are():
@@ -187,7 +187,7 @@ def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
 
 def test_batches_are_pinned_for_a_gpu(monkeypatch):
     def loader():
-        return Batches(ImageBatches(SPLITS.test, Preparation()), np.arange(20), 8)
+        return Batches(ImageBatches(SPLITS.test, Preprocessing()), np.arange(20), 8)
 
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)

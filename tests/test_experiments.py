@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import CapsNet, Classifier, MatrixCapsNet, PooledCapsNet, Routing, squash
 from torchcaps.attacks import bim, fgsm, gradient_health
-from torchcaps.data import Images, Preparation, Splits
+from torchcaps.data import Images, Preprocessing, Splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments import EXPERIMENTS, Row, Study, multimnist, run_experiment, time_to_accuracy, two_digits
 from torchcaps.experiments.adversarial import LOSSES
@@ -93,7 +93,7 @@ def test_read_order_lists_digits_from_left_to_right():
     model = PooledCapsNet().eval()
     pixels = torch.randint(0, 256, (3, 1, 28, 84), dtype=torch.uint8)
     with torch.no_grad():
-        scores, couplings, parts = traced(model, Preparation().plain(pixels))
+        scores, couplings, parts = traced(model, Preprocessing().plain(pixels))
     orders = read_order(model, pixels, 3)
     for by, maps in (("couplings", couplings), ("contributions", parts.clamp_min(0))):
         weight = maps.sum(dim=2)
@@ -307,7 +307,7 @@ def test_recent_recipes_for_toys_differ_only_in_the_network(tmp_path):
     cnn, capsules, uniform = (study.recent_toy_recipe(name, 1, images=1_000, epochs=3) for name in NETWORKS)
     assert uniform == replace(capsules, routing_options={**capsules.routing_options, "iterations": 1})
     assert {recipe.data for recipe in (cnn, capsules)} == {"smallnorb"}
-    assert cnn.preparation() == capsules.preparation()
+    assert cnn.preprocessing() == capsules.preprocessing()
     assert (cnn.epochs, cnn.batch_size, cnn.mixup, cnn.schedule) == (3, 64, 0.4, "cosine")
 
 
@@ -317,8 +317,8 @@ def test_recent_recipes_for_digits_differ_only_in_the_network(tmp_path):
         study.recent_digit_recipe(name, 1, data="mnist-5k", shift=6, images=60, epochs=3) for name in NETWORKS
     )
     assert uniform == replace(capsules, routing_options={"iterations": 1})
-    assert cnn.preparation() == capsules.preparation()
-    assert cnn.preparation().shift == 6
+    assert cnn.preprocessing() == capsules.preprocessing()
+    assert cnn.preprocessing().shift == 6
     for recipe in (cnn, capsules):
         assert (recipe.epochs, recipe.batch_size, recipe.schedule, recipe.seed) == (3, 64, "cosine", 1)
 

@@ -26,12 +26,12 @@ ANSWER = "document.querySelector('#message').innerText.includes('{}')"
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """Serve the weights of the repository and a network with a decoder; return the address."""
-    from torchcaps import CapsNet, Classifier, Preparation
+    from torchcaps import CapsNet, Classifier, Preprocessing
 
     folder = tmp_path_factory.mktemp("explore")
     shutil.copytree(WEIGHTS, folder / "weights")
     network = CapsNet(convolution_channels=8, primary_types=2)
-    Classifier(network, tuple("0123456789"), (1, 28, 28), Preparation()).save_pretrained(folder / "weights/untrained")
+    Classifier(network, tuple("0123456789"), (1, 28, 28), Preprocessing()).save_pretrained(folder / "weights/untrained")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

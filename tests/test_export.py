@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from test_models import NETWORKS, SMALL
-from torchcaps import ROUTINGS, BadInput, Classifier, Preparation, Routing, create_model
+from torchcaps import ROUTINGS, BadInput, Classifier, Preprocessing, Routing, create_model
 from torchcaps.data import Images
 from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
 from torchcaps.kernels import _cpu
@@ -20,20 +20,20 @@ from torchcaps.routing.variational_bayes import written_digamma
 PAGE = Path(__file__).parents[1] / "docs/export.md"
 FAST = ("pooled-cnn",)
 pytestmark = pytest.mark.usefixtures("untyped")
-STANDARDISED = Preparation(standardise="last", crop=18, test_crops=2)
+STANDARDISED = Preprocessing(standardise="last", crop=18, test_crops=2)
 
 
 def slow_unless(fast, names):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def classifier_of(name, shape=(1, 20, 22), preparation=STANDARDISED, **options):
-    options = {"image_shape": preparation.image_shape(shape), "num_classes": 3, **SMALL[name], **options}
+def classifier_of(name, shape=(1, 20, 22), preprocessing=STANDARDISED, **options):
+    options = {"image_shape": preprocessing.image_shape(shape), "num_classes": 3, **SMALL[name], **options}
     model = create_model(name, **options).eval()
     for weights in model.parameters():
         if not weights.any():  # scores would be equal
             torch.nn.init.normal_(weights, std=0.1)
-    return Classifier(model, ("a", "b", "ß"), shape, preparation)
+    return Classifier(model, ("a", "b", "ß"), shape, preprocessing)
 
 
 def scores_of_file(file, images):
@@ -67,7 +67,7 @@ def test_exported_files_give_the_scores_of_every_model(name, format, tmp_path):
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 @pytest.mark.parametrize("rule", slow_unless(("dynamic",), ROUTINGS))
 def test_exported_files_give_the_scores_of_every_rule(rule, format, tmp_path):
-    plain = Preparation(standardise="first")
+    plain = Preprocessing(standardise="first")
     check(classifier_of("capsnet", (2, 18, 18), plain, routing=rule), tmp_path / f"model.{format}")
 
 
@@ -89,7 +89,7 @@ def test_a_network_with_an_operator_that_onnx_lacks_is_refused(tmp_path):
         def forward(self, images):
             return images.lgamma()
 
-    classifier = classifier_of("pooled-cnn", preparation=Preparation())
+    classifier = classifier_of("pooled-cnn", preprocessing=Preprocessing())
     classifier.model.trunk = torch.nn.Sequential(Lacking(), classifier.model.trunk)
     with pytest.raises(BadInput, match=r"torch.onnx cannot export this network \(.*lgamma.*use the format pt2"):
         export_classifier(classifier, tmp_path / "model.onnx")
@@ -99,9 +99,9 @@ def test_a_network_with_an_operator_that_onnx_lacks_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("standardise", "crop", "test_crops"), [("none", 0, 1), ("first", 15, 1), ("first", 14, 3), ("last", 15, 1)]
 )
-def test_the_exported_file_contains_the_preparation_of_images(standardise, crop, test_crops, tmp_path):
-    preparation = Preparation(shift=2, standardise=standardise, crop=crop, flip=True, test_crops=test_crops)
-    classifier, file = classifier_of("pooled-cnn", (2, 18, 17), preparation), tmp_path / "model.pt2"
+def test_the_exported_file_contains_the_preprocessing_of_images(standardise, crop, test_crops, tmp_path):
+    preprocessing = Preprocessing(shift=2, standardise=standardise, crop=crop, flip=True, test_crops=test_crops)
+    classifier, file = classifier_of("pooled-cnn", (2, 18, 17), preprocessing), tmp_path / "model.pt2"
     images = torch.randint(0, 256, (3, 2, 18, 17), dtype=torch.uint8)
     images[1] = 0
     right = classifier.predict(images).scores
@@ -143,7 +143,7 @@ def test_a_pt2_file_contains_fused_operators_and_an_onnx_file_contains_none(tmp_
 
 def test_a_network_whose_exported_scores_differ_is_not_written(tmp_path):
     """The scores of this network depend on the other images of a batch; the classifier runs one image at a time."""
-    classifier = classifier_of("pooled-cnn", preparation=Preparation())
+    classifier = classifier_of("pooled-cnn", preprocessing=Preprocessing())
     trunk = classifier.model.trunk
     classifier.model.trunk = torch.nn.Sequential(trunk, torch.nn.BatchNorm2d(128, track_running_stats=False))
     file = tmp_path / "model.pt2"
@@ -202,7 +202,7 @@ def test_scores_and_speed_are_compared_on_given_images(tmp_path):
 def test_a_compiled_package_runs_in_the_cpp_program_of_the_documentation(tmp_path):
     if not (shutil.which("cmake") and shutil.which("g++")):
         pytest.skip("needs cmake and g++")
-    classifier = classifier_of("capsnet", (1, 28, 28), Preparation(), decoder=False)
+    classifier = classifier_of("capsnet", (1, 28, 28), Preprocessing(), decoder=False)
     classifier.model.class_capsules.transform.data *= 60  # scores well above 0
     found = export_classifier(classifier, tmp_path / "model.pt2", "aoti")
     assert (found.runtime, found.same_classes) == ("AOTInductor", 6)
@@ -243,7 +243,7 @@ def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
     ("absent", "says"), [("onnxscript", "pip install 'torchcaps[onnx]'"), ("onnxruntime", "onnx.reference")]
 )
 def test_a_missing_optional_package_is_named(absent, says, tmp_path):
-    classifier_of("pooled-cnn", preparation=Preparation()).save_pretrained(tmp_path)
+    classifier_of("pooled-cnn", preprocessing=Preprocessing()).save_pretrained(tmp_path)
     script = f"""
 import sys
 sys.modules[{absent!r}] = None
@@ -267,7 +267,7 @@ def test_the_name_of_a_compiled_network_is_that_of_the_network(tmp_path):
 
 
 def classifier_parts(classifier):
-    return classifier.class_names, classifier.image_shape, classifier.preparation
+    return classifier.class_names, classifier.image_shape, classifier.preprocessing
 
 
 def test_a_network_that_onnxruntime_cannot_run_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from conftest import SMALL_CAPSNET, make_images, train
 from test_run_folder import SPLITS
-from torchcaps import CapsNet, Classifier, Preparation
+from torchcaps import CapsNet, Classifier, Preprocessing
 from torchcaps.attacks import bim, fgsm
 from torchcaps.inspection import inspect
 from torchcaps.losses import margin_loss
@@ -117,7 +117,7 @@ def network():
 
 
 def classifier(model):
-    return Classifier(model, SPLITS.test.class_names, (1, 28, 28), Preparation())
+    return Classifier(model, SPLITS.test.class_names, (1, 28, 28), Preprocessing())
 
 
 def digits_recipe(**settings):

@@ -84,7 +84,7 @@ def test_importing_the_library_does_not_import_heavy_packages():
         return done.stdout.split()
 
     assert "torch" not in loaded_by("pass")
-    loaded = loaded_by("torchcaps.CapsuleLayer, torchcaps.CapsNet, torchcaps.EMRouting, torchcaps.Preparation")
+    loaded = loaded_by("torchcaps.CapsuleLayer, torchcaps.CapsNet, torchcaps.EMRouting, torchcaps.Preprocessing")
     assert "torch" in loaded
     assert not {
         "lightning",

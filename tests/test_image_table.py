@@ -12,7 +12,7 @@ from PIL import Image
 
 from conftest import SMALL_CAPSNET, make_images
 from image_trees import refused, tree, warned
-from torchcaps import Classifier, PooledCNN, Preparation
+from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.cli.common import splits_for
 from torchcaps.data import load_image_table, load_splits
 from torchcaps.recipes import create_recipe
@@ -284,7 +284,7 @@ def trained_on(data, **options):
     """A classifier of images of 8 × 6 pixels, and the recipe of its training."""
     recipe = replace(create_recipe("capsnet-images"), data=str(data), data_options=options)
     names = ("cat", "dog")
-    return Classifier(PooledCNN((1, 16, 16), 2), names, (1, 6, 8), Preparation()), recipe
+    return Classifier(PooledCNN((1, 16, 16), 2), names, (1, 6, 8), Preprocessing()), recipe
 
 
 @pytest.mark.parametrize("form", ["photos/", "./photos", "ABSOLUTE", "../HERE/photos"])

@@ -18,7 +18,7 @@ from torchcaps import (
     Classifier,
     DenseCaps,
     Inspection,
-    Preparation,
+    Preprocessing,
     Routing,
     create_model,
     inspect,
@@ -41,7 +41,7 @@ SMALL = {
 def classifier(name: str = "capsnet", **options) -> Classifier:
     torch.manual_seed(0)
     model = create_model(name, image_shape=(1, 28, 28), num_classes=3, **SMALL.get(name, {}), **options).eval()
-    return Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preparation())
+    return Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preprocessing())
 
 
 @pytest.mark.parametrize("rule", ROUTINGS)
@@ -139,7 +139,7 @@ def test_a_site_is_drawn_at_the_centre_of_its_receptive_field():
 def test_every_capsule_network_can_be_inspected(name):
     size = 48 if name == "generative-capsnet" else 32
     model = create_model(name, image_shape=(2, size, size), num_classes=3, **SMALL_OF_ALL.get(name, {})).eval()
-    network = Classifier(model, ("ant", "ant", "cat"), (2, size, size), Preparation())
+    network = Classifier(model, ("ant", "ant", "cat"), (2, size, size), Preprocessing())
     if name in ("baseline-cnn", "matrix-baseline-cnn", "pooled-cnn"):
         with pytest.raises(BadInput, match="no capsules"):
             inspect(network, torch.zeros(2, size, size))
@@ -358,7 +358,7 @@ def test_a_feature_map_of_unknown_position_is_refused():
 
 def test_every_site_of_a_residual_network_is_inside_the_image():
     model = create_model("residual-capsnet", image_shape=(1, 28, 28), num_classes=3)
-    found = inspect(Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preparation()), torch.rand(1, 28, 28))
+    found = inspect(Classifier(model, ("ant", "bee", "cat"), (1, 28, 28), Preprocessing()), torch.rand(1, 28, 28))
     torch.testing.assert_close(found.support.sum(dim=(2, 3)), torch.ones(found.support.shape[:2]))
 
 

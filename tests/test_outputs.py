@@ -17,7 +17,7 @@ import torch
 from conftest import train
 from image_trees import refused as refuses
 from test_image_table import png
-from torchcaps import Classifier, PooledCNN, Preparation
+from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
 from torchcaps.cli.commands import _print_classes
@@ -39,7 +39,7 @@ def limited(kind, number):
 
 
 def classifier(names=("cat", "dog")):
-    return Classifier(PooledCNN((1, 16, 16), len(names)), names, (1, 16, 16), Preparation())
+    return Classifier(PooledCNN((1, 16, 16), len(names)), names, (1, 16, 16), Preprocessing())
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_cache_of_a_dataset_on_a_full_disk_names_the_cure(tmp_path, monkeypa
 @pytest.mark.filterwarnings("ignore:This DataLoader", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_worker_processes_that_cannot_start_cause_an_error_of_one_line():
     images = Images(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("cat",))
-    loader = Batches(ImageBatches(images, Preparation()), np.arange(8), 1, 4)
+    loader = Batches(ImageBatches(images, Preprocessing()), np.arange(8), 1, 4)
     limit = len(os.listdir("/proc/self/fd")) + 3
     with limited(resource.RLIMIT_NOFILE, limit):
         refuses(lambda: next(iter(loader)), "4 worker processes cannot start (Too many open files): use fewer")

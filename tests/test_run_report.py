@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from torchcaps import Prediction, Preparation
+from torchcaps import Prediction, Preprocessing
 from torchcaps.data import Images
 from torchcaps.pictures import as_picture, save_curves, save_worst
 from torchcaps.recipes import create_recipe
@@ -75,11 +75,11 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
 
 def test_the_worst_images_come_first(tmp_path):
     images = grey([255, 0, 128, 200], [0, 0, 1, 1])
-    scores = Brightness()(Preparation().plain(images.pixels)).scores.detach()
+    scores = Brightness()(Preprocessing().plain(images.pixels)).scores.detach()
     assert scores.argmax(dim=1).tolist() == [1, 0, 1, 1]
-    save_worst(Brightness(), Preparation(), images, scores, tmp_path / "two.png", count=2)
+    save_worst(Brightness(), Preprocessing(), images, scores, tmp_path / "two.png", count=2)
     two = torch.tensor([0, 2])
-    save_worst(Brightness(), Preparation(), images.subset(two), scores[two], tmp_path / "same.png")
+    save_worst(Brightness(), Preprocessing(), images.subset(two), scores[two], tmp_path / "same.png")
     assert (imread(tmp_path / "two.png") == imread(tmp_path / "same.png")).all()
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
 from torchcaps.checkpoints import AtomicCheckpoints
-from torchcaps.data import Images, Preparation, Splits, load_splits
+from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
@@ -194,7 +194,7 @@ def test_two_processes_train_together(command, images, tmp_path):
     test = load_splits(str(images), tmp_path).test
     network = Classifier.from_pretrained(tmp_path / "run")
     scores = evaluate(network.model, test, precision="float32").scores
-    save_worst(network.model, network.preparation, test, scores, tmp_path / "worst.png")
+    save_worst(network.model, network.preprocessing, test, scores, tmp_path / "worst.png")
     assert (imread(tmp_path / "run" / "worst.png") == imread(tmp_path / "worst.png")).all()
 
 
@@ -305,7 +305,7 @@ def test_order_and_shifts_depend_only_on_seed_epoch_and_index(images):
     assert not torch.equal(epoch_of(3)[0], epoch_of(4)[0])
     labels = [torch.cat(epoch_of(3, 2, rank)[1::2]) for rank in (0, 1)]
     assert [len(share) for share in labels] == [len(splits.train) // 2] * 2
-    views, _ = ImageBatches(splits.train, Preparation())[torch.arange(4).numpy()]
+    views, _ = ImageBatches(splits.train, Preprocessing())[torch.arange(4).numpy()]
     assert len(views) == 1
     assert views[0].is_contiguous(memory_format=torch.channels_last)
     assert 0 <= views.min() <= views.max() <= 1

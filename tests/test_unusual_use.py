@@ -22,7 +22,7 @@ from torchcaps import (
     Classifier,
     EMRouting,
     Prediction,
-    Preparation,
+    Preprocessing,
     Routing,
     RoutingMap,
     Rule,
@@ -44,7 +44,7 @@ BLANK = torch.zeros(1, 1, 20, 20, dtype=torch.uint8)
 
 
 def classifier_of(model):
-    return Classifier(model, ("ant", "bee", "cat"), (1, 20, 20), Preparation())
+    return Classifier(model, ("ant", "bee", "cat"), (1, 20, 20), Preprocessing())
 
 
 @pytest.mark.parametrize("use", [lambda c: c.predict(BLANK), lambda c: inspect(c, BLANK[0])])
@@ -308,10 +308,10 @@ def test_im2col_refuses_what_it_does_not_compute(options):
 @pytest.mark.usefixtures("untyped")
 def test_a_classifier_checks_its_class_names():
     with pytest.raises(BadInput, match="class_names must be strings; got int 0"):
-        Classifier(CapsNet(**TINY), (0, 1, 2), (1, 20, 20), Preparation())
+        Classifier(CapsNet(**TINY), (0, 1, 2), (1, 20, 20), Preprocessing())
     with pytest.raises(BadInput, match="class_names has 2 names, but the model has 3 classes"):
-        Classifier(CapsNet(**TINY), ("ant", "bee"), (1, 20, 20), Preparation())
-    assert Classifier(CapsNet(**TINY), ("a", "b", "c"), [1, 20, 20], Preparation()).predict(BLANK)
+        Classifier(CapsNet(**TINY), ("ant", "bee"), (1, 20, 20), Preprocessing())
+    assert Classifier(CapsNet(**TINY), ("a", "b", "c"), [1, 20, 20], Preprocessing()).predict(BLANK)
 
 
 class Gain(UniformRouting):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash
     from torchcaps.classifier import Answer, Classifier
-    from torchcaps.data import Preparation
+    from torchcaps.data import Preprocessing
     from torchcaps.decoder import Decoder
     from torchcaps.errors import BadInput, DataWarning, Diverged
     from torchcaps.inspection import Inspection, inspect
@@ -57,7 +57,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "capsules": ("Capsules", "Prediction", "coordinate_addition", "lengths", "squash"),
     "classifier": ("Answer", "Classifier"),
-    "data": ("Preparation",),
+    "data": ("Preprocessing",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
     "decoder": ("Decoder",),
     "inspection": ("Inspection", "inspect"),
@@ -113,7 +113,7 @@ __all__ = [
     "PooledCapsNet",
     "PoseNorm",
     "Prediction",
-    "Preparation",
+    "Preprocessing",
     "PrimaryCaps",
     "ResidualCapsNet",
     "Routing",

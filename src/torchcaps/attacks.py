@@ -120,7 +120,7 @@ def gradient_health(
 
     Arguments:
         classifier: any differentiable function of images that returns scores ``[B, classes]``. It should be the network
-            alone, without the preparation of the images: standardisation would give every pixel a gradient.
+            alone, without the preprocessing of the images: standardisation would give every pixel a gradient.
         images: input of the network.
         labels: class indices ``[B]``.
         loss: function of scores and labels that returns the mean loss of the batch.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from torchcaps.data import Images, ImagesOnDisk, Preparation, Splits, Variation
+from torchcaps.data import Images, ImagesOnDisk, Preprocessing, Splits, Variation
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput
 from torchcaps.process_memory import release_free_memory
@@ -26,13 +26,13 @@ class ImageBatches(Dataset):
 
     Arguments:
         images: the images of one split.
-        preparation: converts the images to the model's input.
+        preprocessing: converts the images to the model's input.
         variation: random numbers for the augmentation in one epoch; None for validation and test.
     """
 
-    def __init__(self, images: Images, preparation: Preparation, variation: Variation | None = None) -> None:
+    def __init__(self, images: Images, preprocessing: Preprocessing, variation: Variation | None = None) -> None:
         self.images = images
-        self.preparation = preparation
+        self.preprocessing = preprocessing
         self.variation = variation
 
     def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor] | BadInput:
@@ -42,12 +42,12 @@ class ImageBatches(Dataset):
             return error  # `Batches` raises it in the training process; a worker process would add a traceback
 
     def load(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the prepared images at `indices` and their labels."""
+        """Return the preprocessed images at `indices` and their labels."""
         chosen = torch.from_numpy(indices)
         pixels, labels = self.images.batch(chosen), self.images.labels[chosen]
         if self.variation is None:
-            return self.preparation.views(pixels), labels
-        return self.preparation.varied(pixels, self.variation.of(chosen)), labels
+            return self.preprocessing.views(pixels), labels
+        return self.preprocessing.varied(pixels, self.variation.of(chosen)), labels
 
 
 class Batches(DataLoader):
@@ -93,8 +93,8 @@ class Batches(DataLoader):
         shared, loaded = Path("/dev/shm"), self.dataset
         if not shared.is_dir() or not isinstance(loaded, ImageBatches):
             return
-        shape = loaded.preparation.image_shape(loaded.images.image_shape)
-        views = 1 if loaded.variation is not None else loaded.preparation.test_crops**2
+        shape = loaded.preprocessing.image_shape(loaded.images.image_shape)
+        views = 1 if loaded.variation is not None else loaded.preprocessing.test_crops**2
         largest = max(len(part) for part in self.sampler) * views * math.prod(shape) * torch.float32.itemsize
         needed, free = largest * self.num_workers * (self.prefetch_factor or 1), shutil.disk_usage(shared).free
         if needed > free:
@@ -124,7 +124,7 @@ class SplitBatches(lightning.LightningDataModule):
 
     Arguments:
         splits: training, validation and test images.
-        recipe: recipe that sets the batch size, the seed and the image preparation.
+        recipe: recipe that sets the batch size, the seed and the image preprocessing.
         workers: number of processes that load images.
     """
 
@@ -141,10 +141,10 @@ class SplitBatches(lightning.LightningDataModule):
             number: index of the epoch; the first epoch has index 0.
         """
         recipe, images = self.recipe, self.splits.train
-        preparation = recipe.preparation()
-        variation = preparation.variation(recipe.seed, number, len(images))
+        preprocessing = recipe.preprocessing()
+        variation = preprocessing.variation(recipe.seed, number, len(images))
         order = np.random.default_rng([recipe.seed, number, 1]).permutation(len(images))
-        return ImageBatches(images, preparation, variation), order
+        return ImageBatches(images, preprocessing, variation), order
 
     def train_dataloader(self) -> DataLoader:
         trainer = self.trainer
@@ -171,4 +171,4 @@ class SplitBatches(lightning.LightningDataModule):
     def _share(self, images: Images, recipe: Recipe) -> DataLoader:
         assert self.trainer is not None
         mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
-        return Batches(ImageBatches(images, recipe.preparation()), mine, recipe.batch_size, self.workers)
+        return Batches(ImageBatches(images, recipe.preprocessing()), mine, recipe.batch_size, self.workers)

@@ -1,4 +1,4 @@
-"""`Classifier`: a trained network with its image preparation, which predicts class names for image files."""
+"""`Classifier`: a trained network with its image preprocessing, which predicts class names for image files."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from torchcaps.checks import described
-from torchcaps.data import Preparation, read_image
+from torchcaps.data import Preprocessing, read_image
 from torchcaps.devices import clear_memory_errors
 from torchcaps.errors import BadInput
 from torchcaps.models import MODELS
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network with its class names and image preparation.
+    """A network with its class names and image preprocessing.
 
     `torchcaps train` saves a classifier in the run folder, and `from_pretrained` loads that classifier. The method
     `predict` and the command `torchcaps predict` compute bit-identical scores.
@@ -59,8 +59,8 @@ class Classifier:
     Arguments:
         model: a network of `MODELS`.
         class_names: class names, in the order of the model's scores.
-        image_shape: (channels, height, width) of the images before the preparation, which may crop them.
-        preparation: converts the images to the model's input.
+        image_shape: (channels, height, width) of the images before the preprocessing, which may crop them.
+        preprocessing: converts the images to the model's input.
 
     Raises:
         BadInput: a class name is not a string, or the number of class names is not the model's number of classes.
@@ -69,7 +69,7 @@ class Classifier:
         >>> import tempfile
         >>> from torchcaps import CapsNet
         >>> network = CapsNet((1, 20, 20), 2, convolution_channels=8, primary_types=2)
-        >>> classifier = Classifier(network, ("cat", "dog"), (1, 20, 20), Preparation())
+        >>> classifier = Classifier(network, ("cat", "dog"), (1, 20, 20), Preprocessing())
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     classifier.save_pretrained(folder)
         ...     again = Classifier.from_pretrained(folder)
@@ -80,7 +80,7 @@ class Classifier:
     model: nn.Module
     class_names: Sequence[str]
     image_shape: tuple[int, int, int]
-    preparation: Preparation
+    preprocessing: Preprocessing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_shape", tuple(self.image_shape))
@@ -110,17 +110,17 @@ class Classifier:
             raise BadInput(
                 f"{type(model).__name__} cannot be saved: use a network of torchcaps, or save its state_dict()"
             )
-        prepared = self.preparation.image_shape(self.image_shape)
-        expected = tuple(model.options.get("image_shape", prepared))
-        if prepared != expected:
+        preprocessed = self.preprocessing.image_shape(self.image_shape)
+        expected = tuple(model.options.get("image_shape", preprocessed))
+        if preprocessed != expected:
             raise BadInput(
-                f"images of shape {self.image_shape} have the shape {prepared} after preparation, but the network was "
-                f"created for {expected}: create it with image_shape={prepared}"
+                f"images of shape {self.image_shape} have the shape {preprocessed} after preprocessing, but the "
+                f"network was created for {expected}: create it with image_shape={preprocessed}"
             )
         images = {
             "shape": list(self.image_shape),
             "class_names": list(self.class_names),
-            "preparation": asdict(self.preparation),
+            "preprocessing": asdict(self.preprocessing),
         }
         model.save_pretrained(folder, images=images)
 
@@ -139,7 +139,7 @@ class Classifier:
 
         Raises:
             BadInput: the folder or repository does not exist; a file is missing or damaged; an option is unknown; or
-                the network was saved alone, that is, without class names and image preparation.
+                the network was saved alone, that is, without class names and image preprocessing.
         """
         folder = local_folder(source, revision, token)
         config = read_config(folder)
@@ -149,27 +149,27 @@ class Classifier:
         saved = config.images
         if saved is None:
             raise BadInput(
-                f"{folder} contains only a network, without class names and image preparation: save the network with "
+                f"{folder} contains only a network, without class names and image preprocessing: save the network with "
                 "Classifier.save_pretrained"
             )
         try:
-            if set(saved) != {"shape", "class_names", "preparation"}:
-                raise BadInput("the entry 'images' must contain exactly shape, class_names and preparation")
+            if set(saved) != {"shape", "class_names", "preprocessing"}:
+                raise BadInput("the entry 'images' must contain exactly shape, class_names and preprocessing")
             check_kind("shape", saved["shape"], tuple[int, int, int])
             check_kind("class_names", saved["class_names"], Sequence[str])
-            check_kind("preparation", saved["preparation"], dict[str, Any])
-            kinds = kinds_of(Preparation)
-            check_options("preparation", saved["preparation"], kinds)
-            if missing := absent("preparation", kinds, saved["preparation"]):
-                raise BadInput(f"preparation lacks {missing[0]!r}")
-            preparation = Preparation(**saved["preparation"])
-            shape = preparation.image_shape(tuple(saved["shape"]))
+            check_kind("preprocessing", saved["preprocessing"], dict[str, Any])
+            kinds = kinds_of(Preprocessing)
+            check_options("preprocessing", saved["preprocessing"], kinds)
+            if missing := absent("preprocessing", kinds, saved["preprocessing"]):
+                raise BadInput(f"preprocessing lacks {missing[0]!r}")
+            preprocessing = Preprocessing(**saved["preprocessing"])
+            shape = preprocessing.image_shape(tuple(saved["shape"]))
         except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
         if shape != tuple(model.options["image_shape"]) or len(saved["class_names"]) != model.options["num_classes"]:
             raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
-        return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preparation)
+        return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing)
 
     @clear_memory_errors("free memory, or move the network to the CPU: classifier.model.cpu()")
     def predict(
@@ -195,20 +195,20 @@ class Classifier:
         pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)
         weights = next(self.model.parameters())
         with evaluating(self.model), torch.inference_mode():
-            views = (self.preparation.views(one[None])[:, 0].to(weights) for one in pixels)
+            views = (self.preprocessing.views(one[None])[:, 0].to(weights) for one in pixels)
             scores = [self.model(several).scores.float().mean(dim=0).cpu() for several in views]
         if not scores:
             raise BadInput("images is empty: give at least one image")
         best = torch.stack(scores).argmax(dim=1).tolist()
         return Answer([self.class_names[index] for index in best], torch.stack(scores))
 
-    def prepared(self, image: str | Path | Tensor | np.ndarray) -> Float[Tensor, "1 C h w"]:
-        """Prepare one image as input of the model.
+    def preprocessed(self, image: str | Path | Tensor | np.ndarray) -> Float[Tensor, "1 C h w"]:
+        """Preprocess one image as input of the model.
 
         Arguments:
             image: the path of an image file; uint8 pixels ``[C, H, W]`` of the classifier's ``image_shape``, as a
                 tensor or an array (without crop and with ``model.any_size``, of any height and width); or
-                floating-point numbers ``[C, H, W]``, which are used without further preparation.
+                floating-point numbers ``[C, H, W]``, which are used without further preprocessing.
 
         Raises:
             BadInput: the file cannot be read as an image, or the pixels have the wrong dtype or shape.
@@ -217,7 +217,7 @@ class Classifier:
         if isinstance(image, np.ndarray):
             image = torch.from_numpy(np.ascontiguousarray(image))
         if isinstance(image, Tensor):
-            any_size = getattr(uncompiled(self.model), "any_size", True) and not self.preparation.crop
+            any_size = getattr(uncompiled(self.model), "any_size", True) and not self.preprocessing.crop
             fixed = image.dtype == torch.uint8 and not any_size
             channels, *size = self.image_shape
             if image.ndim != 3 or image.shape[0] != channels or (fixed and [*image.shape[1:]] != size):
@@ -228,8 +228,8 @@ class Classifier:
                 return image[None].detach().to(weights)
             if image.dtype != torch.uint8:
                 raise BadInput(f"image has dtype {str(image.dtype).removeprefix('torch.')}: give uint8 or floats")
-            return self.preparation.plain(image[None]).to(weights)
-        return self.preparation.plain(self._read(Path(image))[None]).to(weights)
+            return self.preprocessing.plain(image[None]).to(weights)
+        return self.preprocessing.plain(self._read(Path(image))[None]).to(weights)
 
     def _checked(self, pixels: Tensor) -> Tensor:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:

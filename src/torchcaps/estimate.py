@@ -215,7 +215,7 @@ class _Steps:
         self.optimizer: torch.optim.Optimizer = module.configure_optimizers()["optimizer"]
         self.size = max(1, recipe.batch_size // devices)
         self.batches, self.order = SplitBatches(splits, recipe).epoch(0)
-        self.validation = ImageBatches(splits.validation, recipe.preparation())
+        self.validation = ImageBatches(splits.validation, recipe.preprocessing())
         self.next = self.peak = 0
 
     def train(self) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchcaps.checks import check_choice
 from torchcaps.classifier import Classifier, uncompiled
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, first_line
 from torchcaps.models.pretrained import model_name
@@ -63,16 +63,16 @@ class Export(NamedTuple):
 
 
 class _PixelsToScores(nn.Module):
-    """Network that applies the preparation and the model of a classifier to uint8 pixels."""
+    """Network that applies the preprocessing and the model of a classifier to uint8 pixels."""
 
-    def __init__(self, model: nn.Module, preparation: Preparation) -> None:
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.model = model
-        self.preparation = preparation
+        self.preprocessing = preprocessing
         self.dtype = next((weight.dtype for weight in model.parameters()), torch.float32)
 
     def forward(self, images: Tensor) -> Tensor:
-        views = self.preparation.views(images).to(self.dtype)
+        views = self.preprocessing.views(images).to(self.dtype)
         scores = self.model(views.flatten(0, 1)).scores.float()
         return scores.unflatten(0, (views.shape[0], -1)).mean(dim=0)
 
@@ -113,7 +113,7 @@ def export_classifier(
     Example:
         >>> from tempfile import TemporaryDirectory
         >>> from torchcaps import PooledCNN
-        >>> classifier = Classifier(PooledCNN((1, 16, 16), 2), ("cat", "dog"), (1, 16, 16), Preparation())
+        >>> classifier = Classifier(PooledCNN((1, 16, 16), 2), ("cat", "dog"), (1, 16, 16), Preprocessing())
         >>> with TemporaryDirectory() as folder:
         ...     export_classifier(classifier, f"{folder}/model.pt2", "pt2").same_classes
         6
@@ -135,7 +135,7 @@ def export_classifier(
         "model": model_name(type(model)),
     }
     shape = classifier.image_shape
-    own = _PixelsToScores(model, classifier.preparation)
+    own = _PixelsToScores(model, classifier.preprocessing)
     with _quiet(), torch.no_grad():
         write, load = {"onnx": (_onnx, _onnx_runner), "pt2": (_pt2, _pt2_runner), "aoti": (_aoti, _aoti_runner)}[format]
         content = write(copy.deepcopy(own), _random(SEVERAL, shape), facts)

@@ -60,8 +60,8 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         other = [key for key, value in options.items() if json.dumps(value) != json.dumps(saved.options.get(key))]
         cure = f", or set the model options {', '.join(other)} as in {folder / CONFIG}" if other else ""
         raise BadInput(f"{source} has no weights that fit the model of {recipe.name}: use other weights{cure}")
-    prepared = (saved.images or {}).get("preparation")
-    before = prepared.get("standardise") if isinstance(prepared, Mapping) else None
+    preprocessed = (saved.images or {}).get("preprocessing")
+    before = preprocessed.get("standardise") if isinstance(preprocessed, Mapping) else None
     if before not in (None, recipe.standardise):
         warnings.warn(
             f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}, "

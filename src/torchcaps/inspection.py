@@ -247,7 +247,7 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     Arguments:
         classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
         image: path of an image file; uint8 pixels ``[C, H, W]``, as a tensor or an array; or floating-point numbers
-            ``[C, H, W]`` that are already prepared as the network's input.
+            ``[C, H, W]`` that are already preprocessed as the network's input.
 
     Raises:
         BadInput: the network has no capsules; the positions of its first capsules in the image are unknown; the rule of
@@ -255,13 +255,13 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
             be read; or the pixels have the wrong dtype or shape.
 
     Example:
-        >>> from torchcaps import CapsNet, Preparation
+        >>> from torchcaps import CapsNet, Preprocessing
         >>> network = CapsNet((1, 20, 20), 3, convolution_channels=8, primary_types=2).eval()
-        >>> classifier = Classifier(network, ("ant", "bee", "cat"), (1, 20, 20), Preparation())
+        >>> classifier = Classifier(network, ("ant", "bee", "cat"), (1, 20, 20), Preprocessing())
         >>> inspect(classifier, torch.zeros(1, 20, 20, dtype=torch.uint8)).support.shape
         torch.Size([3, 3, 20, 20])
     """
-    inputs, model = classifier.prepared(image), classifier.model
+    inputs, model = classifier.preprocessed(image), classifier.model
     with (
         RECORDING,
         evaluating(model),

@@ -30,7 +30,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "early_epochs",
         "batch_norm_images",
     ),
-    "preparation": ("flip", "elastic"),
+    "preprocessing": ("flip", "elastic"),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
 }
@@ -45,13 +45,13 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
     """List the required options that a saved file lacks.
 
     Arguments:
-        owner: kind of settings, such as ``preparation``. `LATER` lists, for each kind, the options that files of
+        owner: kind of settings, such as ``preprocessing``. `LATER` lists, for each kind, the options that files of
             earlier versions lack. All other options are required.
         known: names of all options.
         given: names of the options in the file.
 
     Example:
-        >>> absent("preparation", ["crop", "flip"], {})
+        >>> absent("preprocessing", ["crop", "flip"], {})
         ['crop']
     """
     return [name for name in known if name not in given and name not in LATER.get(owner, ())]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.classifier import evaluating
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.data.files import write_picture
 from torchcaps.errors import caption
 
@@ -51,7 +51,7 @@ def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence
 
 
 def save_reconstructions(
-    model: nn.Module, preparation: Preparation, images: Images, path: Path, count: int = 10
+    model: nn.Module, preprocessing: Preprocessing, images: Images, path: Path, count: int = 10
 ) -> bool:
     """Draw images above their reconstructions, one column per image.
 
@@ -59,7 +59,7 @@ def save_reconstructions(
 
     Arguments:
         model: network that takes images and returns a `Prediction`.
-        preparation: conversion of the stored images to the model's input.
+        preprocessing: conversion of the stored images to the model's input.
         images: images of a split, of which up to `count` are drawn, at regular intervals.
         path: PNG file to write.
         count: largest number of images to draw.
@@ -68,12 +68,12 @@ def save_reconstructions(
         True if a picture was written, False if the model has no decoder.
     """
     step = max(1, len(images) // count)
-    return _draw(model, preparation, images.subset(range(0, len(images), step)[:count]), path, always=False)
+    return _draw(model, preprocessing, images.subset(range(0, len(images), step)[:count]), path, always=False)
 
 
 def save_worst(
     model: nn.Module,
-    preparation: Preparation,
+    preprocessing: Preprocessing,
     images: Images,
     scores: Float[Tensor, "N K"],
     path: Path,
@@ -85,7 +85,7 @@ def save_worst(
 
     Arguments:
         model: network that takes images and returns a `Prediction`.
-        preparation: conversion of the stored images to the model's input.
+        preprocessing: conversion of the stored images to the model's input.
         images: N images of a split.
         scores: ``[N, K]``, the scores of the images.
         path: PNG file to write.
@@ -94,12 +94,12 @@ def save_worst(
     labels = images.labels[:, None]
     margins = scores.gather(1, labels).squeeze(1) - scores.scatter(1, labels, -torch.inf).amax(dim=1)
     worst = margins.argsort(stable=True)[:count]
-    _draw(model, preparation, images.subset(worst), path, scores[worst].argmax(dim=1))
+    _draw(model, preprocessing, images.subset(worst), path, scores[worst].argmax(dim=1))
 
 
 def _draw(
     model: nn.Module,
-    preparation: Preparation,
+    preprocessing: Preprocessing,
     images: Images,
     path: Path,
     winners: Tensor | None = None,
@@ -109,7 +109,7 @@ def _draw(
     from matplotlib.figure import Figure
 
     with evaluating(model), torch.inference_mode():
-        inputs = preparation.plain(images.pixels)
+        inputs = preprocessing.plain(images.pixels)
         prediction = model(inputs.to(next(model.parameters())))
     drawn = prediction.reconstruction
     if drawn is None and not always:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchcaps.data import Preparation
-from torchcaps.data.preparation import Standardise
+from torchcaps.data import Preprocessing
+from torchcaps.data.preprocessing import Standardise
 from torchcaps.errors import BadInput
 from torchcaps.losses import LOSSES, NOT_SETTINGS
 from torchcaps.options import check_kind, check_options, kinds_of, plain_options
@@ -217,8 +217,8 @@ class Recipe:
                 f"class_weights is {self.class_weights!r}, but loss {self.loss} accepts no weights: set "
                 "class_weights=none"
             )
-        preparation = self.preparation()
-        changed = preparation.standardise != "none" or preparation.brightness or preparation.contrast
+        preprocessing = self.preprocessing()
+        changed = preprocessing.standardise != "none" or preprocessing.brightness or preprocessing.contrast
         if self.reconstruction_weight and changed:
             raise BadInput(
                 "reconstruction_weight is above 0, but standardise, brightness or contrast move pixels out of the "
@@ -229,9 +229,9 @@ class Recipe:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""
         return plain_options(f"recipe {self.name}", asdict(self))
 
-    def preparation(self) -> Preparation:
-        """Return the image preparation that the settings describe."""
-        return Preparation.of(vars(self))
+    def preprocessing(self) -> Preprocessing:
+        """Return the image preprocessing that the settings describe."""
+        return Preprocessing.of(vars(self))
 
 
 def _without_numpy(value: Any) -> Any:

@@ -45,7 +45,7 @@ class Run:
     Arguments:
         recipe: all settings of the training.
         class_names: class names, in the order of the labels.
-        image_shape: (channels, height, width) of the images before the preparation, which may crop them.
+        image_shape: (channels, height, width) of the images before the preprocessing, which may crop them.
         data: result of `fingerprint`: class names, and for each split the number of images and a checksum.
         environment: versions, commit and hardware of the last training session.
         earlier_environments: versions, commit and hardware of each earlier session, if the run was resumed.

@@ -143,7 +143,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         X = self._images(X)
         self.image_shape_ = X.shape[1:]
         self.mean_, self.scale_ = float(X.mean(dtype=np.float64)), float(X.std(dtype=np.float64)) or 1.0
-        images = self._prepared(X)
+        images = self._preprocessed(X)
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         try:
             device = torch.empty(0, device=self.device).device
@@ -174,7 +174,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         X = self._images(self._validated(X))
         if X.shape[1:] != self.image_shape_:
             raise BadInput(f"X has images of shape {X.shape[1:]}: give images of shape {self.image_shape_}, as in fit")
-        images = self._prepared(X)
+        images = self._preprocessed(X)
         device = next(self.model_.parameters()).device
         with torch.inference_mode():
             parts = [self.model_(part.to(device)).scores.double().cpu() for part in images.split(64)]
@@ -254,7 +254,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             raise BadInput(f"image_shape is {self.image_shape!r}, but the images have shape {shape}: leave it out")
         return X
 
-    def _prepared(self, X: np.ndarray) -> Tensor:
+    def _preprocessed(self, X: np.ndarray) -> Tensor:
         """Scale the images, and pad small images on all sides; returns ``[N, channels, height, width]``."""
         images = torch.from_numpy((X - self.mean_) / self.scale_).float().movedim(3, 1)
         missing = [max(0, SMALLEST - side) for side in images.shape[2:]]

@@ -22,7 +22,7 @@ from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, l
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
-from torchcaps.data import Images, Preparation, Splits
+from torchcaps.data import Images, Preprocessing, Splits
 from torchcaps.data.files import write_json
 from torchcaps.devices import (
     SMALLER_BATCHES,
@@ -83,9 +83,9 @@ def fit(
             `fit` does not change other files in the folder.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
-        workers: number of worker processes per device that decode and prepare images. The default for images on disk is
-            the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The number
-            of workers does not change the results.
+        workers: number of worker processes per device that read and preprocess images. The default for images on disk
+            is the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The
+            number of workers does not change the results.
         resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
             are bit-identical to the weights of an uninterrupted run.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
@@ -182,7 +182,7 @@ def new_module(
 
 def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module:
     """Build the recipe's model and run it on one blank image, so that invalid options fail before training starts."""
-    shape = recipe.preparation().image_shape(images.image_shape)
+    shape = recipe.preprocessing().image_shape(images.image_shape)
     options: dict[str, Any] = {"image_shape": shape, "num_classes": len(images.class_names), **recipe.model_options}
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
@@ -247,9 +247,9 @@ def _train(
     }
     if trainer.is_global_zero:
         write_run(folder, run)
-        model, stored, preparation = cast(Pretrained, module.model), splits.train.image_shape, recipe.preparation()
-        if tuple(model.options["image_shape"]) == preparation.image_shape(stored):
-            Classifier(module.model, names, stored, preparation).save_pretrained(folder)
+        model, stored, preprocessing = cast(Pretrained, module.model), splits.train.image_shape, recipe.preprocessing()
+        if tuple(model.options["image_shape"]) == preprocessing.image_shape(stored):
+            Classifier(module.model, names, stored, preprocessing).save_pretrained(folder)
         else:  # a subclass of TrainingModule can make images of another size
             model.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")
@@ -258,7 +258,7 @@ def _train(
             save_confusion(module.tested, names, folder / "confusion.png")
             if module.scored is not None:
                 scores = module.scored[:, :-1]
-                save_worst(module.model, recipe.preparation(), splits.test, scores, folder / "worst.png")
+                save_worst(module.model, recipe.preprocessing(), splits.test, scores, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
         (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors contains these weights
@@ -348,7 +348,7 @@ class Evaluation(NamedTuple):
 def evaluate(
     model: nn.Module,
     images: Images,
-    preparation: Preparation | None = None,
+    preprocessing: Preprocessing | None = None,
     *,
     batch_size: int = 128,
     precision: str = "auto",
@@ -361,8 +361,8 @@ def evaluate(
     Arguments:
         model: a model of `MODELS`, or a `MeanScores` of several models.
         images: images of the split.
-        preparation: conversion of the images to the model's input. By default, the input is the whole image with pixels
-            in [0, 1].
+        preprocessing: conversion of the images to the model's input. By default, the input is the whole image with
+            pixels in [0, 1].
         batch_size: images per batch. The result does not depend on it, except for rounding errors.
         precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
             float32.
@@ -389,7 +389,7 @@ def evaluate(
         enable_progress_bar=sys.stdout.isatty(),
         enable_model_summary=False,
     )
-    batches = ImageBatches(images, preparation or Preparation())
+    batches = ImageBatches(images, preprocessing or Preprocessing())
     loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:

@@ -107,7 +107,7 @@ class TrainingModule(lightning.LightningModule):
         return LOSSES[self.recipe.loss](scores, labels, **options)
 
     def scores(self, images: Tensor) -> Tensor:
-        """Compute the model's scores for prepared images."""
+        """Compute the model's scores for preprocessed images."""
         return self.model(images).scores
 
     def count(self, scores: Tensor, labels: Tensor) -> None:
@@ -228,7 +228,7 @@ class TrainingModule(lightning.LightningModule):
 
     def save_picture(self, images: Images, path: Path) -> None:
         """Draw images and their reconstructions to a PNG file; do nothing if the model has no decoder."""
-        save_reconstructions(self.model, self.recipe.preparation(), images, path)
+        save_reconstructions(self.model, self.recipe.preprocessing(), images, path)
 
     def configure_optimizers(self) -> Any:
         recipe = self.recipe

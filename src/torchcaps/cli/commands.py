@@ -227,7 +227,7 @@ def evaluate(
     losses = {one.recipe.loss for one in known.values()}
     loss = recipe.loss if len(losses) == 1 else ""
     options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
-    found = evaluation_of(model, test, classifier.preparation, **options)
+    found = evaluation_of(model, test, classifier.preprocessing, **options)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(
@@ -257,7 +257,7 @@ def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
         "model": type(classifier.model).__name__,
         "class_names": classifier.class_names,
         "image_shape": classifier.image_shape,
-        **{name: getattr(classifier.preparation, name) for name in ("standardise", "crop", "test_crops")},
+        **{name: getattr(classifier.preprocessing, name) for name in ("standardise", "crop", "test_crops")},
     }
 
 

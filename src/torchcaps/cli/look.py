@@ -60,7 +60,7 @@ def export(
     ] = None,
     data_dir: DataDir = Path("data"),
 ) -> None:
-    """Write a classifier to one file for other programs. The file contains the network and the image preparation."""
+    """Write a classifier to one file for other programs. The file contains the network and the image preprocessing."""
     from torchcaps.classifier import Classifier
     from torchcaps.export import BATCH, FORMATS, export_classifier
     from torchcaps.run_folder import read_run

@@ -23,7 +23,7 @@ from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut, cut_by, shi
 from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair, load_mnist, verify_mnist
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
-from torchcaps.data.preparation import Preparation, Variation
+from torchcaps.data.preprocessing import Preprocessing, Variation
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
 from torchcaps.errors import BadInput, DataWarning, nearest
 
@@ -35,7 +35,7 @@ __all__ = [
     "Dataset",
     "Images",
     "ImagesOnDisk",
-    "Preparation",
+    "Preprocessing",
     "Splits",
     "Variation",
     "camera_rotation",

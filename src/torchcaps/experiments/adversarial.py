@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.attacks import Classifier, Loss, bim, fgsm, gradient_health
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, some
 from torchcaps.losses import spread_loss
 from torchcaps.recipe import Recipe
@@ -33,9 +33,9 @@ UNTARGETED = {
 TARGETED = {("FGSM", "CNN"): "59", ("FGSM", "capsules"): "19", ("BIM", "CNN"): "84", ("BIM", "capsules"): "24"}
 
 
-def classifier(model: nn.Module, preparation: Preparation) -> Classifier:
-    """Return a function of images in [0, 1] that prepares the images and returns the model's scores."""
-    return lambda images: model(preparation.plain_of(images)).scores
+def classifier(model: nn.Module, preprocessing: Preprocessing) -> Classifier:
+    """Return a function of images in [0, 1] that preprocesses the images and returns the model's scores."""
+    return lambda images: model(preprocessing.plain_of(images)).scores
 
 
 def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -48,13 +48,13 @@ def accuracy(attacked: Classifier, images: Images, attack: Callable[[Tensor, Ten
 
 
 def measured(
-    model: nn.Module, preparation: Preparation, loss: Loss, images: Images, other: Classifier
+    model: nn.Module, preprocessing: Preprocessing, loss: Loss, images: Images, other: Classifier
 ) -> dict[str, Any]:
-    """Attack a network, and measure the gradients of its loss with respect to its input, the prepared images.
+    """Attack a network, and measure the gradients of its loss with respect to its input, the preprocessed images.
 
     In black-box attacks, the images are changed with the gradients of the cross-entropy of the network `other`.
     """
-    target = classifier(model, preparation)
+    target = classifier(model, preprocessing)
     found: dict[str, Any] = {"untargeted": {}, "black box": {}, "targeted": {}, "targeted, as the paper": {}}
     for name, attack in ATTACKS.items():
         found["untargeted"][name] = [
@@ -67,7 +67,7 @@ def measured(
         found["targeted"][name] = [success(target, loss, images, attack, epsilon) for epsilon in EPSILONS]
         found["targeted, as the paper"][name] = success(target, loss, images, attack, TARGETED_EPSILON)
     health = [
-        gradient_health(lambda x: model(x).scores, preparation.plain_of(pixels.float() / 255), labels, loss)
+        gradient_health(lambda x: model(x).scores, preprocessing.plain_of(pixels.float() / 255), labels, loss)
         for pixels, labels in zip(images.pixels.split(100), images.labels.split(100), strict=True)
     ]
     counts = [len(labels) for labels in images.labels.split(100)]
@@ -114,11 +114,11 @@ def run(
         second, _ = study.trained(part("second CNN", seed), replace(recipes["CNN"], seed=seed + 1_000), splits)
         for name, recipe in recipes.items():
             model, _ = study.trained(part(name, seed), recipe, splits)
-            preparation = recipe.preparation()
+            preprocessing = recipe.preprocessing()
 
-            def compute(model=model, preparation=preparation, name=name, images=attacked, second=second) -> Any:
+            def compute(model=model, preprocessing=preprocessing, name=name, images=attacked, second=second) -> Any:
                 loss = LOSSES["CNN" if name == "CNN" else "capsules"]
-                return measured(model, preparation, loss, images, classifier(second, preparation))
+                return measured(model, preprocessing, loss, images, classifier(second, preprocessing))
 
             found[name].append(study.cached(part(name, seed), "attacks", compute))
     rows = []

@@ -45,13 +45,13 @@ def run(study: Study) -> Outcome:
     splits = study.splits(recipe, images)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     assert isinstance(model, CapsNet)
-    test, preparation = splits.test, recipe.preparation()
-    right = scores_of(model, test.pixels, preparation).argmax(dim=1) == test.labels
+    test, preprocessing = splits.test, recipe.preprocessing()
+    right = scores_of(model, test.pixels, preprocessing).argmax(dim=1) == test.labels
     of_class = {name: right & (test.labels == label) for label, name in enumerate(test.class_names)}
     chosen = {name: int(those.nonzero()[0]) for name, those in of_class.items() if those.any()}
     if not chosen:
         raise BadInput(f"{study.folder}: the network classifies no test image correctly: train with a larger --budget")
-    drawings = swept(model, preparation.plain(test.pixels[[*chosen.values()]]))
+    drawings = swept(model, preprocessing.plain(test.pixels[[*chosen.values()]]))
     change = (drawings[:, :, -1] - drawings[:, :, 0]).abs().mean(dim=(0, 2, 3, 4))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]], "99.75")]
     rows += [

@@ -39,7 +39,7 @@ def compared(study: Study, data: str, images: int, epochs: int, paper: str, chan
             model, metrics = study.trained(part(name, seed), recipe, splits)
             found.append(metrics["test_accuracy_percent"])
             if wrong is None:
-                scores = scores_of(model, splits.test.pixels, recipe.preparation())
+                scores = scores_of(model, splits.test.pixels, recipe.preprocessing())
                 wrong = (splits.test, scores)
         rows.append(Row(f"{name}: accuracy", found, paper if iterations == 2 else None))
     assert wrong is not None

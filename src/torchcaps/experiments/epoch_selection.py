@@ -23,7 +23,7 @@ def run(study: Study) -> Outcome:
         splits, folder = study.splits(recipe, images, test_images), part("efficient-capsnet", seed)
 
         def watch(model: nn.Module, test: Images = splits.test, recipe=recipe) -> dict[str, float]:
-            return {"test_accuracy_percent": accuracy_of(model, test, recipe.preparation())}
+            return {"test_accuracy_percent": accuracy_of(model, test, recipe.preprocessing())}
 
         model, _ = study.trained(folder, recipe, splits, watch)
         names = "validation_accuracy_percent", "validation_loss", "test_accuracy_percent"
@@ -33,7 +33,7 @@ def run(study: Study) -> Outcome:
         chosen["last epoch"].append(curve[-1])
         chosen["best validation epoch"].append(max(found, key=lambda epoch: (epoch[0], -epoch[1]))[2])
         chosen["best test epoch"].append(max(curve))
-        total = total + scores_of(model, splits.test.pixels, recipe.preparation())
+        total = total + scores_of(model, splits.test.pixels, recipe.preprocessing())
     papers = {"best test epoch": "99.74"} if data == "mnist" else {}
     rows = [Row(f"{name}: accuracy", values, papers.get(name)) for name, values in chosen.items()]
     if study.seeds > 1:

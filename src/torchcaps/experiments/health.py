@@ -30,11 +30,11 @@ def layers_of(model: nn.Module, images: Images, recipe: Recipe) -> dict[str, dic
     """
     found: dict[str, dict[str, float]] = {}
     most: dict[str, Tensor] = {}
-    preparation = recipe.preparation()
+    preprocessing = recipe.preprocessing()
     batches = list(zip(images.pixels.split(50), images.labels.split(50), strict=True))
     for pixels, labels in batches:
         model.zero_grad()
-        inputs = preparation.plain(pixels)
+        inputs = preprocessing.plain(pixels)
         routings = routed(model, inputs)
         loss = LOSSES[recipe.loss](model(inputs, labels).scores, labels, **recipe.loss_options)
         loss.backward()

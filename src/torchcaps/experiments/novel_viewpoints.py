@@ -109,12 +109,12 @@ def run(
                     some(part, study.choose(500, 4_000, None)) for part in by_viewpoint(splits.test, split)
                 )
 
-                preparation = recipe.preparation()
+                preprocessing = recipe.preprocessing()
 
-                def watch(model, familiar=familiar, novel=novel, preparation=preparation) -> dict[str, float]:
+                def watch(model, familiar=familiar, novel=novel, preprocessing=preprocessing) -> dict[str, float]:
                     return {
-                        "familiar_percent": accuracy_of(model, familiar, preparation),
-                        "novel_percent": accuracy_of(model, novel, preparation),
+                        "familiar_percent": accuracy_of(model, familiar, preprocessing),
+                        "novel_percent": accuracy_of(model, novel, preprocessing),
                     }
 
                 folder = part(f"{split}, {name}", seed)

@@ -42,7 +42,7 @@ def run(study: Study) -> Outcome:
                 folder = part(f"T = {iterations}, {name}", seed)
 
                 def watch(model: nn.Module, test: Images = splits.test, recipe=recipe) -> dict[str, float]:
-                    return {"test_accuracy_percent": accuracy_of(model, some(test, 2_000), recipe.preparation())}
+                    return {"test_accuracy_percent": accuracy_of(model, some(test, 2_000), recipe.preprocessing())}
 
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])

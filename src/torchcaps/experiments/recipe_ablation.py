@@ -34,7 +34,7 @@ CHANGES: dict[str, dict[str, str]] = {
 
 
 def run(study: Study) -> Outcome:
-    """Train the recipe, the recipe with one part changed at a time, and the CNN with the same preparation.
+    """Train the recipe, the recipe with one part changed at a time, and the CNN with the same preprocessing.
 
     Raises:
         BadInput: `data` is neither None nor ``toys``.
@@ -43,7 +43,7 @@ def run(study: Study) -> Outcome:
         raise BadInput(f"data is {study.data!r}, but this experiment supports only the dataset 'toys': omit --data")
     images, epochs = study.choose((1_000, 2), (12_000, 4), (24_300, 6))
     recipes = {name: ("matrix-capsnet-toys", changes) for name, changes in CHANGES.items()}
-    recipes["CNN, same preparation"] = ("cnn-baseline-toys", {})
+    recipes["CNN, same preprocessing"] = ("cnn-baseline-toys", {})
     other = load_splits("toys", study.data_dir, render_seed=OTHER_TOYS).test
     other = some(other, study.choose(1_000, 10_000, None))
     rows = []

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
-from torchcaps.data import Images, Preparation, Splits, difference, fingerprint, load_splits
+from torchcaps.data import Images, Preprocessing, Splits, difference, fingerprint, load_splits
 from torchcaps.data.files import read_json, write_json
 from torchcaps.environment import environment
 from torchcaps.errors import BadInput
@@ -370,18 +370,18 @@ def some(images: Images, count: int | None) -> Images:
 
 
 def scores_of(
-    model: nn.Module, pixels: Tensor, preparation: Preparation | None = None, batch_size: int = 100
+    model: nn.Module, pixels: Tensor, preprocessing: Preprocessing | None = None, batch_size: int = 100
 ) -> Tensor:
     """Return the scores ``[N, classes]`` of uint8 pixels, computed on the model's device."""
-    preparation, device = preparation or Preparation(), next(model.parameters()).device
+    preprocessing, device = preprocessing or Preprocessing(), next(model.parameters()).device
     with torch.inference_mode():
-        batches = (preparation.plain(part).to(device) for part in pixels.split(batch_size))
+        batches = (preprocessing.plain(part).to(device) for part in pixels.split(batch_size))
         return torch.cat([model(batch).scores.cpu() for batch in batches])
 
 
-def accuracy_of(model: nn.Module, images: Images, preparation: Preparation | None = None) -> float:
+def accuracy_of(model: nn.Module, images: Images, preprocessing: Preprocessing | None = None) -> float:
     """Return the accuracy on a split, in per cent."""
-    return percent(scores_of(model, images.pixels, preparation).argmax(dim=1) == images.labels)
+    return percent(scores_of(model, images.pixels, preprocessing).argmax(dim=1) == images.labels)
 
 
 @lru_cache(maxsize=1)

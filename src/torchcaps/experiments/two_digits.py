@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules, lengths
-from torchcaps.data import Images, Preparation, Splits
+from torchcaps.data import Images, Preprocessing, Splits
 from torchcaps.errors import BadInput
 from torchcaps.experiments.study import Outcome, Row, Study, part, percent, scores_of
 from torchcaps.losses import margin_loss
@@ -122,7 +122,7 @@ def read_order(
     read: dict[str, list[Tensor]] = {by: [] for by in ORDERS}
     for some in pixels.split(100):
         with torch.inference_mode():
-            trace = traced(model, Preparation().plain(some))
+            trace = traced(model, Preprocessing().plain(some))
         best = trace.lengths.topk(length, dim=1).indices
         for by, maps in zip(ORDERS, (trace.couplings, trace.contributions.clamp_min(0)), strict=True):
             weight = maps.sum(dim=2).gather(1, best[:, :, None].expand(-1, -1, maps.shape[3]))
@@ -229,7 +229,7 @@ def draw(model: PooledCapsNet, images: Images) -> Figure:
         strip = strips(images, length, 2, seed=1)
         pixels, labels = strip.pixels[row % 2, None], strip.labels[row % 2]
         with torch.inference_mode():
-            trace = traced(model, Preparation().plain(pixels))
+            trace = traced(model, Preprocessing().plain(pixels))
         best = read_order(model, pixels, length)["couplings"][0]
         axes[row, 0].imshow(pixels[0, 0].numpy(), cmap="gray")
         axes[row, 0].set_title("digits " + " ".join(images.class_names[label] for label in labels), fontsize=9)

@@ -5,7 +5,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from torchcaps.data import Images, Preparation
+from torchcaps.data import Images, Preprocessing
 from torchcaps.experiments.study import Outcome, Row, Study, routed, scores_of
 from torchcaps.routing import EMRouting
 
@@ -35,11 +35,11 @@ def run(study: Study) -> Outcome:
     )
     splits = study.splits(recipe, images)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
-    preparation, test = recipe.preparation(), splits.test
-    right = scores_of(model, test.pixels, preparation).argmax(dim=1) == test.labels
+    preprocessing, test = recipe.preprocessing(), splits.test
+    right = scores_of(model, test.pixels, preprocessing).argmax(dim=1) == test.labels
     masks = {"correct": right, "incorrect": ~right}
     chosen = {name: int(mask.nonzero()[0]) for name, mask in masks.items() if mask.any()}
-    passes = distances(model, preparation.plain(test.pixels[[*chosen.values()]]))
+    passes = distances(model, preprocessing.plain(test.pixels[[*chosen.values()]]))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
     for index, (name, image) in enumerate(chosen.items()):
         for number, (distance, coupling) in enumerate(passes):
@@ -52,11 +52,11 @@ def run(study: Study) -> Outcome:
                     unit="",
                 )
             )
-    return Outcome(rows, draw(passes, test, chosen, preparation), study.notes_on_toys())
+    return Outcome(rows, draw(passes, test, chosen, preprocessing), study.notes_on_toys())
 
 
 def draw(
-    passes: list[tuple[Tensor, Tensor]], images: Images, chosen: dict[str, int], preparation: Preparation
+    passes: list[tuple[Tensor, Tensor]], images: Images, chosen: dict[str, int], preprocessing: Preprocessing
 ) -> Figure:
     """Draw, per image, a grid of histograms with one row per routing iteration and one column per class."""
     classes = len(images.class_names)
@@ -64,7 +64,7 @@ def draw(
     everything = figure.subplots(len(chosen) * len(passes), classes + 1, squeeze=False)
     for index, (outcome, image) in enumerate(chosen.items()):
         axes = everything[index * len(passes) : (index + 1) * len(passes)]
-        shown = preparation.plain(images.pixels[image, None])[0, 0]
+        shown = preprocessing.plain(images.pixels[image, None])[0, 0]
         for row, (distance, coupling) in enumerate(passes):
             axes[row, 0].axis("off")
             for label, name in enumerate(images.class_names):

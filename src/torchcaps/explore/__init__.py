@@ -155,7 +155,7 @@ class Explorer:
             iterations = 0
         unchanged = (rule, iterations) == (own, own_iterations)
         classifier = self.classifier(name) if unchanged else self.classifier(name, rule, iterations)
-        inputs = classifier.preparation.plain(pixels[None])[0]
+        inputs = classifier.preprocessing.plain(pixels[None])[0]
         if epsilon > 0:
             inputs = attacked(classifier, pixels, epsilon)
         found = inspect(classifier, inputs)
@@ -231,14 +231,14 @@ def attacked(classifier: Classifier, pixels: UInt8[Tensor, "C H W"], epsilon: fl
     """Attack an image by one step of the fast gradient sign method against the predicted class.
 
     Returns:
-        The attacked image, prepared for the network.
+        The attacked image, preprocessed for the network.
     """
     device = next(classifier.model.parameters()).device
     images = (pixels[None].float() / 255).to(device)
     with torch.no_grad():
-        labels = classifier.model(classifier.preparation.plain_of(images)).scores.argmax(dim=1)
-    moved = fgsm(lambda x: classifier.model(classifier.preparation.plain_of(x)).scores, images, labels, epsilon)
-    return classifier.preparation.plain_of(moved)[0]
+        labels = classifier.model(classifier.preprocessing.plain_of(images)).scores.argmax(dim=1)
+    moved = fgsm(lambda x: classifier.model(classifier.preprocessing.plain_of(x)).scores, images, labels, epsilon)
+    return classifier.preprocessing.plain_of(moved)[0]
 
 
 def redrawn(classifier: Classifier, found: Inspection, pose: list[float]) -> UInt8[np.ndarray, "H W 3"]:

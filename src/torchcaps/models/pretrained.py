@@ -23,7 +23,7 @@ from torchcaps.models.saved_rules import restore_rules, saved_rules
 from torchcaps.options import absent, check_options, kinds_of, plain_options
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FORMAT = 4
+FORMAT = 5
 Network = TypeVar("Network", bound="Pretrained")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -32,12 +32,12 @@ class SavedConfig(NamedTuple):
     """Content of config.json.
 
     Arguments:
-        format: version of the file format; always 4.
+        format: version of the file format; always 5.
         model: name of the network in `MODELS`.
         options: all constructor arguments except ``routing``.
         routing: for each layer that has a rule, the name of the rule in `ROUTINGS` and the options of the rule.
         weights_sha256: SHA-256 checksum of model.safetensors, in hexadecimal.
-        images: shape and preparation of the images, and names of the classes, as saved by `Classifier`; None if the
+        images: shape and preprocessing of the images, and names of the classes, as saved by `Classifier`; None if the
             network was saved without this information.
     """
 
@@ -88,7 +88,7 @@ class Pretrained:
 
         Arguments:
             folder: folder to write to. If the folder exists, other files in it are not changed.
-            images: shape and preparation of the images, and names of the classes. `Classifier.save_pretrained` passes
+            images: shape and preprocessing of the images, and names of the classes. `Classifier.save_pretrained` passes
                 this argument.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Recipes for your own images. All of them have the same preparation, optimiser, batch size and number of epochs."""
+"""Recipes for your own images. All of them have the same preprocessing, optimiser, batch size and number of epochs."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def capsnet_images() -> Recipe:
 def matrix_capsnet_images() -> Recipe:
     """Matrix capsules on your own images of at least 21×21 pixels; give the folder of images with ``--data``.
 
-    Network, loss and routing are as in `matrix_capsnet_toys`. Preparation, optimiser, batch size and number of epochs
+    Network, loss and routing are as in `matrix_capsnet_toys`. Preprocessing, optimiser, batch size and number of epochs
     are as in `capsnet_images`; the learning rate rises in the first epoch and then falls along a cosine. Positions
     share their transforms, so the number of parameters does not depend on the size of the images.
     """

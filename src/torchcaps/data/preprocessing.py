@@ -18,19 +18,19 @@ Standardise = Literal["none", "first", "last"]
 
 
 class Variation(NamedTuple):
-    """Random numbers for the augmentation of N images in one epoch, as drawn by `Preparation.variation`.
+    """Random numbers for the augmentation of N images in one epoch, as drawn by `Preprocessing.variation`.
 
     Arguments:
         offsets: shifts down and to the right, in pixels, ``[N, 2]``; None if images are not shifted.
         uniform: four numbers in [0, 1) per image, ``[N, 4]``: vertical and horizontal position of the crop, brightness,
-            contrast. None if the preparation uses none of the four.
+            contrast. None if the preprocessing uses none of the four.
         warp: four numbers per image, ``[N, 4]``: rotation and squeeze in [-1, 1]; vertical and horizontal position of
-            the erased square in [0, 1). None if the preparation uses none of the four.
+            the erased square in [0, 1). None if the preprocessing uses none of the four.
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
         distances: distances of the elastic distortion at a 6×6 grid of points, right and down, in pixels,
             ``[N, 2, 6, 6]``; None if images are not distorted.
     Example:
-        >>> Preparation(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
+        >>> Preprocessing(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
         torch.Size([5, 2])
     """
 
@@ -46,7 +46,7 @@ class Variation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preparation:
+class Preprocessing:
     """Converts batches of uint8 images to the input of a network, with random augmentation in training.
 
     Pixels are scaled to [0, 1]. With the default arguments, this scaling is the only step. Rotation, squeeze
@@ -83,7 +83,7 @@ class Preparation:
     Raises:
         BadInput: a value has the wrong type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
     Example:
-        >>> Preparation(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
+        >>> Preprocessing(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
         torch.Size([2, 1, 4, 4])
     """
 
@@ -117,17 +117,17 @@ class Preparation:
             raise BadInput(f"test_crops is {self.test_crops}, but crop is 0: set crop too, or test_crops=1")
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Preparation":
-        """Create a preparation from a mapping of settings; ignore settings that `Preparation` does not have."""
+    def of(cls, settings: Mapping[str, Any]) -> "Preprocessing":
+        """Create a preprocessing from a mapping of settings; ignore settings that `Preprocessing` does not have."""
         return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
 
     def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:
         """Compute the shape `(C, H, W)` of the network's input.
 
         Arguments:
-            stored: shape `(C, H, W)` of the images before the preparation.
+            stored: shape `(C, H, W)` of the images before the preprocessing.
         Raises:
-            BadInput: `crop` is larger than the shorter side of the images before the preparation; `shift` is not
+            BadInput: `crop` is larger than the shorter side of the images before the preprocessing; `shift` is not
                 smaller than this side; or `erase` is larger than a third of the shorter side of the input.
         """
         channels, height, width = stored
@@ -146,7 +146,7 @@ class Preparation:
     def variation(self, seed: int, epoch: int, count: int) -> Variation:
         """Draw the random numbers for the augmentation of `count` images in one epoch.
 
-        The same preparation and the same arguments always give the same numbers.
+        The same preprocessing and the same arguments always give the same numbers.
         """
         varied = self.crop or self.brightness or self.contrast
         uniform = np.random.default_rng([seed, epoch, 2]).random((count, 4), dtype=np.float32) if varied else None
