@@ -273,6 +273,8 @@ def test_damaged_files_of_a_run_are_refused_by_name(refused, images, run):
     said = json.loads((run / "recipe.json").read_text())
     for change in (
         {"class_names": [1, 2]},
+        {"environment": {}},
+        {"earlier_environments": [{"commit": "a"}]},
         {"image_shape": [20, 24]},
         {"data": 5},
         {"recipe": {**said["recipe"], "shift": "a"}},

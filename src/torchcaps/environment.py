@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+ENTRIES = ("versions", "commit", "processor", "threads", "gpu")
+"""Entries of the result of `environment`."""
+
 
 def first_process() -> bool:
     """Return whether this process is the first process of a training run. Only the first process writes and prints."""

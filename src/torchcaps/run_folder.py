@@ -1,7 +1,4 @@
-"""Reading and writing the files of a run: recipe.json, image digests, metrics.csv and metrics.json.
-
-Each file is written atomically.
-"""
+"""Read and write the files of a run, each atomically: recipe.json, image digests, metrics.csv and metrics.json."""
 
 import csv
 import io
@@ -25,7 +22,7 @@ from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.classifier import evaluating
 from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
-from torchcaps.environment import environment
+from torchcaps.environment import ENTRIES, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
 from torchcaps.options import absent, check_kind
 from torchcaps.recipe import Recipe
@@ -83,6 +80,8 @@ def read_run(folder: Path) -> Run:
         if not all(isinstance(content["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
             raise BadInput("data: a checksum is missing")
         content["data"]["class_names"]
+        for session in (content["environment"], *content["earlier_environments"]):
+            [session[entry] for entry in ENTRIES]
         run = {name: content[name] for name in Run.__annotations__}
         return Run(**{**run, "recipe": Recipe(**content["recipe"]), "image_shape": tuple(content["image_shape"])})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -1,6 +1,5 @@
 """Experiments that reproduce tables and figures of papers. `EXPERIMENTS` lists them by name."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from torchcaps.experiments import (
 )
 from torchcaps.experiments.study import BUDGETS, Outcome, Row, Study
 from torchcaps.recipe import resolve_precision
-from torchcaps.run_folder import read_rows
+from torchcaps.run_folder import read_rows, read_run
 
 __all__ = ["EXPERIMENTS", "Experiment", "Outcome", "Row", "Study", "run_experiment"]
 
@@ -242,11 +241,11 @@ def run_experiment(
     folder = out / label
     study = Study(budget, data, seeds, data_dir, folder)
     outcome = EXPERIMENTS[name].run(study)
-    runs = [json.loads((run / "recipe.json").read_text()) for run in study.runs]
-    machines = [one for run in runs for one in (*run.get("earlier_environments", []), run["environment"])]
+    runs = [read_run(run) for run in study.runs]
+    machines = [one for run in runs for one in (*run.earlier_environments, run.environment)]
     seconds = [float(row["seconds"]) for run in study.runs for row in read_rows(run / "metrics.csv")]
     commits = [*dict.fromkeys([*(one["commit"] for one in machines), *study.commits, here["commit"]])]
-    precisions = [run["recipe"]["precision"] for run in runs] or [resolve_precision("auto")]
+    precisions = [run.recipe.precision for run in runs] or [resolve_precision("auto")]
     versions = [one["versions"] for one in [*machines, here]]
     command = ["torchcaps", "experiment", name, "--budget", budget, "--seeds", str(seeds)]
     results.mkdir(parents=True, exist_ok=True)

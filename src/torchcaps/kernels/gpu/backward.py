@@ -142,11 +142,11 @@ def _sum_at_parents(layer, record, zeroths, firsts, seconds, group_count, sample
 
 
 @triton.jit
-def _vote_grads(lists, passes, site, edge, votes, a, places, program, z: tl.constexpr):
-    """Return ḡ_V and Σ_j c u, both summed over the passes."""
+def _vote_grads(lists, passes, count: tl.constexpr, site, edge, votes, a, places, program, z: tl.constexpr):
+    """Return ḡ_V and Σ_j c u, both summed over the `count` passes. Triton 3.5 cannot compile ``len(passes)``."""
     vote_grad, activation_grad = tl.zeros_like(votes), tl.zeros_like(a)
     softmax = softmax_of(lists, site, edge, program.first_type, program, z)
-    for t in tl.static_range(tl.constexpr(len(passes))):
+    for t in tl.static_range(count):
         record = passes[t]
         parents = parents_of(record, places, z)
         log_c, d = log_couplings(votes, record, parents, softmax, z)
@@ -163,7 +163,7 @@ def _vote_grads(lists, passes, site, edge, votes, a, places, program, z: tl.cons
 
 
 @triton.jit(do_not_specialize=["samples", "unit"])
-def _child_grads(layer, passes, pose_grads, activation_grads, samples, unit, z: tl.constexpr):
+def _child_grads(layer, passes, count: tl.constexpr, pose_grads, activation_grads, samples, unit, z: tl.constexpr):
     """Compute the gradients of each child's pose and activation."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     site, program = child_program(z.sites, samples, unit, z)
@@ -179,7 +179,9 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, unit, z: 
             places = places_of(parent_site, parent_type, z.stride, program, z)
             rows = rows_of(layer, kernel, child_type, parent_type, program, z, dtype)
             votes = votes_of(children.columns, rows, z)
-            vote_grad, added = _vote_grads(layer.lists, passes, site, edge, votes, children.a, places, program, z)
+            vote_grad, added = _vote_grads(
+                layer.lists, passes, count, site, edge, votes, children.a, places, program, z
+            )
             activation_grad += added
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
@@ -195,7 +197,7 @@ def _child_grads(layer, passes, pose_grads, activation_grads, samples, unit, z: 
 
 
 @triton.jit(do_not_specialize=["group_count", "samples", "unit"])
-def _transform_grads(layer, passes, transform_grads, group_count, samples, unit, z: tl.constexpr):
+def _transform_grads(layer, passes, count: tl.constexpr, transform_grads, group_count, samples, unit, z: tl.constexpr):
     """Compute each transform's gradient, summed over each group of edges and samples: ``[groups, K, C, J, Q, N]``."""
     dtype: tl.constexpr = passes[0].mean.dtype.element_ty
     index, group = tl.program_id(0) // group_count, tl.program_id(0) % group_count
@@ -215,7 +217,7 @@ def _transform_grads(layer, passes, transform_grads, group_count, samples, unit,
             children = children_of(layer, site, child_type, program, z, dtype)
             places = places_of(parent_site, parent_type, z.stride, program, z)
             votes = votes_of(children.columns, rows, z)
-            vote_grad, _ = _vote_grads(layer.lists, passes, site, edge, votes, children.a, places, program, z)
+            vote_grad, _ = _vote_grads(layer.lists, passes, count, site, edge, votes, children.a, places, program, z)
             vote_grad = tl.where(program.is_vote[:, :, None, None], vote_grad, 0.0)  # it may be infinite
             sums = ()
             for q in tl.static_range(tl.constexpr(z.inner)):
@@ -347,9 +349,9 @@ def votes_backward(pose, activation, transform, edge_lists, parent_sites, record
     pose_grad, activation_grad, transform_grad = children_grads(pose, activation, transform, samples_last=True)
     if passes:
         given = None if activation is None else activation_grad
-        problem.per_child(_child_grads, problem.plan.children.sites, passes, pose_grad, given)
+        problem.per_child(_child_grads, problem.plan.children.sites, passes, len(passes), pose_grad, given)
         groups = problem.empty((problem.plan.transform_groups, *transform.shape))
-        problem.per_transform(_transform_grads, passes, groups)
+        problem.per_transform(_transform_grads, passes, len(passes), groups)
         transform_grad = groups.sum(dim=0).to(transform.dtype)
     else:
         for grad in (pose_grad, activation_grad, transform_grad):
