@@ -192,6 +192,8 @@ class Classifier:
             images = [images]
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.ascontiguousarray(images))
+        if not isinstance(images, Tensor) and not all(isinstance(path, str | Path) for path in images):
+            raise BadInput(f"images must be paths, or uint8 pixels [N, C, H, W]; got {described(images)}")
         pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)
         weights = next(self.model.parameters())
         with evaluating(self.model), torch.inference_mode():

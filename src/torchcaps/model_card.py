@@ -11,11 +11,13 @@ from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
+from torchcaps.models.saved_rules import saved_rules
+from torchcaps.routing import ROUTINGS
 from torchcaps.run_folder import finished, read_run
 
 CARD = """# {name}
 
-Network: `{model}`, {parameters:,} parameters, {count} classes: {classes}.
+Network: `{model}`, {parameters:,} parameters, {count} classes: {classes}.{own}
 
 ```sh
 torchcaps predict {quoted} IMAGE
@@ -32,7 +34,7 @@ print(classifier.predict("IMAGE").class_names)
 |---|---|
 | test accuracy | {test_accuracy_percent:.2f} % of {test_images:,} images; training read the test split {reads} |
 | validation accuracy | {validation_accuracy_percent:.2f} % of {validation_images:,} images |
-| training | {train_images:,} images of {data}, {epochs} epochs, {minutes:.0f} minutes, {precision} |
+| training | {train_images:,} images of {data}, {epochs} epochs, {time}, {precision} |
 | commit | {commit} |
 | versions | {versions} |
 | processor | {processor}, threads: {threads}{gpu} |
@@ -103,6 +105,9 @@ def publish(run: Path, folder: Path) -> Path:
     recipe = replace(recipe, data=_shown(recipe.data), pretrained=_shown(recipe.pretrained))
     where = _shown(str(folder))
     where = f"./{where}" if where.startswith("-") else where
+    seconds = metrics["wall_seconds"]
+    rules = {rule["rule"] for rule in saved_rules(model).values()}
+    own = sorted(name for name in rules if not ROUTINGS[name].__module__.startswith("torchcaps."))
     reads = "once" if metrics["test_evaluations"] == 1 else f"{metrics['test_evaluations']} times"
     try:
         text = CARD.format(
@@ -113,10 +118,13 @@ def publish(run: Path, folder: Path) -> Path:
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             count=len(classifier.class_names),
             classes=", ".join(map(_escaped, classifier.class_names)),
+            own="".join(
+                f" First import the module that adds the rule `{name}` to `torchcaps.ROUTINGS`." for name in own
+            ),
             data=_escaped(recipe.data),
             only="" if recipe.pretrained else " only",
             started=f"The training started with weights from {recipe.pretrained}. " if recipe.pretrained else "",
-            minutes=metrics["wall_seconds"] / 60,
+            time=f"{seconds / 60:.0f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds",
             reads=reads,
             commit=environment["commit"],
             versions=", ".join(f"{name} {version}" for name, version in environment["versions"].items()),

@@ -71,8 +71,10 @@ class Recipe:
         brightness: largest number that is added to or subtracted from all pixels of a training image, in [0, 10].
         contrast: largest relative change of contrast, in [0, 1]. The differences of a training image's pixels from
             their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
-        rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated.
-        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9].
+        rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated. Angles are
+            normally distributed, with a third of this value as standard deviation.
+        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9]. Half of the training
+            images are squeezed, by normally distributed fractions with a third of this value as standard deviation.
         erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
         elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
@@ -107,13 +109,15 @@ class Recipe:
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0
             again.
-        validation_fraction: share of the training data that is held out for validation, in (0, 0.5].
+        validation_fraction: share of the training data that is held out for validation, in (0, 0.5]. It has no effect
+            if the data has a validation split.
         validation_attribute: attribute that decides which images are held out for validation. For example, the
             attribute ``instance`` of smallNORB is the number of a toy in its class. If empty, images are held out at
             random. Otherwise the seed chooses one value of the attribute per class, and all images of the class with
             this value are held out. With ``instance``, the training split contains none of the toys in the validation
             split and none of the toys in the test split.
-        choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy) or ``last``.
+        choose: epoch whose weights are kept: ``best`` (the one with the best validation accuracy; of several, the one
+            with the lowest validation loss) or ``last``.
         seed: random seed of the validation split, the initial weights, the image order and the augmentation.
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
             supports bf16 natively, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is TF32,

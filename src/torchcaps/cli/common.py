@@ -244,7 +244,9 @@ def test_images_for(
     masks = [mask for one in runs for mask in seen_in_training(one, images).values()]
     used = np.any(masks, axis=0) if masks else np.zeros(len(images), bool)
     if used.all():
-        raise BadInput(f"{name}: {folder} was trained on all of these images; give new images with --data")
+        raise BadInput(
+            f"{name}: {folder} used all of these images in training or validation; give new ones with --data"
+        )
     rest = f"; the run used the other {used.sum():,} in training or validation" if used.any() else ""
     print(f"{name} has no test split: {(~used).sum():,} of {len(images):,} images are evaluated{rest}", flush=True)
     return images.subset(torch.from_numpy(np.flatnonzero(~used)))

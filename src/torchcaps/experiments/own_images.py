@@ -46,6 +46,10 @@ def run(study: Study) -> Outcome:
         f"images. The epoch is chosen on {len(splits.validation):,} validation images. To choose a recipe for your own "
         "images, compare the validation accuracies: an accuracy on images that were used for a choice is too high."
     ]
+    if source not in DATASETS:
+        notes.append(
+            f"Images are resized to {LARGEST}×{LARGEST} pixels. At a larger size, another recipe may be better."
+        )
     if "capsnet-images" not in found:
         notes.append(f"CapsNet is trained only on images of up to {LARGEST}×{LARGEST} pixels.")
     return Outcome(rows, draw(curves), notes)
