@@ -54,8 +54,8 @@ class TrainingModule(lightning.LightningModule):
         self.model = model
         self.steps = steps
         for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+            if isinstance(module, nn.Conv2d):  # contiguous() would leave the weights for grey images as they are
+                module.weight.data = module.weight.data.clone(memory_format=torch.channels_last)
         self.recipe = recipe
         rules = [module for module in model.modules() if isinstance(getattr(module, "iterations", None), int)]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
