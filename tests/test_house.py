@@ -52,6 +52,7 @@ FLOORS = {
     "seen_images": 4,
     "early_stopping": 4,
     "run_report": 4,
+    "run_writers": 4,
     "scores": 4,
     "training": 4,
     "training_module": 4,
@@ -97,6 +98,8 @@ def test_importing_the_library_does_not_import_heavy_packages():
         "triton",
         "huggingface_hub",
     } & set(loaded)
+    readers = "import torchcaps.run_report, torchcaps.model_card, torchcaps.export, torchcaps.seen_images"
+    assert not {"lightning", "torchmetrics"} & set(loaded_by(readers))
 
 
 def test_no_file_is_longer_than_400_lines():

@@ -18,11 +18,12 @@ from lightning.pytorch import Trainer
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images, train
 from torchcaps import BadInput, DataWarning, Diverged
-from torchcaps.checkpoints import SEAL, AtomicCheckpoints, read_checkpoint
+from torchcaps.checkpoints import SEAL, read_checkpoint
 from torchcaps.data import Images, Splits, fingerprint, image_digests
 from torchcaps.data.files import write_json
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows, read_run
+from torchcaps.run_writers import AtomicCheckpoints
 from torchcaps.seen_images import seen_in_training
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule

@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
-from torchcaps.checkpoints import AtomicCheckpoints
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
+from torchcaps.run_writers import AtomicCheckpoints
 from torchcaps.training import ImageBatches, SplitBatches, evaluate, fit
 from torchcaps.training_module import TrainingModule
 
@@ -149,7 +149,7 @@ def test_an_interruption_while_a_checkpoint_is_written_leaves_the_old_checkpoint
 
 
 def test_progress_is_printed_as_lines_without_a_terminal(images, tmp_path):
-    hurried = "from torchcaps import cli, run_folder; run_folder.PROGRESS_SECONDS = 0.0; cli.main()"
+    hurried = "from torchcaps import cli, run_writers; run_writers.PROGRESS_SECONDS = 0.0; cli.main()"
     words = ["train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", *SMALL_CAPSNET]
     words += ["--epochs", 1, "--batch-size", 14]
     process = [sys.executable, "-c", hurried, *map(str, words)]

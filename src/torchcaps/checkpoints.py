@@ -3,16 +3,12 @@
 import hashlib
 import io
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.models.pretrained import CONFIG, WEIGHTS, different_shapes, read_config, read_weights
 
@@ -21,41 +17,6 @@ SEAL = b"\nsha256:"
 
 `torch.load` ignores the separator and the checksum.
 """
-
-
-class AtomicCheckpoints(TorchCheckpointIO):
-    """Lightning plugin that writes each checkpoint to a temporary file, which is then renamed.
-
-    The checksum is verified at every read.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # torch.save runs in a thread, because Ctrl-C inside torch.save raises RuntimeError or ends the process.
-        with atomically(target) as stream, ThreadPoolExecutor(1) as thread:
-            thread.submit(_save_sealed, checkpoint, stream).result()
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        return read_checkpoint(Path(path))
-
-
-class RunCheckpoint(ModelCheckpoint):
-    """A `ModelCheckpoint` that keeps its best score if the run folder is renamed, copied or mounted elsewhere.
-
-    Lightning's own callback forgets the best score if the path of the folder has changed. This class
-    replaces the old folder with the new folder in all saved paths.
-    """
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        def here(path: str) -> str:
-            return str(Path(self.dirpath or "") / Path(path).name) if path else ""
-
-        moved: dict[str, Any]
-        moved = {key: here(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        moved["dirpath"] = self.dirpath
-        moved["best_k_models"] = {here(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **moved})
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -150,7 +111,8 @@ class _Hashing(io.RawIOBase):
             raise
 
 
-def _save_sealed(checkpoint: dict[str, Any], stream: BinaryIO) -> None:
+def save_sealed(checkpoint: dict[str, Any], stream: BinaryIO) -> None:
+    """Write a checkpoint and its checksum."""
     hashing = _Hashing(stream)
     try:
         torch.save(checkpoint, cast(BinaryIO, hashing))

@@ -4,22 +4,18 @@ import csv
 import io
 import json
 import re
-import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import lightning
 import safetensors.numpy
 from filelock import FileLock, Timeout
-from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from torchcaps.checkpoints import load_best, load_checkpoint
-from torchcaps.classifier import evaluating
 from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
 from torchcaps.environment import ENTRIES, environment
@@ -31,8 +27,6 @@ LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
 LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
-PROGRESS_SECONDS = 10.0
-"""Seconds between two printed lines of progress within an epoch, if there is no progress bar."""
 
 
 @dataclass(frozen=True)
@@ -306,94 +300,3 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
         raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error
-
-
-class EpochLog(Callback):
-    """Callback that writes one row of metrics.csv and prints one line per epoch.
-
-    When a run is resumed, the rows of its earlier epochs are kept.
-
-    Arguments:
-        path: path of metrics.csv.
-        images: number of training images.
-        measure: function that takes the model, in evaluation mode, and is called after every epoch. If the function
-            returns values, they are added to the row.
-    """
-
-    def __init__(
-        self, path: Path, images: int, measure: Callable[[nn.Module], Mapping[str, float] | None] | None = None
-    ) -> None:
-        self.path = path
-        self.images = images
-        self.measure = measure
-        self.rows: list[dict[str, Any]] = []
-        self.start = self.printed = self.train_seconds = self.learning_rate = 0.0
-
-    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        rows = read_rows(self.path)
-        self.rows = [row for row in rows if int(row["epoch"]) <= trainer.current_epoch]
-        if len(self.rows) < len(rows) and trainer.is_global_zero:
-            self._write()
-
-    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self.start = self.printed = time.perf_counter()
-
-    def on_train_batch_start(
-        self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Any, batch_index: int
-    ) -> None:
-        self.learning_rate = trainer.optimizers[0].param_groups[0]["lr"]
-
-    def on_train_batch_end(
-        self, trainer: lightning.Trainer, module: lightning.LightningModule, outputs: Any, batch: Any, batch_index: int
-    ) -> None:
-        now = time.perf_counter()
-        self.train_seconds = now - self.start
-        if trainer.is_global_zero and trainer.progress_bar_callback is None and now - self.printed > PROGRESS_SECONDS:
-            self.printed = now
-            steps = int(trainer.num_training_batches)
-            done = (batch_index + 1) / steps
-            left = self.train_seconds / done * ((trainer.max_epochs or 0) - trainer.current_epoch - done)
-            print(
-                f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  step {batch_index + 1}/{steps}  "
-                f"{done * self.images / self.train_seconds:.0f} images/s  {left / 60:.1f} min left",
-                flush=True,
-            )
-
-    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        seen = trainer.callback_metrics
-        row: dict[str, Any] = {
-            "epoch": trainer.current_epoch + 1,
-            "train_loss": f"{float(seen['train_loss']):.6f}",
-            "validation_loss": f"{float(seen['validation_loss']):.6f}",
-            "validation_accuracy_percent": f"{float(seen['validation_accuracy_percent']):.4f}",
-            "validation_recall_percent": f"{float(seen['validation_recall_percent']):.4f}",
-            "learning_rate": f"{self.learning_rate:.8f}",
-            "train_images_per_second": f"{self.images / self.train_seconds:.2f}",
-            "seconds": f"{time.perf_counter() - self.start:.2f}",
-        }
-        if self.measure is not None:
-            model = cast(nn.Module, module.model)
-            with evaluating(model):
-                row |= {name: f"{value:.4f}" for name, value in (self.measure(model) or {}).items()}
-        self.rows.append(row)
-        self._write()
-        left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
-        weighted = getattr(module, "class_weights", None) is not None
-        recall = f"mean recall {float(row['validation_recall_percent']):.2f} %  " if weighted else ""
-        print(
-            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
-            f"validation {float(row['validation_accuracy_percent']):.2f} %  {recall}"
-            f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
-            flush=True,
-        )
-
-    def _write(self) -> None:
-        text = io.StringIO()
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        table = csv.DictWriter(text, [*names], lineterminator="\n")
-        table.writeheader()
-        table.writerows(self.rows)
-        with atomically(self.path) as stream:
-            stream.write(text.getvalue().encode())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
-from torchcaps.checkpoints import AtomicCheckpoints, RunCheckpoint, load_best, load_checkpoint
+from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
@@ -42,7 +42,8 @@ from torchcaps.models import Pretrained, create_model, routing_of
 from torchcaps.models.pretrained import check_loadable
 from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
-from torchcaps.run_folder import EpochLog, begin_run, check_run, finished, locked, read_rows, read_run, write_run
+from torchcaps.run_folder import begin_run, check_run, finished, locked, read_rows, read_run, write_run
+from torchcaps.run_writers import AtomicCheckpoints, EpochLog, RunCheckpoint
 from torchcaps.scores import calibration_error_percent
 from torchcaps.seen_images import warn_of_seen_images
 from torchcaps.training_module import TrainingModule, class_weights_of
@@ -217,8 +218,7 @@ def _train(
         trainer.fit(module, data, ckpt_path=last)
     run = read_run(folder)
     run = replace(run, test_evaluations=run.test_evaluations + 1)
-    best = recipe.choose == "best"
-    chosen = load_best(folder, module) if best else load_checkpoint(folder / "last.ckpt", module)
+    chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
