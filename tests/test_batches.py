@@ -167,7 +167,7 @@ def test_the_reconstruction_loss_is_added_with_its_weight(train):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_scores_of_the_test_are_the_means_over_all_prepared_crops():
+def test_the_scores_of_the_test_are_the_means_over_all_preprocessed_crops():
     model = new_module(tiny(1, crop="20", test_crops="2"), SPLITS).model.eval()
     preprocessing = Preprocessing(crop=20, test_crops=2, standardise="first")
     images = Images(torch.randint(0, 256, (8, 1, 28, 28), dtype=torch.uint8), torch.arange(8), tuple("0123456789"))

@@ -44,7 +44,7 @@ SMALL = {
     "residual-capsnet": {"widths": (4, 8), "types": 2},
     "timm-capsnet": {"backbone": "test_resnet", "types": 2},
 }
-LARGE_GRAPHS = ("attention-capsnet", "generative-capsnet", "matrix-capsnet")
+LARGE_GRAPHS = ("attention-capsnet", "generative-capsnet")
 """Networks that PyTorch converts to ONNX in 15 seconds each."""
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 

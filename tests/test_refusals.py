@@ -235,7 +235,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: Decoder(3, 4, 28), r"image_shape must be a tuple \(channels, height, width\) .*; got int 28"),
         (lambda: decoded(torch.rand(2, 1, 1, 1, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 1, 1, 4\]"),
         (lambda: decoded(torch.rand(2, 2, 3, 1, 2)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 2, 3, 1, 2\]"),
-        (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "initial_std must be .* at least 0; got -1.0"),
+        (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
         (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
         (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),

@@ -78,7 +78,7 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
         ):
             warnings.warn(
                 f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
-                "be lower; remove them from the test images",
+                "be lower; leave them out of the test images",
                 DataWarning,
                 stacklevel=2,
             )
@@ -86,7 +86,7 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
-                f"{folder}: the validation accuracy can be too high; remove them from the validation images",
+                f"{folder}: the validation accuracy can be too high; leave them out, or use the seed of that run",
                 DataWarning,
                 stacklevel=2,
             )

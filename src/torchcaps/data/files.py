@@ -99,7 +99,7 @@ def verified(folder: Path, md5: Mapping[str, str], cure: str = "") -> list[tuple
         try:
             problem = checked(path, right, cure) if path else f"missing from {folder}{cure and f'; {cure}'}"
         except BadInput as error:
-            problem = str(error)
+            problem = str(error).removeprefix(f"{path}: ")
         found.append((file, problem))
     return found
 

@@ -118,7 +118,7 @@ class Preprocessing:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Preprocessing":
-        """Create a preprocessing from a mapping of settings; ignore settings that `Preprocessing` does not have."""
+        """Create a `Preprocessing` from a mapping of settings; ignore settings that it does not have."""
         return cls(**{key.name: settings[key.name] for key in fields(cls) if key.name in settings})
 
     def image_shape(self, stored: tuple[int, int, int]) -> tuple[int, int, int]:

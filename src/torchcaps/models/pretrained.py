@@ -227,7 +227,7 @@ def read_config(folder: Path) -> SavedConfig:
         raise BadInput(
             f"{path} is not a torchcaps configuration of format {FORMAT}: save the network again; if the file has an "
             f"older format, create the network with the options it was saved with, load {WEIGHTS} into it with "
-            "safetensors.torch.load_model, and call save_pretrained"
+            "safetensors.torch.load_model, and call save_pretrained of the network, or of its Classifier"
         )
     kinds = kinds_of(SavedConfig)
     for name in kinds:
