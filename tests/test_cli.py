@@ -138,11 +138,11 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_name(refused):
 
 def damage(path, how):
     body = (2).to_bytes(4, "big") + (4).to_bytes(4, "big") * 2 + bytes(range(32))
-    content = gzip.compress(bytes.fromhex("00000803") + body)
+    content = gzip.compress(bytes.fromhex("00000d03" if how == "magic" else "00000803") + body)
     path.write_bytes(content[:-12] if how == "truncated" else content)
 
 
-@pytest.mark.parametrize(("how", "word"), [("truncated", "ended before"), ("sum", "md5")])
+@pytest.mark.parametrize(("how", "word"), [("truncated", "ended before"), ("magic", "magic"), ("sum", "md5")])
 def test_damaged_data_files_are_refused(refused, tmp_path, how, word):
     (tmp_path / "mnist").mkdir()
     damage(tmp_path / "mnist" / "train-images-idx3-ubyte.gz", how)

@@ -68,8 +68,26 @@ def download(
     )
 
 
-def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progress: bool = True) -> list[Path]:
-    """Download the missing files of a dataset, and check the others; returns the path of each file, raw or gzipped.
+def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True) -> Path:
+    """Return the path of a file, raw or gzipped; download it if both are missing.
+
+    Arguments:
+        path: the file, without `.gz`.
+        md5: MD5 of its uncompressed content, which is checked only after a download.
+        mirrors: URLs of folders that serve the file, with `.gz` appended to its name.
+        progress: draw a progress bar on standard error.
+    Raises:
+        BadInput: the file cannot be downloaded or written.
+    """
+    found = present(path)
+    if found is None:
+        found = path.with_name(f"{path.name}.gz")
+        download([f"{mirror}{found.name}" for mirror in mirrors], found, md5, progress)
+    return found
+
+
+def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progress: bool = True) -> None:
+    """Download the missing files of a dataset, and check the others.
 
     Arguments:
         folder: folder of the files.
@@ -79,16 +97,12 @@ def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progr
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
     """
-    paths = []
     for file, right in md5.items():
         path = present(folder / file)
         if path is None:
-            path = folder / f"{file}.gz"
-            download([f"{mirror}{file}.gz" for mirror in mirrors], path, right, progress)
+            fetched(folder / file, right, mirrors, progress)
         elif (problem := checked(path, right)) != "ok":
             raise BadInput(f"{path}: {problem}")
-        paths.append(path)
-    return paths
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:

@@ -22,7 +22,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers (errno) of a full disk, of an exceeded disk quota, and of a file that is too large."""
 
 
-def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) -> bytearray:
+def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int], md5: str | None = None) -> bytearray:
     """Read the uncompressed content of a file, and stop if the content is longer than the file's header declares.
 
     Arguments:
@@ -30,8 +30,10 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) 
         header_bytes: length of the header in bytes.
         promised: function that takes the header and returns the length in bytes that it declares for the uncompressed
             file, including the header.
+        md5: the right MD5 of the content; None if it is not known.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or `promised` rejects the header.
+        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, `promised` rejects the header, or
+            the content has another MD5.
     """
     try:
         with _uncompressed(path) as stream:
@@ -39,9 +41,11 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int]) 
             length = promised(bytes(content))
             while len(content) <= length and (chunk := stream.read(CHUNK)):
                 content += chunk
-            return content
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
+    if md5 is not None and (problem := _compared(hashlib.md5(content, usedforsecurity=False).hexdigest(), md5)) != "ok":
+        raise BadInput(f"{path}: {problem}")
+    return content
 
 
 def uncompressed_md5(path: Path) -> str:
@@ -112,10 +116,13 @@ def checked(path: Path, md5: str, cure: str = "") -> str:
         md5: the right MD5.
         cure: what the user can do about a wrong file; by default, delete it to download it again.
     """
-    seen = uncompressed_md5(path)
-    if seen == md5:
+    return _compared(uncompressed_md5(path), md5, cure)
+
+
+def _compared(seen: str, right: str, cure: str = "") -> str:
+    if seen == right:
         return "ok"
-    return f"the md5 of its content is {seen}, not {md5}; {cure or 'delete it to download it again'}"
+    return f"the md5 of its content is {seen}, not {right}; {cure or 'delete it to download it again'}"
 
 
 @contextmanager

@@ -41,14 +41,15 @@ def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
 
 
-def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
+def read_idx(path: Path, md5: str | None = None) -> UInt8[np.ndarray, "..."]:
     """Read an IDX file, raw or gzipped, as a uint8 array: `[N]` for labels, `[N, H, W]` for images.
 
     Arguments:
         path: the file. Its first bytes show whether it is gzipped; its name does not matter.
+        md5: the right MD5 of the uncompressed content; None if it is not known.
     Raises:
-        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or its content is not an IDX array
-            of uint8.
+        BadInput: the file cannot be read, its gzip stream is truncated or corrupt, its content is not an IDX array of
+            uint8, or its content has another MD5.
     Example:
         >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
         (60000, 28, 28)
@@ -58,7 +59,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
         sizes = _sizes(header, str(path))
         return 4 + 4 * len(sizes) + math.prod(sizes)
 
-    return parse_idx(content_of(path, 16, promised), str(path))
+    return parse_idx(content_of(path, 16, promised, md5), str(path))
 
 
 def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:

@@ -8,9 +8,10 @@ algorithms", arXiv:1708.07747, 2017.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from torchcaps.data.download import complete
+from torchcaps.data.download import complete, fetched
 from torchcaps.data.files import verified
 from torchcaps.data.idx import read_idx
 from torchcaps.data.images import Images
@@ -23,8 +24,7 @@ class IdxFiles:
 
     Arguments:
         mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
-        md5: checksum of the uncompressed content of each file, keyed by file name: images and labels of the training
-            split, then of the test split.
+        md5: checksum of the uncompressed content of each file, keyed by file name.
         class_names: names of the classes, in the order of the labels.
     """
 
@@ -139,7 +139,24 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
     Example:
         >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
     """
-    pixels, classes = read_idx(images), read_idx(labels)
+    return _pair((images, read_idx(images)), (labels, read_idx(labels)), class_names)
+
+
+def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
+    known = FILES[name]
+
+    def read(file: str) -> tuple[Path, np.ndarray]:
+        path = fetched(data_dir / name / file, known.md5[file], known.mirrors)
+        return path, read_idx(path, known.md5[file])
+
+    def split(prefix: str) -> Images:
+        return _pair(read(f"{prefix}-images-idx3-ubyte"), read(f"{prefix}-labels-idx1-ubyte"), known.class_names)
+
+    return split("train"), split("t10k")
+
+
+def _pair(one: tuple[Path, np.ndarray], other: tuple[Path, np.ndarray], class_names: tuple[str, ...]) -> Images:
+    (images, pixels), (labels, classes) = one, other
     if pixels.ndim != 3 or classes.ndim != 1:
         raise BadInput(
             f"{images} has {pixels.ndim} dimensions (images have 3) and {labels} has {classes.ndim}"
@@ -151,10 +168,3 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
         return Images(torch.from_numpy(pixels)[:, None], torch.from_numpy(classes).long(), class_names)
     except BadInput as error:
         raise BadInput(f"{labels}: {error}") from error
-
-
-def _load(name: str, data_dir: Path) -> tuple[Images, Images]:
-    files = FILES[name]
-    images, labels, test_images, test_labels = complete(data_dir / name, files.md5, files.mirrors)
-    train = load_idx_pair(images, labels, files.class_names)
-    return train, load_idx_pair(test_images, test_labels, files.class_names)
