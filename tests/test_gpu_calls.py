@@ -62,11 +62,8 @@ def test_negative_views_equal_the_reference(direct):
         torch.testing.assert_close(found, right, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, batch):
-    def on_meta(x):
-        return [on_meta(y) for y in x] if isinstance(x, list) else x.to("meta") if isinstance(x, torch.Tensor) else x
-
+def a_pass(device, batch=2):
+    """The arguments of the operators: layer, options, all arguments of `moments`, and the tensors of a `Record`."""
     case, options = problem(SMALL, batch=batch), (False, True, False)
     pose, activation, transform, *agreement = (x.to(device) for x in case.values())
     layer = pose, activation, transform, SMALL.edge_lists.on(pose.device), SMALL.parent_sites
@@ -74,6 +71,16 @@ def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, b
     mass, mean, variance, largest, log_mass, log_sums, volume = operators.on_gpu("moments", *forward)
     nothing, numbers = mean.new_empty(0), torch.tensor([0.1, 0.1, 0.5], dtype=mean.dtype, device=device)
     record = [*agreement, log_sums, nothing, mean, largest, log_mass, variance, mass, mean, variance, volume, numbers]
+    return layer, options, forward, record
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, batch):
+    def on_meta(x):
+        return [on_meta(y) for y in x] if isinstance(x, list) else x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    layer, options, forward, record = a_pass(device, batch)
+    pose, agreement = layer[0], record[:4]
     calls = {
         "moments": forward,
         "moments_backward": (*layer, record, *options, True),
@@ -85,6 +92,20 @@ def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, b
         expected = getattr(torch.ops.torchcaps, name)(*map(on_meta, arguments))
         for one, right in zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (found, expected)), strict=True):
             assert (one.shape, one.stride(), one.dtype) == (right.shape, right.stride(), right.dtype), name
+
+
+def test_the_memory_of_a_record_may_change_between_its_two_uses(device):
+    """The code that torch.compile generates copies tensors of a record, and overwrites the memory of the originals."""
+    layer, options, _, record = a_pass(device)
+    place, found = operators.Record._fields.index("coupling_grads"), []
+    for overwritten in (False, True):
+        used, kept = ([x.clone() for x in record] for _ in range(2))
+        kept[place], *_ = operators.on_gpu("moments_backward", *layer, used, *options, True)
+        for x in used if overwritten else ():
+            x.fill_(float("nan"))
+        found.append(operators.on_gpu("votes_backward", *layer, kept, *options))
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("batch", [1, 32, 33])

@@ -310,19 +310,25 @@ def completed(problem, record):
 
 
 def completed_once(problem, record):
-    """Return the result of `completed` from `moments_backward`, if it still exists."""
+    """Return the result of `completed` from `moments_backward`, if it was kept."""
     kept = getattr(record.coupling_grads, "completed", None)
     return completed(problem, record) if kept is None else kept._replace(coupling_grads=record.coupling_grads)
 
 
 def moments_backward(
-    pose, activation, transform, edge_lists, parent_sites, record, types, none_of_the_above, by_sample, agreement_grads
+    pose, activation, transform, edge_lists, parent_sites, record, types, none_of_the_above, by_sample, agreement_grads,
+    keep=False,
 ):  # fmt: skip
-    """Run `torchcaps.kernels.moments.moments_backward` on a GPU."""
+    """Run `torchcaps.kernels.moments.moments_backward` on a GPU.
+
+    With `keep`, `votes_backward` uses the completed record again. Do not use `keep` in compiled functions: the compiler
+    may copy the tensors of a record for `votes_backward`, and overwrite the memory of the originals.
+    """
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
     record = completed(problem, *records_of(record))
     coupling_grads = problem.of_softmaxes()
-    coupling_grads.completed = record
+    if keep:
+        coupling_grads.completed = record
     softmaxes = problem.plan.children.softmaxes
     problem.per_child(_sum_over_softmax, softmaxes, record, coupling_grads, registers=FEW_REGISTERS)
     grads = [None] * 4
