@@ -109,28 +109,36 @@ def test_inputs_that_the_kernels_do_not_support_are_refused_or_run_on_the_refere
         Votes(*case[:3], MAPS["dense"]).moments(Agreement(linear=torch.zeros(3, 1, 4, 5)))
 
 
-def test_models_compile_to_one_graph_that_calls_the_operators():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_models_compile_to_one_graph_that_calls_the_operators(backend):
     """Runs in its own process, because torch.compile cannot trace the run-time type checks."""
     script = """
+import sys
 import torch
-from torchcaps import CapsNet, MatrixCapsNet, Routing
+from torchcaps import CapsNet, EfficientCapsNet, MatrixCapsNet, Routing, margin_loss
 
 torch.manual_seed(0)
-images = torch.rand(2, 2, 20, 20)
+torch.backends.cudnn.allow_tf32 = False
+device = "cuda" if torch.cuda.is_available() else "cpu"
 em, dynamic = (Routing(name, backend="fused") for name in ("em", "dynamic"))
-for model in (
+models = [
     MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
     CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
-):
-    gradients = []
-    for each in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+]
+if device == "cuda":  # on a CPU, Inductor computes wrong gradients in PyTorch 2.13: pytorch/pytorch#185702
+    models.append(EfficientCapsNet((2, 28, 28), 3, decoder=False))
+for model in models:
+    gradients, shape = [], (32, *model.options["image_shape"])
+    images, labels = torch.rand(shape, device=device), torch.randint(0, 3, (32,), device=device)
+    for each in (model.to(device), torch.compile(model, fullgraph=True, backend=sys.argv[1])):
         model.zero_grad()
-        each(images).scores.square().sum().backward()
+        margin_loss(each(images).scores, labels).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for found, right in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, right)
+        assert (found - right).norm() < 0.003 * right.norm()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+    warnings = ["-W", "error"] if backend == "aot_eager" else []
+    subprocess.run([sys.executable, *warnings, "-c", script, backend], check=True)
 
 
 @pytest.mark.usefixtures("untyped")

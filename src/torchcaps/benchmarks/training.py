@@ -13,7 +13,10 @@ from torchcaps.routing import Routing
 
 
 def bench_training(repeats: int = 10) -> Iterator[dict[str, Any]]:
-    """Time a training step of CapsNet on MNIST-sized images, and a step of the small MatrixCapsNet on 32×32 crops."""
+    """Time a training step of CapsNet on MNIST-sized images, and a step of the small MatrixCapsNet on 32×32 crops.
+
+    On a GPU, the fused steps are also timed with `torch.compile`, which records the network as CUDA graphs.
+    """
     capsnet = {
         "fused": capsnet_step("fused"),
         "fused, im2col": capsnet_step("fused", im2col=True),
@@ -21,12 +24,17 @@ def bench_training(repeats: int = 10) -> Iterator[dict[str, Any]]:
         "reference": capsnet_step("reference"),
         "reference, bf16": capsnet_step("reference", bf16=True),
     }
-    yield from compare("CapsNet, batch 100", capsnet, images=100, repeats=repeats)
     matrix = {name: matrix_step(name) for name in ("fused", "reference")}
+    if DEVICE == "cuda":
+        capsnet["fused, compiled"] = capsnet_step("fused", compiled=True)
+        matrix["fused, compiled"] = matrix_step("fused", compiled=True)
+    yield from compare("CapsNet, batch 100", capsnet, images=100, repeats=repeats)
     yield from compare("MatrixCapsNet small, batch 64", matrix, images=64, repeats=repeats)
 
 
-def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batch: int = 100) -> Callable[[], None]:
+def capsnet_step(
+    backend: str, *, bf16: bool = False, im2col: bool = False, compiled: bool = False, batch: int = 100
+) -> Callable[[], None]:
     """Return a function that runs a training step of CapsNet: forward, losses, backward and Adam.
 
     Convolutions use the memory format channels_last.
@@ -39,10 +47,11 @@ def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batc
     images = torch.rand(batch, 1, 28, 28, device=DEVICE).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
+    network = _compiled(model) if compiled else model
 
     def step() -> None:
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=bf16):
-            prediction = model(images, labels)
+            prediction = network(images, labels)
             loss = margin_loss(prediction.scores, labels)
             loss = loss + 0.0005 * reconstruction_loss(prediction.reconstruction, images)
         _update(optimizer, loss)
@@ -50,7 +59,7 @@ def capsnet_step(backend: str, *, bf16: bool = False, im2col: bool = False, batc
     return step
 
 
-def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[], None]:
+def matrix_step(backend: str, *, compiled: bool = False, batch: int = 64, **options: Any) -> Callable[[], None]:
     """Return a function that runs a training step of MatrixCapsNet: forward, spread loss, backward and Adam."""
     torch.manual_seed(0)
     options = {"image_shape": (2, 32, 32), "num_classes": 5, **options}
@@ -58,11 +67,16 @@ def matrix_step(backend: str, *, batch: int = 64, **options: Any) -> Callable[[]
     images = torch.randn(batch, *options["image_shape"], device=DEVICE)
     labels = torch.randint(0, options["num_classes"], (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
+    network = _compiled(model) if compiled else model
 
     def step() -> None:
-        _update(optimizer, spread_loss(model(images).scores, labels, margin=0.5))
+        _update(optimizer, spread_loss(network(images).scores, labels, margin=0.5))
 
     return step
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, mode="reduce-overhead", dynamic=False)
 
 
 def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
