@@ -98,14 +98,15 @@ def test_the_memory_of_a_record_may_change_between_its_two_uses(device):
     """The code that torch.compile generates copies tensors of a record, and overwrites the memory of the originals."""
     layer, options, _, record = a_pass(device)
     place, found = operators.Record._fields.index("coupling_grads"), []
-    for overwritten in (False, True):
+    for overwritten, direct in ((False, True), (False, False), (True, False)):
         used, kept = ([x.clone() for x in record] for _ in range(2))
-        kept[place], *_ = operators.on_gpu("moments_backward", *layer, used, *options, True)
+        kept[place], *_ = operators.on_gpu("moments_backward", *layer, used, *options, True, direct=direct)
         for x in used if overwritten else ():
             x.fill_(float("nan"))
-        found.append(operators.on_gpu("votes_backward", *layer, kept, *options))
-    for one, right in zip(*found, strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=0)
+        found.append(operators.on_gpu("votes_backward", *layer, kept, *options, direct=direct))
+    for right, *others in zip(*found, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, right, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("batch", [1, 32, 33])

@@ -125,7 +125,7 @@ models = [
     MatrixCapsNet((2, 20, 20), 3, widths=(4, 2, 3, 3), routing=em),
     CapsNet((2, 20, 20), 3, convolution_channels=8, primary_types=2, decoder=False, routing=dynamic),
 ]
-if device == "cuda":  # on a CPU, Inductor computes wrong gradients in PyTorch 2.13: pytorch/pytorch#185702
+if device == "cuda" and sys.argv[1] == "inductor":  # on a CPU, its gradients are wrong: pytorch/pytorch#185702
     models.append(EfficientCapsNet((2, 28, 28), 3, decoder=False))
 for model in models:
     gradients, shape = [], (32, *model.options["image_shape"])
@@ -135,7 +135,10 @@ for model in models:
         margin_loss(each(images).scores, labels).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for found, right in zip(*gradients, strict=True):
-        assert (found - right).norm() < 0.003 * right.norm()
+        if sys.argv[1] == "inductor":  # it computes sums in another order
+            assert (found - right).norm() < 0.003 * right.norm()
+        else:
+            torch.testing.assert_close(found, right)
 """
     warnings = ["-W", "error"] if backend == "aot_eager" else []
     subprocess.run([sys.executable, *warnings, "-c", script, backend], check=True)

@@ -1,4 +1,4 @@
-"""Convolution computed as a matrix product, for processors on which PyTorch's convolution is slow."""
+"""Faster convolutions: the memory format of their weights, and convolution computed as a matrix product."""
 
 from typing import Any
 
@@ -9,6 +9,13 @@ from torch.nn import functional
 
 from torchcaps.checks import check_padding, check_sizes
 from torchcaps.kernels import in_torch_func
+
+
+def use_channels_last(model: nn.Module) -> None:
+    """Convert the weights of all convolutions of a model to the memory format channels_last."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):  # contiguous() would leave the weights for grey images as they are
+            module.weight.data = module.weight.data.clone(memory_format=torch.channels_last)
 
 
 class Im2colConv2d(nn.Conv2d):

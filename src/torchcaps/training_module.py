@@ -15,6 +15,7 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
+from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
@@ -53,9 +54,7 @@ class TrainingModule(lightning.LightningModule):
         super().__init__()
         self.model = model
         self.steps = steps
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):  # contiguous() would leave the weights for grey images as they are
-                module.weight.data = module.weight.data.clone(memory_format=torch.channels_last)
+        use_channels_last(model)
         self.recipe = recipe
         rules = [module for module in model.modules() if isinstance(getattr(module, "iterations", None), int)]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]

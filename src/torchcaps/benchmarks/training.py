@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torchcaps.benchmarks import DEVICE, compare
+from torchcaps.convolution import use_channels_last
 from torchcaps.losses import margin_loss, reconstruction_loss, spread_loss
 from torchcaps.models import create_model
 from torchcaps.routing import Routing
@@ -41,17 +42,16 @@ def capsnet_step(
     """
     torch.manual_seed(0)
     model = create_model("capsnet", routing=Routing("dynamic", backend=backend), im2col=im2col).to(DEVICE)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+    use_channels_last(model)
     images = torch.rand(batch, 1, 28, 28, device=DEVICE).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 10, (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
-    network = _compiled(model) if compiled else model
+    if compiled:
+        model.compile(mode="reduce-overhead", dynamic=False)
 
     def step() -> None:
         with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=bf16):
-            prediction = network(images, labels)
+            prediction = model(images, labels)
             loss = margin_loss(prediction.scores, labels)
             loss = loss + 0.0005 * reconstruction_loss(prediction.reconstruction, images)
         _update(optimizer, loss)
@@ -67,16 +67,13 @@ def matrix_step(backend: str, *, compiled: bool = False, batch: int = 64, **opti
     images = torch.randn(batch, *options["image_shape"], device=DEVICE)
     labels = torch.randint(0, options["num_classes"], (batch,), device=DEVICE)
     optimizer = torch.optim.Adam(model.parameters())
-    network = _compiled(model) if compiled else model
+    if compiled:
+        model.compile(mode="reduce-overhead", dynamic=False)
 
     def step() -> None:
-        _update(optimizer, spread_loss(network(images).scores, labels, margin=0.5))
+        _update(optimizer, spread_loss(model(images).scores, labels, margin=0.5))
 
     return step
-
-
-def _compiled(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, mode="reduce-overhead", dynamic=False)
 
 
 def _update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:

@@ -156,9 +156,8 @@ def on_gpu(name: str, *arguments: Any, direct: bool = False) -> Any:
     """Run an operator as Triton kernels, on the GPU that holds the pose. The first call imports Triton."""
     from torchcaps.kernels.gpu import moments as gpu
 
-    keep = {"keep": True} if direct and name != "votes_backward" else {}
     with torch.cuda.device_of(pose_of(arguments)):
-        return getattr(gpu, name)(*arguments, **keep)
+        return getattr(gpu, name)(*arguments, keep=direct)
 
 
 def _call(

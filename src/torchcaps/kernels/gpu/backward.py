@@ -309,9 +309,9 @@ def completed(problem, record):
     return record._replace(quadratic=quadratic, variance=variance, variance_grad=variance_grad)
 
 
-def completed_once(problem, record):
-    """Return the result of `completed` from `moments_backward`, if it was kept."""
-    kept = getattr(record.coupling_grads, "completed", None)
+def completed_once(problem, record, keep):
+    """Return the result of `completed`; with `keep`, that of `moments_backward`, if it exists."""
+    kept = getattr(record.coupling_grads, "completed", None) if keep else None
     return completed(problem, record) if kept is None else kept._replace(coupling_grads=record.coupling_grads)
 
 
@@ -348,10 +348,12 @@ def moments_backward(
     return coupling_grads, *(problem.empty((0,)) if grad is None else grad for grad in grads)
 
 
-def votes_backward(pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample):
-    """Run `torchcaps.kernels.moments.votes_backward` on a GPU."""
+def votes_backward(
+    pose, activation, transform, edge_lists, parent_sites, records, types, none_of_the_above, by_sample, keep=False
+):  # fmt: skip
+    """Run `torchcaps.kernels.moments.votes_backward` on a GPU. `keep` is that of `moments_backward`."""
     problem = Problem(pose, activation, transform, edge_lists, parent_sites, types, none_of_the_above)
-    passes = tuple(completed_once(problem, record) for record in records_of(records) if record.mean is not None)
+    passes = tuple(completed_once(problem, record, keep) for record in records_of(records) if record.mean is not None)
     pose_grad, activation_grad, transform_grad = children_grads(pose, activation, transform, samples_last=True)
     if passes:
         given = None if activation is None else activation_grad
