@@ -39,7 +39,7 @@ def test_saved_statistics_are_averages_over_batches_of_training_images_with_the_
     start = 0
     with torch.no_grad():
         for size in batches:
-            model.train()(loader.load(order[start : start + size])[0])
+            model.train()(loader.load(order[start : start + size], torch.device("cpu"))[0])
             start += size
     for name, values in seen.items():
         dims = [d for d in range(values[0].ndim) if d != 1]

@@ -18,10 +18,14 @@ from torchcaps.run_folder import read_rows
 from torchcaps.training import evaluate, fit, new_module
 from torchcaps.training_module import TrainingModule
 
+CPU = torch.device("cpu")
+
 
 def batches_of(recipe, splits=SPLITS, processes=1, rank=0, epoch=0):
     data = SplitBatches(splits, recipe)
-    data.trainer = SimpleNamespace(world_size=processes, global_rank=rank, current_epoch=epoch)
+    data.trainer = SimpleNamespace(
+        world_size=processes, global_rank=rank, current_epoch=epoch, strategy=SimpleNamespace(root_device=CPU)
+    )
     return data
 
 
@@ -35,9 +39,18 @@ def test_the_order_and_the_augmentation_depend_on_the_seed():
 def test_the_augmentation_of_an_image_depends_on_its_index_and_not_on_its_place_in_the_batch():
     preprocessing = Preprocessing(shift=5)
     variation, indices = preprocessing.variation(0, 0, 60), np.array([7, 3])
-    found, labels = ImageBatches(SPLITS.train, preprocessing, variation)[indices]
+    found, labels = ImageBatches(SPLITS.train, preprocessing, variation).load(indices, CPU)
     assert torch.equal(found, preprocessing.varied(SPLITS.train.pixels[indices], variation.of(torch.tensor([7, 3]))))
     assert labels.tolist() == SPLITS.train.labels[indices].tolist()
+
+
+def test_the_augmentation_has_full_precision_in_autocast():
+    preprocessing = Preprocessing(rotation=30.0, squeeze=0.2)
+    dataset = ImageBatches(SPLITS.train, preprocessing, preprocessing.variation(0, 0, 60))
+    expected, _ = dataset.load(np.arange(60), CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = dataset.load(np.arange(60), CPU)
+    assert torch.equal(found, expected)
 
 
 def test_processes_share_the_batch_size_and_train_on_equally_many_images():

@@ -187,7 +187,7 @@ def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
 
 def test_batches_are_pinned_for_a_gpu(monkeypatch):
     def loader():
-        return Batches(ImageBatches(SPLITS.test, Preprocessing()), np.arange(20), 8)
+        return Batches(ImageBatches(SPLITS.test, Preprocessing()), np.arange(20), 8, 0, torch.device("cpu"))
 
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)

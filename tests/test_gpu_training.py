@@ -15,6 +15,7 @@ from conftest import SMALL_CAPSNET, make_images, train
 from test_run_folder import SPLITS
 from torchcaps import CapsNet, Classifier, Preprocessing
 from torchcaps.attacks import bim, fgsm
+from torchcaps.batches import ImageBatches
 from torchcaps.inspection import inspect
 from torchcaps.losses import margin_loss
 from torchcaps.recipes import create_recipe
@@ -52,6 +53,19 @@ def trained_on_digits(command, run, precision):
     assert (metrics["precision"], gpu is not None) == (precision, DEVICE == "cuda")
     assert metrics["test_accuracy_percent"] > 70
     return metrics
+
+
+@pytest.mark.parametrize("crop", [0, 20])
+def test_the_gpu_preprocesses_the_images(crop):
+    options = {"shift": 2, "flip": True, "contrast": 0.2, "rotation": 30.0, "squeeze": 0.2, "erase": 4, "elastic": 1.0}
+    preprocessing = Preprocessing(**options, standardise="last", crop=crop, test_crops=2 if crop else 1)
+    order = np.arange(60)
+    for variation in (preprocessing.variation(0, 0, 60), None):
+        dataset = ImageBatches(SPLITS.train, preprocessing, variation)
+        (found, labels), (expected, right) = (dataset.load(order, torch.device(name)) for name in (DEVICE, "cpu"))
+        assert {found.device.type, labels.device.type} == {DEVICE}
+        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)
+        assert torch.equal(labels.cpu(), right)
 
 
 @NEEDS_DIGITS

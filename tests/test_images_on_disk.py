@@ -22,7 +22,15 @@ from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
 from test_run_folder import tiny
 from torchcaps.batches import Batches, ImageBatches, default_workers
-from torchcaps.data import Images, ImagesOnDisk, Preprocessing, image_digests, load_splits, save_contact_sheet
+from torchcaps.data import (
+    Images,
+    ImagesOnDisk,
+    Preprocessing,
+    Variation,
+    image_digests,
+    load_splits,
+    save_contact_sheet,
+)
 from torchcaps.data.image_file import decode, header
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput, DataWarning
@@ -233,13 +241,14 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
 def test_worker_processes_need_enough_shared_memory():
     pixels = torch.zeros(1, 1, 1, 1, dtype=torch.uint8).expand(1000, 1, 12_000, 12_000)
     images = Images(pixels, torch.zeros(1000, dtype=torch.int64), ("cat",))
-    crops = Preprocessing(crop=10_000, test_crops=2)
+    elastic = Variation(None, None, distances=torch.zeros(1, 1, 1, 1).expand(1000, 2, 6000, 3000))
     for preprocessing, variation, megabytes in (
-        (Preprocessing(), None, "1,152,000"),
-        (crops, None, "3,200,000"),
-        (crops, crops.variation(0, 0, 1000), "800,000"),
+        (Preprocessing(), None, "288,000"),
+        (Preprocessing(crop=10_000, test_crops=2), None, "288,000"),
+        (Preprocessing(elastic=1.0), elastic, "576,000"),
     ):
-        batches = Batches(ImageBatches(images, preprocessing, variation), np.arange(1000), batch_size=1000, workers=1)
+        dataset = ImageBatches(images, preprocessing, variation)
+        batches = Batches(dataset, np.arange(1000), 1000, 1, torch.device("cpu"))
         says = rf"1 worker processes need {megabytes} MB in /dev/shm, but only .* use fewer --workers"
         with pytest.raises(BadInput, match=says):
             next(iter(batches))

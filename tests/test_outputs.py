@@ -118,7 +118,7 @@ def test_the_cache_of_a_dataset_on_a_full_disk_names_the_cure(tmp_path, monkeypa
 @pytest.mark.filterwarnings("ignore:This DataLoader", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_worker_processes_that_cannot_start_cause_an_error_of_one_line():
     images = Images(torch.zeros(8, 1, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64), ("cat",))
-    loader = Batches(ImageBatches(images, Preprocessing()), np.arange(8), 1, 4)
+    loader = Batches(ImageBatches(images, Preprocessing()), np.arange(8), 1, 4, torch.device("cpu"))
     limit = len(os.listdir("/proc/self/fd")) + 3
     with limited(resource.RLIMIT_NOFILE, limit):
         refuses(lambda: next(iter(loader)), "4 worker processes cannot start (Too many open files): use fewer")

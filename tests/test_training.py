@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,7 +292,7 @@ def test_order_and_shifts_depend_only_on_seed_epoch_and_index(images):
     recipe = create_recipe("capsnet-mnist", {"batch_size": "8"})
 
     class At:
-        world_size, global_rank = 1, 0
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
 
         def __init__(self, epoch, ranks=1, rank=0):
             self.current_epoch, self.world_size, self.global_rank = epoch, ranks, rank
@@ -305,7 +306,7 @@ def test_order_and_shifts_depend_only_on_seed_epoch_and_index(images):
     assert not torch.equal(epoch_of(3)[0], epoch_of(4)[0])
     labels = [torch.cat(epoch_of(3, 2, rank)[1::2]) for rank in (0, 1)]
     assert [len(share) for share in labels] == [len(splits.train) // 2] * 2
-    views, _ = ImageBatches(splits.train, Preprocessing())[torch.arange(4).numpy()]
+    views, _ = ImageBatches(splits.train, Preprocessing()).load(torch.arange(4).numpy(), torch.device("cpu"))
     assert len(views) == 1
     assert views[0].is_contiguous(memory_format=torch.channels_last)
     assert 0 <= views.min() <= views.max() <= 1

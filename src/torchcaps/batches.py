@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import lightning
 import numpy as np
 import torch
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,8 +22,22 @@ from torchcaps.process_memory import release_free_memory
 from torchcaps.recipe import Recipe, batch_starts
 
 
+class Stored(NamedTuple):
+    """A batch before its preprocessing.
+
+    Arguments:
+        pixels: images as they are stored.
+        labels: their labels.
+        variation: random numbers for their augmentation; None for validation and test.
+    """
+
+    pixels: UInt8[Tensor, "B C H W"]
+    labels: Int64[Tensor, " B"] | Int64[Tensor, "B k"]
+    variation: Variation | None
+
+
 class ImageBatches(Dataset):
-    """Dataset of batches: indexed with an array of image indices, it returns these images and their labels.
+    """Dataset of batches: indexed with an array of image indices, it returns these images before the preprocessing.
 
     Arguments:
         images: the images of one split.
@@ -35,32 +50,54 @@ class ImageBatches(Dataset):
         self.preprocessing = preprocessing
         self.variation = variation
 
-    def __getitem__(self, indices: np.ndarray) -> tuple[Tensor, Tensor] | BadInput:
+    def __getitem__(self, indices: np.ndarray) -> Stored | BadInput:
         try:
-            return self.load(indices)
+            return self.stored(indices)
         except BadInput as error:
             return error  # `Batches` raises it in the training process; a worker process would add a traceback
 
-    def load(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Return the preprocessed images at `indices` and their labels."""
+    def stored(self, indices: np.ndarray) -> Stored:
+        """Return the images at `indices` before the preprocessing."""
         chosen = torch.from_numpy(indices)
-        pixels, labels = self.images.batch(chosen), self.images.labels[chosen]
-        if self.variation is None:
-            return self.preprocessing.views(pixels), labels
-        return self.preprocessing.varied(pixels, self.variation.of(chosen)), labels
+        variation = None if self.variation is None else self.variation.of(chosen)
+        return Stored(self.images.batch(chosen), self.images.labels[chosen], variation)
+
+    def preprocessed(self, batch: Stored, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Preprocess a batch, and return its images and labels on a device.
+
+        The images are preprocessed on the GPU if the device is one of NVIDIA or AMD, and otherwise on the CPU.
+        """
+        where = device if device.type == "cuda" else torch.device("cpu")
+        pixels = batch.pixels.to(where, non_blocking=True)
+        with torch.autocast(where.type, enabled=False):  # with autocast, rotations would be computed in bf16
+            if batch.variation is None:
+                images = self.preprocessing.views(pixels)
+            else:
+                images = self.preprocessing.varied(pixels, batch.variation.to(where))
+        return images.to(device), batch.labels.to(device, non_blocking=True)
+
+    def load(self, indices: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the preprocessed images at `indices` and their labels on a device."""
+        return self.preprocessed(self.stored(indices), device)
 
 
 class Batches(DataLoader):
-    """`DataLoader` that raises the `BadInput` errors of its worker processes in the training process.
+    """`DataLoader` of preprocessed images and their labels.
+
+    The worker processes only load images. The training process preprocesses them and raises the `BadInput` errors of
+    the worker processes.
 
     Arguments:
         batches: dataset whose items are batches.
         order: indices of the images in the order in which they are loaded.
         batch_size: images per batch.
         workers: number of processes that load images. With 0, the training process loads them itself.
+        device: device of the training.
     """
 
-    def __init__(self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int = 0) -> None:
+    def __init__(
+        self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int, device: torch.device
+    ) -> None:
         parts = np.split(order, batch_starts(len(order), batch_size)[1:])
         super().__init__(
             batches,
@@ -71,6 +108,7 @@ class Batches(DataLoader):
             # The default of Python 3.14 starts slowly, and copies images in memory to every process.
             multiprocessing_context="fork" if workers and sys.platform == "linux" else None,
         )
+        self.device = device
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         if self.num_workers:
@@ -86,16 +124,16 @@ class Batches(DataLoader):
         for batch in batches:
             if isinstance(batch, BadInput):
                 raise batch
-            yield batch
+            yield cast(ImageBatches, self.dataset).preprocessed(batch, self.device)
 
     def _check_shared_memory(self) -> None:
         """Check that the batches of all worker processes fit into shared memory. If they do not fit, torch hangs."""
         shared, loaded = Path("/dev/shm"), self.dataset
         if not shared.is_dir() or not isinstance(loaded, ImageBatches):
             return
-        shape = loaded.preprocessing.image_shape(loaded.images.image_shape)
-        views = 1 if loaded.variation is not None else loaded.preprocessing.test_crops**2
-        largest = max(len(part) for part in self.sampler) * views * math.prod(shape) * torch.float32.itemsize
+        numbers = [part for part in (loaded.images.labels, *(loaded.variation or ())) if part is not None]
+        image = math.prod(loaded.images.image_shape) + sum(part[:1].nbytes for part in numbers)
+        largest = max(len(part) for part in self.sampler) * image
         needed, free = largest * self.num_workers * (self.prefetch_factor or 1), shutil.disk_usage(shared).free
         if needed > free:
             raise BadInput(
@@ -152,7 +190,7 @@ class SplitBatches(lightning.LightningDataModule):
         devices = trainer.world_size
         batches, order = self.epoch(trainer.current_epoch)
         order = order[: len(order) - len(order) % devices][trainer.global_rank :: devices]
-        return Batches(batches, order, self.recipe.batch_size // devices, self.workers)
+        return Batches(batches, order, self.recipe.batch_size // devices, self.workers, self._device)
 
     def batch_norm_dataloader(self) -> DataLoader:
         """Return the first training images of the epoch, for `average_batch_norms`: the same images on every device."""
@@ -160,7 +198,7 @@ class SplitBatches(lightning.LightningDataModule):
         assert trainer is not None
         batches, order = self.epoch(trainer.current_epoch)
         chosen = order[: recipe.batch_norm_images]
-        return Batches(batches, chosen, recipe.batch_size // trainer.world_size, self.workers)
+        return Batches(batches, chosen, recipe.batch_size // trainer.world_size, self.workers, self._device)
 
     def val_dataloader(self) -> DataLoader:
         return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
@@ -171,4 +209,9 @@ class SplitBatches(lightning.LightningDataModule):
     def _share(self, images: Images, recipe: Recipe) -> DataLoader:
         assert self.trainer is not None
         mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
-        return Batches(ImageBatches(images, recipe.preprocessing()), mine, recipe.batch_size, self.workers)
+        batches = ImageBatches(images, recipe.preprocessing())
+        return Batches(batches, mine, recipe.batch_size, self.workers, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return cast(lightning.Trainer, self.trainer).strategy.root_device

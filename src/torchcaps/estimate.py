@@ -223,7 +223,7 @@ class _Steps:
         start = time.perf_counter()
         chosen = self.order[self.next : self.next + self.size]
         self.next = self.next + self.size if self.next + 2 * self.size <= len(self.order) else 0
-        images, labels = (part.to(self.kind) for part in self.batches.load(chosen))
+        images, labels = self.batches.load(chosen, torch.device(self.kind))
         self.optimizer.zero_grad()
         with self.module.autocast(self.kind):
             loss, _ = self.module.loss_and_scores(images, labels, train=True)
@@ -239,9 +239,10 @@ class _Steps:
         """Run the model on one batch of validation images, and return the time in seconds per image."""
         self.module.eval()
         start = time.perf_counter()
-        views, labels = self.validation.load(np.arange(min(self.size, len(self.validation.images))))
+        first = np.arange(min(self.size, len(self.validation.images)))
+        views, labels = self.validation.load(first, torch.device(self.kind))
         with torch.no_grad(), self.module.autocast(self.kind):
-            loss, _ = self.module.loss_and_scores(views[0].to(self.kind), labels.to(self.kind), train=False)
+            loss, _ = self.module.loss_and_scores(views[0], labels, train=False)
         loss.item()
         return (time.perf_counter() - start) / len(labels)
 

@@ -84,7 +84,7 @@ def fit(
             `fit` does not change other files in the folder.
         devices: number of processes that train together (DistributedDataParallel). It must divide the batch size.
             Under `torchrun`, which has started the processes already, this argument is not used.
-        workers: number of worker processes per device that read and preprocess images. The default for images on disk
+        workers: number of worker processes per device that read and decode images. The default for images on disk
             is the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The
             number of workers does not change the results.
         resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
@@ -379,8 +379,7 @@ def evaluate(
             f"the model has {classes} classes, but the images have {len(images.class_names)} class names: evaluate "
             "images with the classes of the training"
         )
-    recipe = Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin")
-    module = TrainingModule(model, recipe, len(images.class_names))
+    module = TrainingModule(model, Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin"), classes)
     trainer = lightning.Trainer(
         devices=1,
         precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
@@ -390,7 +389,8 @@ def evaluate(
         enable_model_summary=False,
     )
     batches = ImageBatches(images, preprocessing or Preprocessing())
-    loader = Batches(batches, np.arange(len(images)), batch_size, default_workers(images))
+    workers, runs_on = default_workers(images), trainer.strategy.root_device
+    loader = Batches(batches, np.arange(len(images)), batch_size, workers, runs_on)
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:
         accuracy = _test(trainer, module, loader, SMALLER_BATCHES)

@@ -44,6 +44,10 @@ class Variation(NamedTuple):
         """Return the random numbers of the images at `indices`."""
         return Variation(*(None if part is None else part[indices] for part in self))
 
+    def to(self, device: torch.device) -> "Variation":
+        """Copy the random numbers to a device."""
+        return Variation(*(None if part is None else part.to(device, non_blocking=True) for part in self))
+
 
 @dataclass(frozen=True)
 class Preprocessing:
