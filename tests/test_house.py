@@ -36,6 +36,7 @@ FLOORS = {
     "checkpoints": 4,
     "chosen_epoch": 4,
     "classifier": 4,
+    "compilation": 4,
     "confusion": 4,
     "devices": 4,
     "environment": 4,

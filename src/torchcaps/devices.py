@@ -23,9 +23,12 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """Check that every batch can be split evenly among the processes, and that every process has a GPU if there is one.
 
     Raises:
-        BadInput: `devices` is below 1, does not divide the batch size, or is larger than the number of GPUs.
+        BadInput: `devices` is below 1, does not divide the batch size, or is larger than the number of GPUs; or the
+            recipe compiles the network and `devices` is above 1.
     """
     here, together = processes(devices)[0], math.prod(processes(devices))
+    if recipe.compile and together > 1:
+        raise BadInput(f"compile is true, but devices is {together}: use one device, or set compile=false")
     if together < 1 or recipe.batch_size % together:
         raise BadInput(
             f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
@@ -33,6 +36,11 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     if torch.cuda.is_available() and here > (gpus := torch.cuda.device_count()):
         count = f"{gpus} GPU{'' if gpus == 1 else 's'}"
         raise BadInput(f"devices is {here}, but this machine has {count}: use at most {gpus}")
+
+
+def training_device() -> torch.device:
+    """Return the device on which a training in one process runs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def check_shares(splits: Splits, devices: int) -> None:

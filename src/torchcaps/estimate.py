@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from torchcaps.batches import ImageBatches, SplitBatches, default_workers
+from torchcaps.compilation import CALLS
 from torchcaps.data import DATASETS, Splits
-from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
+from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors, training_device
 from torchcaps.environment import processes
 from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
@@ -107,7 +108,7 @@ def estimate(
     bit-identical with and without an estimate. After a warm-up step, steps are measured until about two seconds have
     passed, but at most six steps. If the warm-up step takes longer than two seconds on a CPU, its time is used instead.
     On a GPU, the warm-up step includes the compilation of kernels, so its time is never used, and validation is timed
-    in its second run.
+    in its second run. If the recipe compiles the network, the times of the first two steps are not used.
 
     On a CPU, the estimated memory is the resident memory of the process: Python and its libraries, the images of all
     splits, weights, gradients, the state of the optimiser, and everything that a step allocates. On a GPU, the
@@ -126,24 +127,28 @@ def estimate(
         BadInput: the memory of the GPU runs out.
     """
     recipe = module.recipe
-    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = training_device().type
     with torch.random.fork_rng([torch.cuda.current_device()] if kind == "cuda" else []), _message_if_slow(say):
         held = _start_memory(kind)
         copy = deepcopy(module).to(kind).train()
         steps = _Steps(copy, splits, devices, kind)
         seconds = [steps.train()]
+        if recipe.compile:
+            seconds = [steps.train() for _ in range(CALLS - 1)][-1:]
         weights = sum(one.nbytes for one in copy.state_dict().values())
         gradients = sum(one.nbytes for one in copy.parameters() if one.requires_grad)
         states = (value for state in steps.optimizer.state.values() for value in state.values())
         optimizer = sum(value.nbytes for value in states if isinstance(value, torch.Tensor))
         start = time.perf_counter()
-        while (kind != "cpu" or seconds[0] < BUDGET_SECONDS) and len(seconds) <= MOST_STEPS:
+        while (kind != "cpu" or recipe.compile or seconds[0] < BUDGET_SECONDS) and len(seconds) <= MOST_STEPS:
             seconds.append(steps.train())
             if time.perf_counter() - start > BUDGET_SECONDS:
                 break
         if kind != "cpu":
             steps.validate()
         per_image = steps.validate()
+    if recipe.compile:
+        torch.compiler.reset()  # it also frees the memory of the CUDA graphs
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
     epoch = starts * step + len(splits.validation) * per_image / devices

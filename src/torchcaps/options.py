@@ -29,6 +29,7 @@ LATER: dict[str, tuple[str, ...]] = {
         "early_iterations",
         "early_epochs",
         "batch_norm_images",
+        "compile",
     ),
     "preprocessing": ("flip", "elastic"),
     "capsnet": ("stem",),

@@ -122,6 +122,9 @@ class Recipe:
         precision: precision of the training: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware
             supports bf16 natively, else float32. On NVIDIA GPUs, PyTorch's default for float32 convolutions is TF32,
             which rounds their inputs to about three decimal digits.
+        compile: whether to compile the network with `torch.compile` for the training steps. Validation and test do not
+            use the compiled network. On a GPU, the network is recorded as CUDA graphs. See
+            `torchcaps.compilation.check_compiled`.
 
     Raises:
         BadInput: a setting has the wrong type or is out of range, or two settings exclude each other.
@@ -174,6 +177,7 @@ class Recipe:
     choose: Choose = "best"
     seed: int = 0
     precision: str = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():

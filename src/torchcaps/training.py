@@ -21,6 +21,7 @@ from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_worke
 from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
+from torchcaps.compilation import check_compiled
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
 from torchcaps.data import Images, Preprocessing, Splits
 from torchcaps.data.files import write_json
@@ -44,7 +45,6 @@ from torchcaps.pictures import save_curves, save_worst
 from torchcaps.recipe import PRECISIONS, Recipe, batch_starts, resolve_precision
 from torchcaps.run_folder import begin_run, check_run, finished, locked, read_rows, read_run, write_run
 from torchcaps.run_writers import AtomicCheckpoints, EpochLog, RunCheckpoint
-from torchcaps.scores import calibration_error_percent
 from torchcaps.seen_images import warn_of_seen_images
 from torchcaps.training_module import TrainingModule, class_weights_of
 
@@ -135,6 +135,9 @@ def fit(
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         check_best(folder, recipe, begun.trained)
+        if recipe.compile:
+            print("compiling the network, and checking its gradients; this can take minutes", flush=True)
+            check_compiled(module, splits)
         begin_run(folder, begun)
         folders = [folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])]
         warn_of_seen_images(folders, splits.test, splits.validation)
@@ -164,6 +167,8 @@ def new_module(
     model = _new_model(recipe, splits.train, one_per_batch=min(images, batch_size) == 1)
     module = module_class(model, recipe, classes, steps, weights)
     if module_class.loss_and_scores is not TrainingModule.loss_and_scores:
+        if recipe.compile:
+            raise BadInput(f"compile is true, but {module_class.__name__} has its own loss: set compile=false")
         return module  # it computes its loss in its own way
     for name, part in (("validation", splits.validation), ("test", splits.test)):
         if part.image_shape != splits.train.image_shape and not cast(Pretrained, model).any_size:
@@ -242,7 +247,7 @@ def _train(
         "validation_images": len(splits.validation),
         "test_images": len(splits.test),
         "test_evaluations": run.test_evaluations,
-        "calibration_error_percent": _calibration_error_percent(module),
+        "calibration_error_percent": module.calibration_error_percent(),
         "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
     }
     if trainer.is_global_zero:
@@ -320,14 +325,6 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
     )
 
 
-def _calibration_error_percent(module: TrainingModule) -> float | None:
-    scored = module.scored
-    if scored is None:
-        return None
-    logits = getattr(module.model, "logits", None)
-    return calibration_error_percent(scored[:, :-1], scored[:, -1].long(), logits, module.recipe.loss)
-
-
 class Evaluation(NamedTuple):
     """Result of `evaluate`.
 
@@ -397,4 +394,4 @@ def evaluate(
     finally:
         model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]
-    return Evaluation(accuracy, module.tested, _calibration_error_percent(module), scores)
+    return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores)

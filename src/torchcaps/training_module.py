@@ -15,12 +15,14 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
+from torchcaps.capsules import Prediction
 from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
+from torchcaps.scores import calibration_error_percent
 
 WEIGHT_OF_LOSS = 1e-5
 """Factor of the loss in `validation_rank`: less than the smallest difference between two rounded accuracies."""
@@ -66,6 +68,7 @@ class TrainingModule(lightning.LightningModule):
         self.confusion = MulticlassConfusionMatrix(num_classes)
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
+        self._compiled: tuple[Callable[..., Prediction]] | None = None
 
     def _loss(self, images: Tensor, labels: Tensor, train: bool) -> tuple[Tensor, Tensor]:
         loss, scores = self.loss_and_scores(images, labels, train)
@@ -87,17 +90,35 @@ class TrainingModule(lightning.LightningModule):
             share = float(torch.distributions.Beta(recipe.mixup, recipe.mixup).sample())
             order = torch.randperm(len(images), device="cpu").to(images.device)
             images, others = share * images + (1 - share) * images[order], labels[order]
-        prediction = self.model(images, labels)
+        network = self.compiled_model() if recipe.compile and train else self.model
+        prediction = network(images, labels)
+        loss = self.loss_of(prediction, images, labels, train)
+        if share < 1:
+            loss = share * loss + (1 - share) * self.loss_of(prediction, images, others, train)
+        return loss, prediction.scores
+
+    def loss_of(self, prediction: Prediction, images: Tensor, labels: Tensor, train: bool) -> Tensor:
+        """Compute the recipe's loss of a prediction, with the reconstruction loss."""
+        recipe = self.recipe
         options = dict(recipe.loss_options)
         if recipe.margin_schedule != "none":
             step = self.global_step if train else self.steps
             options["margin"] = spread_margin(recipe.margin_schedule, step, self.steps)  # type: ignore[arg-type]
         loss = self.loss_of_scores(prediction.scores, labels, options)
-        if share < 1:
-            loss = share * loss + (1 - share) * self.loss_of_scores(prediction.scores, others, options)
         if prediction.reconstruction is not None and recipe.reconstruction_weight:
             loss = loss + recipe.reconstruction_weight * reconstruction_loss(prediction.reconstruction, images)
-        return loss, prediction.scores
+        return loss
+
+    def compiled_model(self) -> Callable[..., Prediction]:
+        """Return the model, compiled to one graph for each size of a batch; on a GPU, with CUDA graphs.
+
+        On a GPU, the outputs of a call are valid only until the next call.
+        """
+        if self._compiled is None:
+            mode = "reduce-overhead" if self.device.type == "cuda" else "default"
+            # In a tuple, the compiled model is not a submodule, so the weights are saved only once.
+            self._compiled = (torch.compile(self.model, fullgraph=True, dynamic=False, mode=mode),)
+        return self._compiled[0]
 
     def loss_of_scores(self, scores: Tensor, labels: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute the recipe's loss of a batch of scores, with the class weights."""
@@ -137,13 +158,15 @@ class TrainingModule(lightning.LightningModule):
         return f"output of module {found[0]}" if found else "the loss itself"
 
     def on_train_epoch_start(self) -> None:
-        if self.current_epoch < self.recipe.early_epochs:
-            for rule, _ in self._iterations:
-                rule.iterations = self.recipe.early_iterations  # type: ignore[assignment]
+        self.set_iterations(early=self.current_epoch < self.recipe.early_epochs)
+
+    def set_iterations(self, *, early: bool) -> None:
+        """Set the iterations of all routing rules to those of the early epochs, or to the rules' own numbers."""
+        for rule, iterations in self._iterations:
+            rule.iterations = self.recipe.early_iterations if early else iterations  # type: ignore[assignment]
 
     def on_validation_epoch_start(self) -> None:
-        for rule, iterations in self._iterations:
-            rule.iterations = iterations  # type: ignore[assignment]
+        self.set_iterations(early=False)
         if self.recipe.batch_norm_images:
             data: SplitBatches = self.trainer.datamodule  # type: ignore[attr-defined]
             with self.autocast(self.device.type):
@@ -202,6 +225,13 @@ class TrainingModule(lightning.LightningModule):
             # `SplitBatches` gives process r the images r, r + processes, r + 2 * processes, ...
             order = np.concatenate([np.arange(first, len(gathered), processes) for first in range(processes)])
             self.scored = gathered[torch.from_numpy(order.argsort())]
+
+    def calibration_error_percent(self) -> float | None:
+        """Compute the expected calibration error of the last test; return None if images show several classes."""
+        if self.scored is None:
+            return None
+        scores, labels = self.scored[:, :-1], self.scored[:, -1].long()
+        return calibration_error_percent(scores, labels, getattr(self.model, "logits", None), self.recipe.loss)
 
     def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
         """Seed the random numbers of dropout at the first batch of each epoch.
