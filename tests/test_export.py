@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from test_models import NETWORKS, SMALL
-from torchcaps import ROUTINGS, BadInput, Classifier, Preprocessing, Routing, create_model
+from torchcaps import ROUTINGS, BadInput, Classifier, Preprocessing, Routing, cli, create_model
 from torchcaps.data import Images
 from torchcaps.export import LARGEST_DIFFERENCE, export_classifier
 from torchcaps.kernels import _cpu
@@ -172,16 +172,32 @@ def test_the_command_writes_the_file_and_prints_the_largest_difference(format, c
     torch.testing.assert_close(scores_of_file(file, images), right, rtol=0, atol=1e-4)
 
 
-def test_the_command_compares_scores_on_validation_images(command, finished, images, tmp_path):
+@pytest.fixture
+def export(monkeypatch, capfd):
+    """Return a function that runs `torchcaps export` in this process.
+
+    It returns the exit code and all output, also the output of C++ libraries.
+    """
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["torchcaps", "export", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def test_the_command_compares_scores_on_validation_images(export, finished, images, tmp_path):
     """For a run folder, these are the validation images of the run; for published weights, those of any dataset."""
     pytest.importorskip("onnxruntime")
     folder, _ = finished
-    done = command("export", folder, "--out", tmp_path / "model.onnx", "--data", images)
+    code, out, error = export(folder, "--out", tmp_path / "model.onnx", "--data", images)
     count = json.loads((folder / "metrics.json").read_text())["validation_images"]
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"onnxruntime, {count} validation images: " in done.stdout
-    assert f"both predict the same class for {count} of {count} images" in done.stdout
-    assert "images/s" not in done.stdout  # too few images
+    assert (code, error) == (0, "")
+    assert f"onnxruntime, {count} validation images: " in out
+    assert f"both predict the same class for {count} of {count} images" in out
+    assert "images/s" not in out  # too few images
 
 
 def test_scores_and_speed_are_compared_on_given_images(tmp_path):
@@ -242,18 +258,12 @@ def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
 @pytest.mark.parametrize(
     ("absent", "says"), [("onnxscript", "pip install 'torchcaps[onnx]'"), ("onnxruntime", "onnx.reference")]
 )
-def test_a_missing_optional_package_is_named(absent, says, tmp_path):
+def test_a_missing_optional_package_is_named(absent, says, export, tmp_path, monkeypatch):
     classifier_of("pooled-cnn", preprocessing=Preprocessing()).save_pretrained(tmp_path)
-    script = f"""
-import sys
-sys.modules[{absent!r}] = None
-sys.argv = ["torchcaps", "export", {str(tmp_path)!r}, "--out", {str(tmp_path / "model.onnx")!r}]
-from torchcaps.cli import main
-main()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert says in done.stdout + done.stderr
-    assert len((done.stdout + done.stderr).splitlines()) == (1 if absent == "onnxscript" else 2)
+    monkeypatch.setitem(sys.modules, absent, None)
+    _, out, error = export(tmp_path, "--out", tmp_path / "model.onnx")
+    assert says in out + error
+    assert len((out + error).splitlines()) == (1 if absent == "onnxscript" else 2)
     assert (tmp_path / "model.onnx").exists() == (absent == "onnxruntime")
 
 
