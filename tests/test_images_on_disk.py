@@ -162,7 +162,6 @@ def counts_seen(folder, images):
     return {name: int(seen.sum()) for name, seen in seen_in_training(folder, images).items()}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_training_from_disk_with_workers_gives_the_same_weights(photos, call, succeeds, tmp_path):
     folder = tmp_path / "memory"
     succeeds(*training(photos, folder))
@@ -181,7 +180,6 @@ def test_training_from_disk_with_workers_gives_the_same_weights(photos, call, su
         assert re.search("18 training and 2 validation images of .* are among the 24 test images", error)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning(succeeds, photos, tmp_path):
     succeeds(*training(photos, tmp_path / "run", "--cache", "none"))
     test = loaded(photos, "memory")[0].test
@@ -190,7 +188,6 @@ def test_images_that_cannot_be_compared_with_the_training_images_cause_a_warning
         seen_in_training(tmp_path / "run", type(test)(test.pixels, test.labels, test.class_names))
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.filterwarnings("ignore")
 def test_only_some_of_the_splits_may_be_read_from_files(photos, tmp_path):
     splits = loaded(photos, "memory")[0]
@@ -199,7 +196,6 @@ def test_only_some_of_the_splits_may_be_read_from_files(photos, tmp_path):
     assert counts_seen(tmp_path / "run", splits.train) == {"train": len(splits.train), "validation": 0}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_images_on_disk_are_compared_with_the_training_images_without_decoding(succeeds, photos, tmp_path):
     succeeds(*training(photos, tmp_path / "run"))
     shutil.copytree(photos, tmp_path / "again" / "train")

@@ -65,7 +65,6 @@ def test_a_run_folder_contains_all_its_files(finished):
 
 
 @pytest.mark.parametrize("loading", [[], ["--cache", "none", "--workers", "2"]])
-@pytest.mark.usefixtures("undrawn")
 def test_a_killed_run_that_is_resumed_gives_bit_identical_weights(loading, succeeds, images, finished, tmp_path):
     out = tmp_path / "run"
     settings = ["--epochs", "3", "--batch-size", "2", *loading]
@@ -155,7 +154,6 @@ def test_an_interruption_while_a_checkpoint_is_written_leaves_the_old_checkpoint
     assert torch.load(target, weights_only=True) == {"epoch": 1}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_progress_is_printed_as_lines_without_a_terminal(succeeds, images, tmp_path, monkeypatch):
     monkeypatch.setattr("torchcaps.run_writers.PROGRESS_SECONDS", 0.0)
     said = train(succeeds, images, tmp_path / "run", "--epochs", 1, "--batch-size", 14)
@@ -165,7 +163,7 @@ def test_progress_is_printed_as_lines_without_a_terminal(succeeds, images, tmp_p
     assert len(lines) == 5
 
 
-@pytest.mark.usefixtures("undrawn", "untyped")
+@pytest.mark.usefixtures("untyped")
 def test_the_same_seed_gives_the_same_weights_and_another_seed_gives_others(call, images, finished, tmp_path):
     for seed in (0, 1):
         code, _, error = train(call, images, tmp_path / str(seed), "--epochs", 3, "--batch-size", 2, "--seed", seed)
@@ -210,7 +208,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(refus
     assert " at step 1 (epoch 1" in line
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_full_disk_leaves_the_last_good_checkpoint(succeeds, refused, images, finished, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -258,7 +255,6 @@ def train_whole_and_stopped(recipe, folder, stop_after):
     fit(recipe, splits, folder / "stopped", resume=True)
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.filterwarnings("ignore")
 def test_a_resumed_run_with_dropout_gives_bit_identical_weights(tmp_path):
     settings = {"epochs": "4", "batch_size": "20", "precision": "float32"}
