@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
+from torchcaps.checkpoints import read_checkpoint
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
@@ -252,6 +253,7 @@ def train_whole_and_stopped(recipe, folder, stop_after):
     fit(recipe, splits, folder / "whole")
     with pytest.raises(KeyboardInterrupt):
         fit(recipe, splits, folder / "stopped", on_epoch_end=stop)
+    assert read_checkpoint(folder / "stopped" / "last.ckpt")["epoch"] == stop_after - 2  # the last whole epoch
     fit(recipe, splits, folder / "stopped", resume=True)
 
 
