@@ -55,17 +55,18 @@ def check_compiled(module: TrainingModule, splits: Splits) -> None:
     for layer in copy.modules():
         if "drop" in type(layer).__name__.lower():  # the random numbers of dropout and stochastic depth would differ
             layer.eval()
+    exact = deepcopy(copy).to("cpu", torch.float64)
     try:
         for early in {False, recipe.early_epochs > 0}:
             copy.set_iterations(early=early)
+            exact.set_iterations(early=early)
             for part in different:
-                _check_gradients(copy, *batches.load(part, device))
+                _check_gradients(copy, exact, *batches.load(part, device))
     finally:
         torch.compiler.reset()  # it also frees the memory of the CUDA graphs
 
 
-def _check_gradients(module: TrainingModule, images: Tensor, labels: Tensor) -> None:
-    exact = deepcopy(module).to("cpu", torch.float64)
+def _check_gradients(module: TrainingModule, exact: TrainingModule, images: Tensor, labels: Tensor) -> None:
     right = _gradients(exact, exact.model, images.to("cpu", torch.float64), labels.cpu())
     with module.autocast(images.device.type):
         plain = _gradients(module, module.model, images, labels)
