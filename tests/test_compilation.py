@@ -1,13 +1,15 @@
 """Training of a compiled network, and the check of its gradients."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import train
 from test_run_folder import SPLITS, tiny
-from torchcaps import BadInput
+from torchcaps import BadInput, Prediction
 from torchcaps.compilation import check_compiled
 from torchcaps.devices import check_devices
 from torchcaps.run_folder import read_rows
@@ -52,7 +54,7 @@ def test_gradients_without_error_pass_the_check(precision):
 
 @pytest.mark.parametrize(("batch_size", "wrong_size"), [(20, 20), (16, 16), (16, 12)])
 def test_a_wrong_gradient_in_a_batch_of_any_size_is_refused(batch_size, wrong_size):
-    says = r"compile is true, but .* wrong gradient of the weights \S+ \(the difference is 0.50%.* compilation\): set"
+    says = r"compile is true, but .* wrong gradient of the weights \S+ \(the difference is 0.50%.* compilation\): start"
     with pytest.raises(BadInput, match=says):
         checked(compiling(batch_size), 1.005, wrong_size)
 
@@ -77,13 +79,33 @@ class Failing(TrainingModule):
         raise RuntimeError("Graph break\nmore")
 
 
+class Network(nn.Linear):
+    """Has no run-time type checks, which PyTorch cannot compile."""
+
+    def forward(self, images, labels):
+        return Prediction(super().forward(images.flatten(1)).sigmoid(), None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_network_has_the_same_scores_and_gradients_and_no_second_weights():
+    module, images = TrainingModule(Network(8, 3), compiling(), 3), torch.rand(5, 1, 2, 4)
+    names = [*module.state_dict()]
+    gradients = []
+    for network in (module.model, module.compiled_model(), deepcopy(module).compiled_model()):
+        scores = network(images, torch.zeros(5, dtype=torch.int64)).scores
+        gradients.append([scores, *torch.autograd.grad(scores.square().sum(), [*network.parameters()])])
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0])
+    assert [*module.state_dict()] == names
+
+
 class OwnLoss(TrainingModule):
     def loss_and_scores(self, images, labels, train):
         return super().loss_and_scores(images, labels, train)
 
 
 def test_a_network_that_cannot_be_compiled_is_refused():
-    with pytest.raises(BadInput, match=r"cannot compile this network \(Graph break\): set compile=false"):
+    with pytest.raises(BadInput, match=r"cannot compile this network \(Graph break\): start a new run with"):
         check_compiled(new_module(compiling(), SPLITS, Failing), SPLITS)
     with pytest.raises(BadInput, match="compile is true, but OwnLoss has its own loss: set compile=false"):
         new_module(compiling(), SPLITS, OwnLoss)

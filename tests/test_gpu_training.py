@@ -19,6 +19,7 @@ from torchcaps.batches import ImageBatches
 from torchcaps.inspection import inspect
 from torchcaps.losses import margin_loss
 from torchcaps.recipes import create_recipe
+from torchcaps.run_folder import read_rows
 from torchcaps.training import evaluate, fit
 
 DEVICE = "cuda"
@@ -87,6 +88,25 @@ def test_every_command_works_with_a_run(command, tmp_path):
     assert f"{metrics['test_accuracy_percent']:.2f}" in evaluated.stdout
     written = ("scores.csv", "digit.csv", "inspection.png", "run/report.html", "weights/model.safetensors")
     assert all((tmp_path / name).stat().st_size for name in (*written, *(f"digits.{name}" for name in formats)))
+
+
+@NEEDS_DIGITS
+def test_a_compiled_network_trains_like_the_network_itself_and_can_be_resumed(command, tmp_path):
+    options, compiled = (*SMALL_CAPSNET, "--set", "decay_steps=100"), ("--set", "compile=true")
+    losses = []
+    for name, epochs, more in (
+        ("plain", 2, ()),
+        ("whole", 2, compiled),
+        ("resumed", 1, compiled),
+        ("resumed", 2, (*compiled, "--resume")),
+    ):
+        words = ("train", "capsnet-mnist-5k", "--out", tmp_path / name, "--epochs", epochs, *options, *more)
+        succeeded(command(*words))
+        losses.append([float(row["train_loss"]) for row in read_rows(tmp_path / name / "metrics.csv")])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[3] == losses[1]
+    whole, resumed = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "resumed"))
+    assert whole == resumed
 
 
 @NEEDS_DIGITS

@@ -74,7 +74,7 @@ class ImageBatches(Dataset):
                 images = self.preprocessing.views(pixels)
             else:
                 images = self.preprocessing.varied(pixels, batch.variation.to(where))
-        return images.to(device), batch.labels.to(device, non_blocking=True)
+        return images.to(device), batch.labels.to(device, non_blocking=device.type == "cuda")
 
     def load(self, indices: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the preprocessed images at `indices` and their labels on a device."""

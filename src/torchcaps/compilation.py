@@ -1,6 +1,7 @@
 """Check that a compiled network has the gradients of the network without compilation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 from torchcaps.batches import SplitBatches
 from torchcaps.capsules import Prediction
 from torchcaps.data import Splits
-from torchcaps.devices import training_device
+from torchcaps.devices import is_memory_error, training_device
 from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import batch_starts
 from torchcaps.training_module import TrainingModule
@@ -38,7 +39,8 @@ def check_compiled(module: TrainingModule, splits: Splits) -> None:
     difference of the compiled network may be three times the difference of the network without compilation, plus 0.2 %
     of the norm of the gradient.
 
-    The module is not changed. Functions that the process has compiled before are compiled again in their next call.
+    Dropout is off in the check. The module is not changed. Functions that the process has compiled before are compiled
+    again in their next call.
 
     Arguments:
         module: model, loss and recipe, before the training.
@@ -56,30 +58,36 @@ def check_compiled(module: TrainingModule, splits: Splits) -> None:
         if "drop" in type(layer).__name__.lower():  # the random numbers of dropout and stochastic depth would differ
             layer.eval()
     exact = deepcopy(copy).to("cpu", torch.float64)
-    try:
+    with compiling():
         for early in {False, recipe.early_epochs > 0}:
             copy.set_iterations(early=early)
             exact.set_iterations(early=early)
             for part in different:
                 _check_gradients(copy, exact, *batches.load(part, device))
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Raise `BadInput` if PyTorch cannot compile a network; at the end, free the memory of all compiled networks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_memory_error(error):
+            raise
+        raise BadInput(
+            f"compile is true, but torch.compile cannot compile this network ({first_line(error)}): start a new run "
+            "with compile=false"
+        ) from error
     finally:
-        torch.compiler.reset()  # it also frees the memory of the CUDA graphs
+        torch.compiler.reset()
 
 
 def _check_gradients(module: TrainingModule, exact: TrainingModule, images: Tensor, labels: Tensor) -> None:
     right = _gradients(exact, exact.model, images.to("cpu", torch.float64), labels.cpu())
     with module.autocast(images.device.type):
         plain = _gradients(module, module.model, images, labels)
-        try:
-            for _ in range(CALLS):
-                found = _gradients(module, module.compiled_model(), images, labels)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise BadInput(
-                f"compile is true, but torch.compile cannot compile this network ({first_line(error)}): set "
-                "compile=false"
-            ) from error
+        for _ in range(CALLS):
+            found = _gradients(module, module.compiled_model(), images, labels)
     whole = torch.stack([gradient.norm() for gradient in right.values()]).norm()
     for name, gradient in right.items():
         unit = torch.maximum(gradient.norm(), SMALLEST_SHARE * whole)
@@ -87,8 +95,8 @@ def _check_gradients(module: TrainingModule, exact: TrainingModule, images: Tens
         if not apart <= 3 * rounding + TOLERANCE:
             raise BadInput(
                 f"compile is true, but torch.compile of PyTorch {torch.__version__} computes a wrong gradient of the "
-                f"weights {name} (the difference is {apart:.2%}, and {rounding:.2%} without compilation): set "
-                "compile=false, or use another version of PyTorch"
+                f"weights {name} (the difference is {apart:.2%}, and {rounding:.2%} without compilation): start "
+                "a new run with compile=false, or use another version of PyTorch"
             )
 
 

@@ -135,6 +135,12 @@ OUT_OF_MEMORY = (
 """Parts of error messages if the memory of a GPU runs out."""
 
 
+def is_memory_error(error: RuntimeError) -> bool:
+    """Return whether the memory of a GPU ran out."""
+    known = isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+    return known and "pin memory" not in str(error)  # pinned memory is not the memory of the GPU
+
+
 @contextmanager
 def clear_memory_errors(cure: str) -> Iterator[None]:
     """Raise `BadInput` if the memory of a GPU runs out.
@@ -145,7 +151,6 @@ def clear_memory_errors(cure: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        known = isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
-        if not known or "pin memory" in str(error):  # pinned memory is not the memory of the GPU
+        if not is_memory_error(error):
             raise
         raise BadInput(f"the memory of the GPU ran out: {cure}") from error

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from torchcaps.batches import ImageBatches, SplitBatches, default_workers
-from torchcaps.compilation import CALLS
+from torchcaps.compilation import CALLS, compiling
 from torchcaps.data import DATASETS, Splits
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors, training_device
 from torchcaps.environment import processes
@@ -108,7 +108,7 @@ def estimate(
     bit-identical with and without an estimate. After a warm-up step, steps are measured until about two seconds have
     passed, but at most six steps. If the warm-up step takes longer than two seconds on a CPU, its time is used instead.
     On a GPU, the warm-up step includes the compilation of kernels, so its time is never used, and validation is timed
-    in its second run. If the recipe compiles the network, the times of the first two steps are not used.
+    in its second run. If the recipe compiles the network, the first three steps are the warm-up.
 
     On a CPU, the estimated memory is the resident memory of the process: Python and its libraries, the images of all
     splits, weights, gradients, the state of the optimiser, and everything that a step allocates. On a GPU, the
@@ -124,11 +124,12 @@ def estimate(
         say: function that is called with a message if the estimate takes longer than ten seconds.
 
     Raises:
-        BadInput: the memory of the GPU runs out.
+        BadInput: the memory of the GPU runs out, or PyTorch cannot compile the network.
     """
     recipe = module.recipe
     kind = training_device().type
-    with torch.random.fork_rng([torch.cuda.current_device()] if kind == "cuda" else []), _message_if_slow(say):
+    generators = [torch.cuda.current_device()] if kind == "cuda" else []
+    with torch.random.fork_rng(generators), _message_if_slow(say), compiling() if recipe.compile else nullcontext():
         held = _start_memory(kind)
         copy = deepcopy(module).to(kind).train()
         steps = _Steps(copy, splits, devices, kind)
@@ -147,8 +148,6 @@ def estimate(
         if kind != "cpu":
             steps.validate()
         per_image = steps.validate()
-    if recipe.compile:
-        torch.compiler.reset()  # it also frees the memory of the CUDA graphs
     step = statistics.median(seconds[1:] or seconds)
     starts = len(batch_starts(len(splits.train) // devices, recipe.batch_size // devices))
     epoch = starts * step + len(splits.validation) * per_image / devices

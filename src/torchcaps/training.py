@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -219,7 +219,9 @@ def _train(
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
     trainer = _trainer(recipe, folder, devices, log, logger)
-    with _clear_failures(FEWER_WORKERS):
+    with _clear_failures(FEWER_WORKERS), ExitStack() as stack:
+        if recipe.compile:
+            stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
         trainer.fit(module, data, ckpt_path=last)
     run = read_run(folder)
     run = replace(run, test_evaluations=run.test_evaluations + 1)
