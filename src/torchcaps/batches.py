@@ -81,6 +81,11 @@ class ImageBatches(Dataset):
         return self.preprocessed(self.stored(indices), device)
 
 
+def split_into_batches(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Split the indices of images into batches; see `batch_starts`."""
+    return np.split(order, batch_starts(len(order), batch_size)[1:])
+
+
 class Batches(DataLoader):
     """`DataLoader` of preprocessed images and their labels.
 
@@ -98,7 +103,7 @@ class Batches(DataLoader):
     def __init__(
         self, batches: ImageBatches, order: np.ndarray, batch_size: int, workers: int, device: torch.device
     ) -> None:
-        parts = np.split(order, batch_starts(len(order), batch_size)[1:])
+        parts = split_into_batches(order, batch_size)
         super().__init__(
             batches,
             sampler=parts,

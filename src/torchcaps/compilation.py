@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchcaps.batches import SplitBatches
+from torchcaps.batches import SplitBatches, split_into_batches
 from torchcaps.capsules import Prediction
 from torchcaps.data import Splits
 from torchcaps.devices import is_memory_error, training_device
 from torchcaps.errors import BadInput, first_line
-from torchcaps.recipe import batch_starts
 from torchcaps.training_module import TrainingModule
 
 CALLS = 3
@@ -51,7 +49,7 @@ def check_compiled(module: TrainingModule, splits: Splits) -> None:
     """
     device, recipe = training_device(), module.recipe
     batches, order = SplitBatches(splits, recipe).epoch(0)
-    parts = np.split(order, batch_starts(len(order), recipe.batch_size)[1:])
+    parts = split_into_batches(order, recipe.batch_size)
     different = {len(part): part for part in (parts[0], parts[-1])}.values()
     copy = deepcopy(module).to(device).train()
     for layer in copy.modules():

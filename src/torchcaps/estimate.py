@@ -133,9 +133,7 @@ def estimate(
         held = _start_memory(kind)
         copy = deepcopy(module).to(kind).train()
         steps = _Steps(copy, splits, devices, kind)
-        seconds = [steps.train()]
-        if recipe.compile:
-            seconds = [steps.train() for _ in range(CALLS - 1)][-1:]
+        seconds = [steps.train() for _ in range(CALLS if recipe.compile else 1)][-1:]
         weights = sum(one.nbytes for one in copy.state_dict().values())
         gradients = sum(one.nbytes for one in copy.parameters() if one.requires_grad)
         states = (value for state in steps.optimizer.state.values() for value in state.values())

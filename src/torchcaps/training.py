@@ -101,7 +101,8 @@ def fit(
     Raises:
         BadInput: a setting is invalid; a split has no images; the folder contains a run and `resume` is False; the
             folder contains files but no recipe.json; the run was started with other data or settings; a file cannot be
-            read or written; or the memory of the GPU runs out.
+            read or written; the memory of the GPU runs out; or the network is to be compiled, but PyTorch cannot
+            compile it or computes wrong gradients.
         Diverged: the loss is not finite.
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
 
