@@ -115,21 +115,27 @@ def _draw(
     if drawn is None and not always:
         return False
     rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
-    figure = Figure(figsize=(1.1 * len(images), 0.4 + 1.25 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), len(images), squeeze=False)
     names = [caption(name) for name in images.class_names]
-    for row, (label, pictures) in enumerate(rows):
-        axes[row, 0].set_ylabel(label)
-        for axis, image in zip(axes[row], pictures, strict=True):
-            axis.imshow(as_picture(image), cmap="gray", vmin=0, vmax=1)
-            axis.set_xticks([])
-            axis.set_yticks([])
     if winners is None:
         winners = prediction.scores.argmax(dim=1).cpu()
-    for column, winner in enumerate(winners.tolist()):
-        labels = ", ".join(names[label] for label in images.labels[column].reshape(-1).tolist())
-        axes[0, column].set_title(labels, fontsize=9, parse_math=False)
-        axes[-1, column].set_xlabel(names[winner], fontsize=9, parse_math=False)
+    width, height = 0.3 + 1.1 * len(images), 0.6 + 1.1 * len(rows)
+    figure = Figure(figsize=(width, height))
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.set_axis_off()
+    for row, (label, pictures) in enumerate(rows):
+        y = 0.85 + 1.1 * row
+        axis.text(0.15, y, label, rotation=90, ha="center", va="center")
+        for column, image in enumerate(pictures):
+            x = 0.85 + 1.1 * column
+            down, right = (0.5 * side / max(image.shape[-2:]) for side in image.shape[-2:])
+            extent = (x - right, x + right, y + down, y - down)
+            axis.imshow(as_picture(image), cmap="gray", vmin=0, vmax=1, extent=extent)
+    for column, (truth, winner) in enumerate(zip(images.labels, winners.tolist(), strict=True)):
+        x = 0.85 + 1.1 * column
+        labels = ", ".join(names[label] for label in truth.reshape(-1).tolist())
+        for y, text in ((0.2, labels), (height - 0.2, names[winner])):
+            axis.text(x, y, text, ha="center", va="center", fontsize=9, parse_math=False)
+    axis.set(xlim=(0, width), ylim=(height, 0), aspect="auto")
     write_picture(path, figure)
     return True
 
