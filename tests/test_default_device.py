@@ -10,8 +10,9 @@ from torch.overrides import TorchFunctionMode
 import torchcaps
 from test_run_folder import SPLITS, tiny
 from torchcaps.data import load_splits
+from torchcaps.evaluation import evaluate
 from torchcaps.inspection import inspect
-from torchcaps.training import evaluate, fit
+from torchcaps.training import fit
 
 ROOT = Path(torchcaps.__file__).parent
 NETWORKS = [str(ROOT / name) for name in ("capsules.py", "layers.py", "models/", "routing/")]

@@ -19,8 +19,9 @@ from torchcaps import BadInput, Capsules, ClassCaps, Classifier, PooledCNN, Prep
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.capsules import check_labels
 from torchcaps.devices import clear_memory_errors, reproducible
+from torchcaps.evaluation import evaluate
 from torchcaps.routing_map import Constant
-from torchcaps.training import evaluate, fit
+from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,7 +179,7 @@ def test_evaluate_leaves_the_model_on_its_device(fails, monkeypatch):
         module.tested, module.scored = torch.eye(10).long(), None
         return 50.0
 
-    monkeypatch.setattr("torchcaps.training._test", test)
+    monkeypatch.setattr("torchcaps.evaluation.accuracy_on", test)
     network = PooledCNN((1, 28, 28), 10).to("meta")
     with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
         evaluate(network, SPLITS.test)

@@ -13,7 +13,7 @@ from test_run_folder import SPLITS
 from torchcaps import BadInput, DataWarning, PooledCNN
 from torchcaps.confusion import warn_of_one_prediction
 from torchcaps.data import load_test_images
-from torchcaps.training import evaluate
+from torchcaps.evaluation import evaluate
 
 
 def evaluated(call, *words):
@@ -104,7 +104,7 @@ def test_a_model_with_another_number_of_classes_is_refused():
 
 
 def test_predicting_one_class_causes_a_warning_only_for_images_of_several_classes():
-    with pytest.warns(DataWarning, match="the network predicts cat for every test image"):
+    with pytest.warns(DataWarning, match="the network predicts cat for every evaluated image"):
         warn_of_one_prediction(torch.tensor([[3, 0], [1, 0]]), ("cat", "dog"))
     warn_of_one_prediction(torch.tensor([[3, 0], [0, 0]]), ("cat", "dog"))
     warn_of_one_prediction(torch.tensor([[3, 0], [1, 1]]), ("cat", "dog"))

@@ -16,11 +16,12 @@ from test_run_folder import SPLITS
 from torchcaps import CapsNet, Classifier, Preprocessing
 from torchcaps.attacks import bim, fgsm
 from torchcaps.batches import ImageBatches
+from torchcaps.evaluation import evaluate
 from torchcaps.inspection import inspect
 from torchcaps.losses import margin_loss
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
-from torchcaps.training import evaluate, fit
+from torchcaps.training import fit
 
 DEVICE = "cuda"
 pytestmark = [

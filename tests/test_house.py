@@ -41,6 +41,7 @@ FLOORS = {
     "devices": 4,
     "environment": 4,
     "estimate": 4,
+    "evaluation": 4,
     "fine_tuning": 4,
     "sklearn": 4,
     "export": 4,

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 from conftest import make_images, train
-from test_run_folder import SPLITS, tiny
+from test_run_folder import SPLITS, FirstIsBest, digits, tiny
 from torchcaps import BadInput
+from torchcaps.confusion import per_class
 from torchcaps.data.files import write_json
+from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
+from torchcaps.models import PooledCNN
 from torchcaps.run_folder import read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
@@ -212,3 +215,61 @@ def test_resuming_in_a_folder_without_a_run_is_refused(refused, images, tmp_path
         line = train(refused, images, tmp_path / name, "--resume")
         assert line == f"error: {tmp_path / name} contains no run to continue: correct --out, or leave out --resume"
     assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_run_without_a_test_is_tested_later_without_more_training(patience, tmp_path):
+    """Also a run that stopped early. A training for more epochs is possible before and after the test."""
+
+    class Watched(FirstIsBest if patience else TrainingModule):
+        trained = 0
+
+        def training_step(self, *batch):
+            Watched.trained += 1
+            return super().training_step(*batch)
+
+    run = tmp_path / "run"
+    recipe = tiny(6 if patience else 2, patience=str(patience))
+    metrics = fit(recipe, SPLITS, run, module_class=Watched, test=False)
+    assert not [name for name in metrics if name in ("test_accuracy_percent", "test_error_percent")]
+    assert (metrics["evaluated_split"], metrics["test_evaluations"]) == ("validation", 0)
+    found = evaluate(PooledCNN.from_pretrained(run), SPLITS.validation, recipe.preprocessing(), precision="float32")
+    assert metrics["classes"] == per_class(found.confusion, SPLITS.validation.class_names)
+    assert metrics["validation_accuracy_percent"] == pytest.approx(found.accuracy_percent)
+    trained, weights = Watched.trained, (run / "model.safetensors").read_bytes()
+    assert fit(recipe, SPLITS, run, module_class=Watched, resume=True, test=False) == metrics
+    # The test images may change as long as they have not been used.
+    other = replace(SPLITS, test=digits(40, 3))
+    tested = fit(recipe, other, run, module_class=Watched, resume=True)
+    assert (tested["evaluated_split"], tested["test_evaluations"], tested["test_images"]) == ("test", 1, 40)
+    found = evaluate(PooledCNN.from_pretrained(run), other.test, recipe.preprocessing(), precision="float32")
+    assert tested["classes"] == per_class(found.confusion, SPLITS.test.class_names)
+    assert tested["test_accuracy_percent"] == pytest.approx(found.accuracy_percent)
+    assert tested["best_epoch"] == metrics["best_epoch"]
+    assert (Watched.trained, (run / "model.safetensors").read_bytes()) == (trained, weights)
+    with pytest.raises(BadInput, match="was started with other data"):
+        fit(recipe, SPLITS, run, module_class=Watched, resume=True)
+    longer = fit(replace(recipe, epochs=7), other, run, module_class=Watched, resume=True, test=False)
+    assert Watched.trained > trained
+    assert "test_accuracy_percent" not in longer
+    assert (longer["evaluated_split"], longer["test_evaluations"]) == ("validation", 1)
+
+
+def test_the_command_trains_without_a_test(call, refused, images, tmp_path):
+    run, weights = tmp_path / "run", tmp_path / "weights"
+    code, out, error = train(call, images, run, "--epochs", 1, "--no-test")
+    assert code == 0, error
+    assert "test_accuracy_percent" not in out
+    assert f"validation images with the worst scores: {run / 'worst.png'}" in out
+    assert call("report", run)[0] == 0
+    page = (run / "report.html").read_text()
+    accuracy = json.loads((run / "metrics.json").read_text())["validation_accuracy_percent"]
+    assert f"Validation accuracy {accuracy} % of" in page
+    assert "Confusion matrix of the validation images" in page
+    assert "was trained with --no-test, so it has no test accuracy" in refused("publish", run, weights)
+    code, out, error = train(call, images, run, "--epochs", 1, "--resume")
+    assert code == 0, error
+    assert "test_accuracy_percent" in out
+    assert call("publish", run, weights)[0] == 0
+    assert call("evaluate", run)[0] == 0

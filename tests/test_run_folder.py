@@ -386,7 +386,7 @@ def test_predicting_one_class_for_all_images_causes_a_warning(tmp_path):
         fit(replace(tiny(1), learning_rate=1e-9), SPLITS, tmp_path / "run")
     said = [str(one.message) for one in found if one.category is DataWarning]
     assert len(said) == 1
-    assert re.match("the network predicts . for every test image", said[0])
+    assert re.match("the network predicts . for every evaluated image", said[0])
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,8 +13,8 @@ from torchcaps import BadInput, Classifier, create_model
 from torchcaps.confusion import save_confusion
 from torchcaps.data import Images
 from torchcaps.data.image_files import ImageFiles, Paths
+from torchcaps.evaluation import evaluate
 from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, write_scores
-from torchcaps.training import evaluate
 
 
 def calibration_error_in_plain_loops(scores, labels):
@@ -113,7 +113,7 @@ def test_scores_that_are_not_finite_are_refused():
     with torch.no_grad():
         list(model.parameters())[-1].fill_(math.nan)
     name = [name for name, _ in model.named_parameters()][-1]
-    with pytest.raises(BadInput, match=f"not finite for test images; first weights that are not finite: {name}"):
+    with pytest.raises(BadInput, match=f"not finite in the evaluation; first weights that are not finite: {name}"):
         evaluate(model, images, precision="float32")
 
 

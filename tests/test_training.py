@@ -24,12 +24,13 @@ from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
 from torchcaps import Classifier, Prediction
 from torchcaps.checkpoints import read_checkpoint
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
+from torchcaps.evaluation import evaluate
 from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
 from torchcaps.run_folder import read_rows
 from torchcaps.run_writers import AtomicCheckpoints
-from torchcaps.training import ImageBatches, SplitBatches, evaluate, fit
+from torchcaps.training import ImageBatches, SplitBatches, fit
 from torchcaps.training_module import TrainingModule
 
 

@@ -90,6 +90,11 @@ def publish(run: Path, folder: Path) -> Path:
     metrics = finished(run, saved.recipe)
     if metrics is None:
         raise BadInput(f"the training of {run} is not finished: finish it with `torchcaps train` and --resume")
+    if metrics["evaluated_split"] != "test":
+        raise BadInput(
+            f"{run} was trained with --no-test, so it has no test accuracy: run `torchcaps train` with --resume and "
+            "without --no-test"
+        )
     classifier = Classifier.from_pretrained(run)
     if missing := [name for name in PUBLISHED if name not in metrics]:
         raise BadInput(

@@ -145,7 +145,9 @@ class Begun(NamedTuple):
     trained: int = 0
 
 
-def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
+def check_run(
+    folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool, test: bool = True
+) -> Begun:
     """Check that a run can be started or resumed in a folder. Nothing is written.
 
     Raises:
@@ -163,11 +165,14 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     first = len(rows) < 2 and not last.exists() and not (folder / "metrics.json").exists()
     data, digests = fingerprint(splits, None if before is None else before.data)
     earlier: list[dict[str, Any]] = []
+    evaluated = 0 if before is None else before.test_evaluations
+    if (folder / "metrics.json").exists():
+        evaluated = max(evaluated, read_metrics(folder)["test_evaluations"])
     if before is not None:
         _check_settings(folder, before.recipe, recipe)
         changed = difference(before.data, data)
         only_test = difference({**before.data, "test": data["test"]}, data) is None
-        if changed and (first or (only_test and not (folder / "metrics.json").exists())):
+        if changed and (first or (only_test and not evaluated)):
             message = f"{folder}: {changed}; the training has not used these images yet, so it continues"
             warnings.warn(message, DataWarning, stacklevel=3)
         elif changed:
@@ -175,11 +180,8 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
                 f"{folder} was started with other data: {changed}; resume with the same data, or use another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
-    evaluated = 0 if before is None else before.test_evaluations
-    if (folder / "metrics.json").exists():
-        evaluated = max(evaluated, read_metrics(folder)["test_evaluations"])
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
-    if before is None or first or finished(folder, recipe):
+    if before is None or first or finished(folder, recipe, test):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
     if recipe.choose == "best":
@@ -250,11 +252,12 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
         raise BadInput(f"{folder} has already been trained for {trained} epochs: use --epochs {trained} or more")
 
 
-def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
+def finished(folder: Path, recipe: Recipe, test: bool = False) -> dict[str, Any] | None:
     """Return the content of metrics.json if the run in a folder is finished, else None.
 
     A run is finished if metrics.json, model.safetensors and config.json exist, if the planned number of epochs in
-    metrics.json equals ``recipe.epochs``, and if the run was not trained further since.
+    metrics.json equals ``recipe.epochs``, and if the run was not trained further since. With `test`, the run must also
+    have been evaluated on its test split.
 
     Raises:
         BadInput: metrics.json or metrics.csv is damaged.
@@ -263,7 +266,7 @@ def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
         return None
     metrics, rows = read_metrics(folder), read_rows(folder / "metrics.csv")
     same = metrics["epochs_planned"] == recipe.epochs and len(rows) <= metrics.get("epochs", len(rows))
-    return metrics if same else None
+    return metrics if same and (not test or metrics["evaluated_split"] == "test") else None
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
@@ -275,7 +278,8 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     path = folder / "metrics.json"
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
-        float(metrics["test_accuracy_percent"]), int(metrics["test_images"])
+        split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
+        float(metrics[f"{split}_accuracy_percent"]), int(metrics[f"{split}_images"])
         int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
         tuple(map(dict, dict(metrics.get("classes") or {}).values()))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -15,8 +15,8 @@ from torchcaps.run_folder import existing_run, finished, read_rows
 
 PICTURES = {
     "curves.png": "Loss, validation accuracy and speed",
-    "confusion.png": "Confusion matrix of the test images",
-    "worst.png": "Test images with the worst scores: true class above, predicted class below",
+    "confusion.png": "Confusion matrix of the {split} images",
+    "worst.png": "Images of the {split} split with the worst scores: true class above, predicted class below",
     "reconstructions.png": "Validation images and their reconstructions",
 }
 STYLE = (
@@ -49,9 +49,10 @@ def write_run_report(folder: Path, out: Path) -> None:
     metrics = finished(folder, run.recipe) or {}
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"
+    split = metrics.get("evaluated_split", "")
     headline = (
-        f"Test accuracy {metrics['test_accuracy_percent']} % of {metrics['test_images']:,} images, "
-        f"test evaluations by training: {metrics['test_evaluations']}"
+        f"{split.capitalize()} accuracy {metrics[f'{split}_accuracy_percent']} % of {metrics[f'{split}_images']:,} "
+        f"images, test evaluations by training: {metrics['test_evaluations']}"
         if metrics
         else f"Not finished: {state}; validation accuracy {rows[-1]['validation_accuracy_percent']} %"
     )
@@ -59,7 +60,8 @@ def write_run_report(folder: Path, out: Path) -> None:
     with TemporaryDirectory() as drawn:
         if not metrics or not (folder / "curves.png").is_file():
             save_curves(rows, Path(drawn) / "curves.png")
-        for name, caption in PICTURES.items():
+        for name, text in PICTURES.items():
+            caption = text.format(split=split)
             path = (folder if metrics and (folder / name).is_file() else Path(drawn)) / name
             if path.is_file():
                 encoded = base64.b64encode(path.read_bytes()).decode()

@@ -1,29 +1,27 @@
-"""Training and evaluation with Lightning, independent of any particular dataset or model."""
+"""Training with Lightning, independent of any particular dataset or model."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import lightning
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
 from lightning.pytorch.callbacks import Callback, RichProgressBar
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
-from torchcaps.batches import Batches, ImageBatches, SplitBatches, default_workers
+from torchcaps.batches import SplitBatches, default_workers
 from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.compilation import check_compiled
 from torchcaps.confusion import per_class, save_confusion, warn_of_one_prediction
-from torchcaps.data import Images, Preprocessing, Splits
+from torchcaps.data import Images, Splits
 from torchcaps.data.files import write_json
 from torchcaps.devices import (
     SMALLER_BATCHES,
@@ -36,6 +34,7 @@ from torchcaps.devices import (
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
+from torchcaps.evaluation import accuracy_on, clear_worker_errors
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
@@ -67,6 +66,7 @@ def fit(
     on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None = None,
     module_class: type[TrainingModule] = TrainingModule,
     logger: str = "tensorboard",
+    test: bool = True,
 ) -> dict[str, Any]:
     """Train a model, evaluate its best epoch once on the test split, and write the run folder.
 
@@ -74,6 +74,10 @@ def fit(
     among equals, the lowest validation loss. If the recipe has ``choose="last"``, the last epoch is evaluated instead.
     With `resume`, a finished run continues only if the recipe has more epochs than the run. At its end, the continued
     run is evaluated on the test split again.
+
+    With ``test=False``, the test split is not evaluated, so that settings can be compared without it. The per-class
+    metrics, the calibration error and the pictures are then those of the validation split. To evaluate such a run on
+    the test split, call `fit` again with ``resume=True`` and ``test=True``.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -94,6 +98,7 @@ def fit(
             values, they are written to metrics.csv.
         module_class: subclass of `TrainingModule` that defines loss and metric.
         logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
+        test: whether to evaluate the model on the test split.
 
     Returns:
         The content of metrics.json.
@@ -118,25 +123,25 @@ def fit(
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
-    if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe))):
+    if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe, test))):
         loaded = load_matching(module.model, recipe, splits.train.class_names)
         if first_process():
             print(loaded, flush=True)
     if not first_process():
-        if resume and (done := finished(folder, recipe)):
+        if resume and (done := finished(folder, recipe, test)):
             return done
         last_of_run = last if resume and last.exists() else None
-        return _train(recipe, data, folder, module, devices, last_of_run, on_epoch_end, logger)
+        return _train(recipe, data, folder, module, devices, last_of_run, on_epoch_end, logger, test)
     with locked(folder):
-        begun = check_run(folder, recipe, splits, module, resume)
-        if done := finished(folder, recipe):
+        begun = check_run(folder, recipe, splits, module, resume, test)
+        if done := finished(folder, recipe, test):
             planned = read_run(folder)
             if planned.recipe.epochs != recipe.epochs:  # a longer training was interrupted in its first epoch
                 write_run(folder, replace(planned, recipe=replace(planned.recipe, epochs=recipe.epochs)))
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         check_best(folder, recipe, begun.trained)
-        if recipe.compile:
+        if recipe.compile and begun.trained < recipe.epochs:
             print("compiling the network, and checking its gradients; this can take minutes", flush=True)
             check_compiled(module, splits)
         begin_run(folder, begun)
@@ -144,7 +149,7 @@ def fit(
         warn_of_seen_images(folders, splits.test, splits.validation)
         if on_start is not None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
-        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger)
+        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger, test)
 
 
 def new_module(
@@ -216,28 +221,31 @@ def _train(
     last: Path | None,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None,
     logger: str,
+    test: bool,
 ) -> dict[str, Any]:
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
     trainer = _trainer(recipe, folder, devices, log, logger)
-    with _clear_failures(FEWER_WORKERS), ExitStack() as stack:
+    with clear_worker_errors(FEWER_WORKERS), ExitStack() as stack:
         if recipe.compile:
             stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
         trainer.fit(module, data, ckpt_path=last)
     run = read_run(folder)
-    run = replace(run, test_evaluations=run.test_evaluations + 1)
+    run = replace(run, test_evaluations=run.test_evaluations + test)
     chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
-    validation = _test(trainer, module, data.val_dataloader(), FEWER_WORKERS)
+    validation = accuracy_on(trainer, module, data.val_dataloader(), FEWER_WORKERS)
     trainer.loggers = loggers
-    test = _test(trainer, module, data.test_dataloader(), FEWER_WORKERS)
+    metrics: dict[str, Any] = {}
+    evaluated = splits.validation
+    if test:
+        accuracy, evaluated = accuracy_on(trainer, module, data.test_dataloader(), FEWER_WORKERS), splits.test
+        metrics = {"test_error_percent": round(100 - accuracy, 4), "test_accuracy_percent": round(accuracy, 4)}
     rows = read_rows(folder / "metrics.csv")
-    names = splits.test.class_names
-    metrics = {
-        "test_error_percent": round(100 - test, 4),
-        "test_accuracy_percent": round(test, 4),
+    names = evaluated.class_names
+    metrics |= {
         "validation_accuracy_percent": round(validation, 4),
         "parameters": sum(parameter.numel() for parameter in module.model.parameters()),
         "train_images_per_second": round(float(np.median([float(row["train_images_per_second"]) for row in rows])), 2),
@@ -251,7 +259,8 @@ def _train(
         "test_images": len(splits.test),
         "test_evaluations": run.test_evaluations,
         "calibration_error_percent": module.calibration_error_percent(),
-        "classes": per_class(module.tested, names) if splits.test.labels.ndim == 1 else None,
+        "evaluated_split": "test" if test else "validation",
+        "classes": per_class(module.tested, names) if evaluated.labels.ndim == 1 else None,
     }
     if trainer.is_global_zero:
         write_run(folder, run)
@@ -262,40 +271,15 @@ def _train(
             model.save_pretrained(folder)
         module.save_picture(splits.validation, folder / "reconstructions.png")
         save_curves(rows, folder / "curves.png", module.margins_per_epoch())
-        if splits.test.labels.ndim == 1:
+        if evaluated.labels.ndim == 1:
             save_confusion(module.tested, names, folder / "confusion.png")
             if module.scored is not None:
                 scores = module.scored[:, :-1]
-                save_worst(module.model, recipe.preprocessing(), splits.test, scores, folder / "worst.png")
+                save_worst(module.model, recipe.preprocessing(), evaluated, scores, folder / "worst.png")
             warn_of_one_prediction(module.tested, names)
         write_json(folder / "metrics.json", metrics)
         (folder / "best.ckpt").unlink(missing_ok=True)  # model.safetensors contains these weights
     return metrics
-
-
-@contextmanager
-def _clear_failures(cure: str) -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, where Lightning raises SystemExit, and BadInput if a worker process ends."""
-    try:
-        yield
-    except SystemExit as interrupted:
-        raise KeyboardInterrupt from interrupted
-    except RuntimeError as error:
-        if not any(
-            text in str(error) for text in ("DataLoader worker", "Too many open files", "allocate shared memory")
-        ):
-            raise
-        guard = "" if sys.platform == "linux" else '. A script must train below `if __name__ == "__main__":`'
-        raise BadInput(
-            f"a worker process ended while it decoded images ({first_line(error)}), perhaps because memory ran out: "
-            f"{cure}{guard}"
-        ) from error
-
-
-def _test(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:
-    """Test the module on batches, and return the accuracy in percent."""
-    with _clear_failures(cure):
-        return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]
 
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
@@ -326,75 +310,3 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         reload_dataloaders_every_n_epochs=1,
         num_sanity_val_steps=0,
     )
-
-
-class Evaluation(NamedTuple):
-    """Result of `evaluate`.
-
-    Arguments:
-        accuracy_percent: percentage of images whose true class has the highest score.
-        confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
-        calibration_error_percent: expected calibration error; None if an image shows several classes.
-        scores: ``[N, K]``, the scores of each image; None if an image shows several classes.
-    """
-
-    accuracy_percent: float
-    confusion: Int64[Tensor, "K K"]
-    calibration_error_percent: float | None
-    scores: Float[Tensor, "N K"] | None
-
-
-@clear_memory_errors(SMALLER_BATCHES)
-def evaluate(
-    model: nn.Module,
-    images: Images,
-    preprocessing: Preprocessing | None = None,
-    *,
-    batch_size: int = 128,
-    precision: str = "auto",
-    loss: str = "",
-) -> Evaluation:
-    """Compute the accuracy and the confusion matrix of a model on a split, using one device.
-
-    At the end, the model is on the device where it was before.
-
-    Arguments:
-        model: a model of `MODELS`, or a `MeanScores` of several models.
-        images: images of the split.
-        preprocessing: conversion of the images to the model's input. By default, the input is the whole image with
-            pixels in [0, 1].
-        batch_size: images per batch. The result does not depend on it, except for rounding errors.
-        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
-            float32.
-        loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
-
-    Raises:
-        BadInput: `precision` is unknown, a score is not finite, the model has another number of classes, or the memory
-            of the GPU runs out.
-        KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
-    """
-    classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
-    if classes != len(images.class_names):
-        raise BadInput(
-            f"the model has {classes} classes, but the images have {len(images.class_names)} class names: evaluate "
-            "images with the classes of the training"
-        )
-    module = TrainingModule(model, Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin"), classes)
-    trainer = lightning.Trainer(
-        devices=1,
-        precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=sys.stdout.isatty(),
-        enable_model_summary=False,
-    )
-    batches = ImageBatches(images, preprocessing or Preprocessing())
-    workers, runs_on = default_workers(images), trainer.strategy.root_device
-    loader = Batches(batches, np.arange(len(images)), batch_size, workers, runs_on)
-    device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
-    try:
-        accuracy = _test(trainer, module, loader, SMALLER_BATCHES)
-    finally:
-        model.to(device)  # Lightning has moved it to the CPU
-    scores = None if module.scored is None else module.scored[:, :-1]
-    return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores)

@@ -208,7 +208,7 @@ class TrainingModule(lightning.LightningModule):
         if not torch.isfinite(scores).all():
             wrong = (name for name, weights in self.model.named_parameters() if not torch.isfinite(weights).all())
             raise Diverged(
-                "the network returned scores that are not finite for test images; first weights that are not finite: "
+                "the network returned scores that are not finite in the evaluation; first weights that are not finite: "
                 f"{next(wrong, 'none')}; train again with a lower --lr, or use --precision float32"
             )
         self.count(scores, labels)

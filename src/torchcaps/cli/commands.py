@@ -84,12 +84,19 @@ def train(
             ".safetensors file, or the word timm, which downloads the weights that timm publishes.",
         ),
     ] = None,
+    no_test: Annotated[
+        bool, typer.Option("--no-test", help="Do not evaluate on the test images, to compare settings without them.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,
 ) -> None:
-    """Train the network of a recipe. At the end, evaluate the network once on the test images."""
+    """Train the network of a recipe. At the end, evaluate the network once on the test images.
+
+    With --no-test, the metrics and pictures at the end are those of the validation images. To evaluate the run on the
+    test images later, run the same command with --resume instead of --no-test.
+    """
     from torchcaps.data import check_source, load_splits
     from torchcaps.devices import check_devices, check_shares
     from torchcaps.environment import first_process
@@ -150,13 +157,13 @@ def train(
             module = new_module(chosen, splits, devices=devices)
             trained = 0
             if resume:
-                checked = check_run(folder, module.recipe, splits, module, resume)
-                trained = chosen.epochs if finished(folder, module.recipe) else checked.trained
+                checked = check_run(folder, module.recipe, splits, module, resume, not no_test)
+                trained = chosen.epochs if finished(folder, module.recipe, not no_test) else checked.trained
             if chosen.pretrained and not trained:
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
             return
-        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume}
+        options: dict[str, Any] = {"devices": devices, "workers": workers, "resume": resume, "test": not no_test}
         metrics = fit(chosen, splits, folder, **options, logger=logger, on_start=on_start)
     except KeyboardInterrupt:
         begun = not dry_run and (folder / "recipe.json").exists()
@@ -164,7 +171,7 @@ def train(
             f"run the same command with --resume to continue in {folder}" if begun else "nothing was written"
         ) from None
     if first_process():
-        classes = metrics.pop("classes")
+        classes, split = metrics.pop("classes"), metrics["evaluated_split"]
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
         print_table(("result", chosen.name), rows, title=str(folder))
         if classes is not None:
@@ -172,7 +179,7 @@ def train(
         for name, what in (
             ("curves.png", "learning curves"),
             ("confusion.png", "confusion matrix"),
-            ("worst.png", "test images with the worst scores"),
+            ("worst.png", f"{split} images with the worst scores"),
             ("reconstructions.png", "images and reconstructions"),
         ):
             if (folder / name).exists():
@@ -204,10 +211,10 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
+    from torchcaps.evaluation import evaluate as evaluation_of
     from torchcaps.run_folder import finished, read_run
     from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
-    from torchcaps.training import evaluate as evaluation_of
 
     keep_freed_memory()
     if csv is not None:
@@ -376,9 +383,9 @@ def info() -> None:
 
 def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
     """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
-    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no test images
+    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
     lowest = sorted(classes, key=lambda name: 101 if recall[name] is None else recall[name])[:MOST_CLASSES]
     shown = [name for name in classes if name in lowest]
     title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
     rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
-    print_table(("class", "test images", "precision %", "recall %"), rows, title)
+    print_table(("class", "images", "precision %", "recall %"), rows, title)

@@ -1,0 +1,117 @@
+"""Evaluation of a network on a split with Lightning."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import lightning
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from torchcaps.batches import Batches, ImageBatches, default_workers
+from torchcaps.data import Images, Preprocessing
+from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
+from torchcaps.errors import BadInput, first_line
+from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.training_module import TrainingModule
+
+
+class Evaluation(NamedTuple):
+    """Result of `evaluate`.
+
+    Arguments:
+        accuracy_percent: percentage of images whose true class has the highest score.
+        confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
+        calibration_error_percent: expected calibration error; None if an image shows several classes.
+        scores: ``[N, K]``, the scores of each image; None if an image shows several classes.
+    """
+
+    accuracy_percent: float
+    confusion: Int64[Tensor, "K K"]
+    calibration_error_percent: float | None
+    scores: Float[Tensor, "N K"] | None
+
+
+@clear_memory_errors(SMALLER_BATCHES)
+def evaluate(
+    model: nn.Module,
+    images: Images,
+    preprocessing: Preprocessing | None = None,
+    *,
+    batch_size: int = 128,
+    precision: str = "auto",
+    loss: str = "",
+) -> Evaluation:
+    """Compute the accuracy and the confusion matrix of a model on a split, using one device.
+
+    At the end, the model is on the device where it was before.
+
+    Arguments:
+        model: a model of `MODELS`, or a `MeanScores` of several models.
+        images: images of the split.
+        preprocessing: conversion of the images to the model's input. By default, the input is the whole image with
+            pixels in [0, 1].
+        batch_size: images per batch. The result does not depend on it, except for rounding errors.
+        precision: ``bf16``, ``float32`` or ``auto``. ``auto`` uses bf16 if the hardware supports bf16 natively, else
+            float32.
+        loss: name of the loss of the training, for the calibration error (see `torchcaps.scores.probabilities`).
+
+    Raises:
+        BadInput: `precision` is unknown, a score is not finite, the model has another number of classes, or the memory
+            of the GPU runs out.
+        KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
+    """
+    classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
+    if classes != len(images.class_names):
+        raise BadInput(
+            f"the model has {classes} classes, but the images have {len(images.class_names)} class names: evaluate "
+            "images with the classes of the training"
+        )
+    module = TrainingModule(model, Recipe("evaluate", "", "", batch_size=batch_size, loss=loss or "margin"), classes)
+    trainer = lightning.Trainer(
+        devices=1,
+        precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=sys.stdout.isatty(),
+        enable_model_summary=False,
+    )
+    batches = ImageBatches(images, preprocessing or Preprocessing())
+    workers, runs_on = default_workers(images), trainer.strategy.root_device
+    loader = Batches(batches, np.arange(len(images)), batch_size, workers, runs_on)
+    device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
+    try:
+        accuracy = accuracy_on(trainer, module, loader, SMALLER_BATCHES)
+    finally:
+        model.to(device)  # Lightning has moved it to the CPU
+    scores = None if module.scored is None else module.scored[:, :-1]
+    return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores)
+
+
+@contextmanager
+def clear_worker_errors(cure: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, where Lightning raises SystemExit, and BadInput if a worker process ends."""
+    try:
+        yield
+    except SystemExit as interrupted:
+        raise KeyboardInterrupt from interrupted
+    except RuntimeError as error:
+        if not any(
+            text in str(error) for text in ("DataLoader worker", "Too many open files", "allocate shared memory")
+        ):
+            raise
+        guard = "" if sys.platform == "linux" else '. A script must train below `if __name__ == "__main__":`'
+        raise BadInput(
+            f"a worker process ended while it decoded images ({first_line(error)}), perhaps because memory ran out: "
+            f"{cure}{guard}"
+        ) from error
+
+
+def accuracy_on(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:
+    """Test the module on batches with Lightning, and return the accuracy in percent."""
+    with clear_worker_errors(cure):
+        return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]
