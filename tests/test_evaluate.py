@@ -1,5 +1,6 @@
 """`torchcaps evaluate` on the data of a run, on moved data, and on new images."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -96,6 +97,25 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
         **counts,
         **{f"{name} files": count for name, count in counts.items()},
     }
+
+
+def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, finished, tmp_path):
+    run, scores = finished[0], tmp_path / "scores.csv"
+    accuracy = json.loads((run / "metrics.json").read_text())["validation_accuracy_percent"]
+    count, found, out, error = evaluated(call, run, "--split", "validation", "--csv", scores)
+    assert (count, found, error) == (6, pytest.approx(accuracy, abs=0.01), "")
+    assert re.search(r"┃ validation\b", out)
+    assert len(scores.read_text().splitlines()) == 7
+    assert evaluated(call, run, "--split", "validation", "--data", images)[:2] == (6, found)
+    new = make_images(tmp_path / "new", per_class=7, seed=9)
+    line = refused("evaluate", run, "--split", "validation", "--data", new)
+    assert f"--split validation evaluates the validation images of {run}: leave out --data or --split" in line
+    assert "--split is 'train'; give one of: test, validation" in refused("evaluate", run, "--split", "train")
+    other = tmp_path / "other"
+    code, _, error = train(call, images, other, "--epochs", 1, "--seed", 1)
+    assert code == 0, error
+    both = evaluated(call, run, other, "--split", "validation")[3]
+    assert re.match(rf"warning: \d of the 6 validation images are among the training images of {other}: ", both)
 
 
 def test_a_model_with_another_number_of_classes_is_refused():

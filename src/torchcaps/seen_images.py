@@ -54,13 +54,13 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
         raise unreadable(path, error, "restore it from a copy") from error
 
 
-def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Images | None = None) -> None:
+def warn_of_seen_images(folders: Sequence[Path], test: Images | None = None, validation: Images | None = None) -> None:
     """Warn if test or validation images are among the images that a run has used.
 
     Arguments:
         folders: run folders. Other folders, such as folders of published weights, are skipped.
-        test: the test images.
-        validation: the validation images of a training; None if there is no training.
+        test: test images, or None.
+        validation: validation images, or None.
 
     Raises:
         BadInput: the image digests of a run are missing or damaged.
@@ -72,17 +72,20 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images, validation: Image
     for folder in folders:
         if not (folder / "recipe.json").is_file():
             continue
-        seen = seen_in_training(folder, test)
-        if counts := " and ".join(
+        seen = {} if test is None else seen_in_training(folder, test)
+        counts = " and ".join(
             f"{mask.sum():,} {split.replace('train', 'training')}" for split, mask in seen.items() if mask.any()
-        ):
+        )
+        if test is not None and counts:
             warnings.warn(
                 f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
                 "be lower; leave them out of the test images",
                 DataWarning,
                 stacklevel=2,
             )
-        trained = seen_in_training(folder, validation).get("train") if seen and validation is not None else None
+        if validation is None or (test is not None and not seen):  # `seen_in_training` has warned already
+            continue
+        trained = seen_in_training(folder, validation).get("train")
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "

@@ -13,12 +13,12 @@ from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import (
     Cache,
     DataDir,
+    images_for,
     is_inside,
     print_table,
     print_version,
     run_folder,
     setting,
-    test_images_for,
     writable,
     writable_file,
 )
@@ -199,6 +199,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
     cache: Cache = "auto",
+    split: Annotated[str, typer.Option(help="Split of the run's dataset to evaluate: test or validation.")] = "test",
     csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
 ) -> None:
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
@@ -228,24 +229,24 @@ def evaluate(
             if value != expected[name]:
                 raise BadInput(f"{folder} and {run} differ in {name}: evaluate these runs one at a time")
     model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
-    test = test_images_for(classifier, known, data, data_dir, cache)
+    images = images_for(classifier, known, data, data_dir, cache, split)
     if precision is None:
         precision = "float32" if recipe.precision == "float32" else "auto"
     losses = {one.recipe.loss for one in known.values()}
     loss = recipe.loss if len(losses) == 1 else ""
     options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
-    found = evaluation_of(model, test, classifier.preprocessing, **options)
+    found = evaluation_of(model, images, classifier.preprocessing, **options)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
     calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
     print_table(
-        ("run", "data", "test images", "accuracy %", "error %", "calibration error %"),
-        [(label, data or recipe.data, f"{len(test):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
+        ("run", "data", f"{split} images", "accuracy %", "error %", "calibration error %"),
+        [(label, data or recipe.data, f"{len(images):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
     )
-    _print_classes(per_class(found.confusion, test.class_names))
-    warn_of_one_prediction(found.confusion, test.class_names)
+    _print_classes(per_class(found.confusion, images.class_names))
+    warn_of_one_prediction(found.confusion, images.class_names)
     if csv is not None and found.scores is not None:
         csv.parent.mkdir(parents=True, exist_ok=True)
-        write_scores(csv, test, found.scores)
+        write_scores(csv, images, found.scores)
         print(f"scores of each image: {csv}")
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
@@ -255,7 +256,7 @@ def evaluate(
                 DataWarning,
                 stacklevel=1,
             )
-    warn_of_seen_images(runs, test)
+    warn_of_seen_images(runs, **{split: images})
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:

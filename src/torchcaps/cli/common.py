@@ -188,8 +188,8 @@ def splits_for(
     return splits
 
 
-def test_images_for(
-    classifier: "Classifier", runs: Mapping[Path, "Run"], data: str | None, data_dir: Path, cache: str
+def images_for(
+    classifier: "Classifier", runs: Mapping[Path, "Run"], data: str | None, data_dir: Path, cache: str, split: str
 ) -> "Images":
     """Load the images on which `torchcaps evaluate` evaluates one or several runs with the same classes.
 
@@ -199,9 +199,10 @@ def test_images_for(
         data: name, folder or table; None for the data of the first run.
         data_dir: folder of the named datasets.
         cache: as for `torchcaps.data.load_splits`.
+        split: ``test`` or ``validation``. The validation split can only be chosen for the data of the first run.
 
     Raises:
-        BadInput: the images cannot be read, or do not fit the network.
+        BadInput: `split` is unknown or cannot be chosen, or the images cannot be read or do not fit the network.
 
     Warns:
         DataWarning: the data of the first run have changed since the training.
@@ -217,6 +218,10 @@ def test_images_for(
     folder, run = next(iter(runs.items()))
     recipe, name = run.recipe, run.recipe.data if data is None else data
     known = name in DATASETS or name.startswith(HUB)
+    if split not in ("test", "validation"):
+        raise BadInput(f"--split is {split!r}; give one of: test, validation")
+    if split == "validation" and not _same_data(name, recipe.data):
+        raise BadInput(f"--split validation evaluates the validation images of {folder}: leave out --data or --split")
     if data is None and not known and not expanded(name).exists():
         raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
     if name in DATASETS or _same_data(name, recipe.data):
@@ -228,7 +233,7 @@ def test_images_for(
                 DataWarning,
                 stacklevel=2,
             )
-        return splits.test
+        return splits.test if split == "test" else splits.validation
     channels, height, width = classifier.image_shape
     columns = {key: recipe.data_options[key] for key in ("image_column", "label_column") if key in recipe.data_options}
     images, has_test_split = load_test_images(
