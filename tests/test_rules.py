@@ -162,6 +162,21 @@ def test_attention_equals_the_procedure_of_its_paper(routing_map, competition):
 
 
 @pytest.mark.usefixtures("untyped")
+def test_attention_does_not_normalise_poses_of_one_element():
+    """LayerNorm of one number is a constant, and LayerNorm of two numbers is almost one."""
+    rule = AttentionRouting(1, iterations=2).double()
+    children, transform = torch.randn(2, 1, 5, 1, 4, dtype=torch.float64), torch.randn(1, 5, 3, 4, 1).double()
+    votes = torch.einsum("bchi,cji->bcj", children[:, 0], transform[0, :, :, :, 0])
+    pose = votes.mean(dim=1) * 5 / 3
+    pose = ((votes * pose[:, None]).softmax(dim=2) * votes).sum(dim=1)
+    found = rule(Capsules(children, torch.rand(2, 1, 5).double()), transform, RoutingMap.dense(1))
+    torch.testing.assert_close(found.pose, pose[:, None, :, None, None])
+    torch.testing.assert_close(found.activation, rule.score(pose[:, None, :, None]).squeeze(3).sigmoid())
+    with pytest.raises(ValueError, match="pose_size is 2, but LayerNorm keeps only the order of two numbers"):
+        AttentionRouting(2)
+
+
+@pytest.mark.usefixtures("untyped")
 def test_layers_whose_sizes_differ_from_those_of_the_rule_are_refused():
     case = random_case(MAPS["conv"], 0, torch.float32)
     pose, transform, routing_map = case

@@ -20,17 +20,18 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, train
+from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, TWO_PROCESSES, make_images, train
 from torchcaps import Classifier, Prediction
+from torchcaps.batches import ImageBatches, SplitBatches
 from torchcaps.checkpoints import read_checkpoint
 from torchcaps.data import Images, Preprocessing, Splits, load_splits
 from torchcaps.evaluation import evaluate
 from torchcaps.pictures import save_worst
 from torchcaps.recipe import resolve_precision
 from torchcaps.recipes import create_recipe
-from torchcaps.run_folder import read_rows
+from torchcaps.run_folder import read_rows, read_run
 from torchcaps.run_writers import AtomicCheckpoints
-from torchcaps.training import ImageBatches, SplitBatches, fit
+from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
 
@@ -190,15 +191,23 @@ def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, ima
 
 @TWO_PROCESSES
 @pytest.mark.filterwarnings("ignore")
-def test_two_processes_train_together(command, images, tmp_path):
+def test_two_processes_train_together(command, tmp_path):
+    images = make_images(tmp_path / "photos", per_class=50)
+    for path in [*(images / "left").iterdir()][:10]:
+        path.unlink()  # 7 validation images: two processes have different numbers of them
     done = train(command, images, tmp_path / "run", "--epochs", 2, "--batch-size", 8, "--devices", 2)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert metrics["epochs"] == 2
     assert metrics["test_accuracy_percent"] >= 75
     assert done.stdout.count("epoch 2/2") == 1
-    test = load_splits(str(images), tmp_path).test
-    network = Classifier.from_pretrained(tmp_path / "run")
+    splits, recipe = load_splits(str(images), tmp_path), read_run(tmp_path / "run").recipe
+    network, validation, test = Classifier.from_pretrained(tmp_path / "run"), splits.validation, splits.test
+    assert len(validation) == 7
+    inputs = network.preprocessing.plain(validation.pixels)
+    loss, _ = TrainingModule(network.model, recipe, 2).loss_and_scores(inputs, validation.labels, train=False)
+    row = read_rows(tmp_path / "run" / "metrics.csv")[metrics["best_epoch"] - 1]
+    assert float(row["validation_loss"]) == pytest.approx(float(loss), abs=2e-6)
     scores = evaluate(network.model, test, precision="float32").scores
     save_worst(network.model, network.preprocessing, test, scores, tmp_path / "worst.png")
     assert (imread(tmp_path / "run" / "worst.png") == imread(tmp_path / "worst.png")).all()

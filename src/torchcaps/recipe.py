@@ -73,8 +73,9 @@ class Recipe:
             their mean are multiplied by a random factor in [1 - contrast, 1 + contrast].
         rotation: largest random rotation in degrees, in [0, 180]; half of the training images are rotated. Angles are
             normally distributed, with a third of this value as standard deviation.
-        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9]. Half of the training
-            images are squeezed, by normally distributed fractions with a third of this value as standard deviation.
+        squeeze: largest fraction by which the width of a training image is reduced, in [0, 0.9]. The fraction of each
+            image is the absolute value of a normally distributed number with a third of this value as standard
+            deviation.
         erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
         elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
         test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over

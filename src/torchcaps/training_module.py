@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torchmetrics import CatMetric
+from torchmetrics import CatMetric, MeanMetric
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
@@ -66,6 +66,7 @@ class TrainingModule(lightning.LightningModule):
                 "set early_epochs=0"
             )
         self.confusion = MulticlassConfusionMatrix(num_classes)
+        self.validation_loss = MeanMetric()  # for several processes, `log` would round the mean number of images
         self.gathered = CatMetric(nan_strategy="disable")
         self.register_buffer("class_weights", class_weights, persistent=False)
         self._compiled: tuple[Callable[..., Prediction]] | None = None
@@ -185,12 +186,13 @@ class TrainingModule(lightning.LightningModule):
     def validation_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
         loss, scores = self._loss(batch[0][0], batch[1], train=False)
         self.count(scores, batch[1])
-        self.log("validation_loss", loss, batch_size=len(batch[1]), sync_dist=True)
+        self.validation_loss.update(loss, len(batch[1]))
 
     def on_validation_epoch_end(self) -> None:
         confusion = self.confusion.compute()
         accuracy, recall = accuracy_percent(confusion), mean_recall_percent(confusion)
-        loss = self.trainer.callback_metrics["validation_loss"]
+        loss = self.validation_loss.compute()
+        self.log("validation_loss", loss)
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)
         self.log("validation_recall_percent", recall)
         reached = accuracy if self.class_weights is None else recall
@@ -198,6 +200,7 @@ class TrainingModule(lightning.LightningModule):
         exact = torch.tensor(rank, dtype=torch.float64, device="cpu")  # float32 would round the loss away
         self.log("validation_rank", exact)
         self.confusion.reset()
+        self.validation_loss.reset()
 
     def on_test_epoch_start(self) -> None:
         self.scored = None

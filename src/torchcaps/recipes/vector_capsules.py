@@ -71,7 +71,8 @@ def efficient_capsnet_mnist() -> Recipe:
 
     Losses, rotation, squeeze and erased squares follow the authors. The authors also shift each digit at random, but
     never out of the image; this recipe shifts by up to 2 pixels. BatchNorm and the initial values of the primary
-    capsules and the biases have PyTorch's defaults; the authors use those of Keras.
+    capsules, the decoder and the biases have PyTorch's defaults; the authors use those of Keras. The standard deviation
+    of the initial transforms is 0.88 of theirs.
 
     The authors train for 150 epochs with batches of 16, and multiply a learning rate of 5e-4 by 0.97 after each epoch,
     down to 5e-5. The learning rate of this recipe falls from 5e-3 along a cosine. It was chosen by the validation

@@ -27,16 +27,19 @@ class AttentionRouting(Rule):
     V_ij is the vote of child i for parent j, c_ij its coupling, p_j the pose of the parent, and D the number of
     elements of a pose. In the paper, capsules have no activations, and one linear layer computes the score of each
     class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the activation of every
-    parent. The activations of the children are not used.
+    parent. The activations of the children are not used. As in the authors' code, poses with a single element are not
+    normalised: LayerNorm of one number does not depend on the number.
 
     Arguments:
-        pose_size: number of elements of a parent's pose (D), rows times columns.
+        pose_size: number of elements of a parent's pose (D), rows times columns; not 2, because LayerNorm keeps only
+            the order of two numbers, so almost no gradient reaches the votes.
         iterations: number of routing iterations, including the first, whose couplings are uniform; from 1 to 1,000.
         competition: ``parents``: softmax over all parents of a child; ``types``: softmax over the parent types at
             each parent site, as in the authors' code.
 
     Raises:
-        ValueError: ``pose_size`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown.
+        ValueError: ``pose_size`` is below 1 or equal to 2, ``iterations`` is not in [1, 1000], or ``competition`` is
+            unknown.
 
     Example:
         >>> import torch
@@ -51,12 +54,14 @@ class AttentionRouting(Rule):
     def __init__(self, pose_size: int, iterations: int = 2, competition: Competition = "parents") -> None:
         super().__init__()
         check_sizes(pose_size=pose_size)
+        if pose_size == 2:
+            raise ValueError("pose_size is 2, but LayerNorm keeps only the order of two numbers; use a larger pose")
         check_iterations(iterations)
         check_choice("competition", competition, COMPETITIONS)
         self.competition = competition
         self.pose_size = pose_size
         self.iterations = iterations
-        self.norm = nn.LayerNorm(pose_size)
+        self.norm = nn.LayerNorm(pose_size) if pose_size > 1 else None
         self.score = nn.Linear(pose_size, 1)
 
     @classmethod
@@ -70,8 +75,9 @@ class AttentionRouting(Rule):
         for _ in range(self.iterations):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
-            weight, bias = (parameter.to(pose.dtype) for parameter in (self.norm.weight, self.norm.bias))
-            pose = functional.layer_norm(pose.flatten(3), (self.pose_size,), weight, bias).view_as(pose)
+            if self.norm is not None:
+                weight, bias = (parameter.to(pose.dtype) for parameter in (self.norm.weight, self.norm.bias))
+                pose = functional.layer_norm(pose.flatten(3), (self.pose_size,), weight, bias).view_as(pose)
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
         weight, bias = (parameter.to(pose.dtype) for parameter in (self.score.weight, self.score.bias))
         return Capsules(pose, functional.linear(pose.flatten(3), weight, bias).squeeze(3).sigmoid())

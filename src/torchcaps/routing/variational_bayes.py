@@ -41,7 +41,7 @@ class VariationalBayesRouting(Rule):
     variance floor is needed, even for a parent with one vote or no vote. The two BatchNorms have no learned parameters.
     They compute one mean and variance per parent type, over samples and sites, and for poses also over the elements of
     a pose. In training mode, the BatchNorm of the activation cancels β_a and β_u, as in the authors' code. Therefore
-    β_a and β_u have gradient 0, and change the result only in evaluation mode.
+    β_a and β_u have gradient 0, apart from rounding errors, and change the result only in evaluation mode.
 
     This rule differs from the authors' code in two ways. First, in their code the initial couplings are 1 / J, even if
     a child has several parent sites; only the couplings of later iterations are normalised over all parents. Second,
