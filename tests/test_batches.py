@@ -62,12 +62,12 @@ def test_processes_share_the_batch_size_and_train_on_equally_many_images():
     assert len({index for share in places for part in share for index in part.tolist()}) == 58
 
 
-def test_validation_uses_the_central_crop_and_the_test_uses_all_crops():
+def test_validation_in_training_uses_the_central_crop_and_the_evaluation_uses_all_crops():
     recipe = tiny(1, crop="20", test_crops="2")
     data, preprocessing = batches_of(recipe), Preprocessing(crop=20, test_crops=2)
     views, _ = next(iter(data.val_dataloader()))
     assert torch.equal(views, preprocessing.plain(SPLITS.validation.pixels)[None])
-    views, _ = next(iter(data.test_dataloader()))
+    views, _ = next(iter(data.evaluation_dataloader(SPLITS.test)))
     assert torch.equal(views, preprocessing.views(SPLITS.test.pixels))
 
 

@@ -109,13 +109,19 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     assert evaluated(call, run, "--split", "validation", "--data", images)[:2] == (6, found)
     new = make_images(tmp_path / "new", per_class=7, seed=9)
     line = refused("evaluate", run, "--split", "validation", "--data", new)
-    assert f"--split validation evaluates the validation images of {run}: leave out --data or --split" in line
+    assert f"--split validation needs the data of {run}, but {new} is other data: " in line
+    moved = shutil.copytree(images, tmp_path / "moved")
+    assert evaluated(call, run, "--split", "validation", "--data", moved)[:2] == (6, found)
     assert "--split is 'train'; give one of: test, validation" in refused("evaluate", run, "--split", "train")
     other = tmp_path / "other"
     code, _, error = train(call, images, other, "--epochs", 1, "--seed", 1)
     assert code == 0, error
-    both = evaluated(call, run, other, "--split", "validation")[3]
-    assert re.match(rf"warning: \d of the 6 validation images are among the training images of {other}: ", both)
+    warning = rf"warning: \d of the 6 validation images are among the training images of {other}: "
+    assert re.search(warning, evaluated(call, run, other, "--split", "validation")[3])
+    tuned = tmp_path / "tuned"
+    code, _, error = train(call, images, tuned, "--epochs", 1, "--from", other)
+    assert code == 0, error
+    assert re.search(warning, evaluated(call, tuned, "--split", "validation")[3])
 
 
 def test_a_model_with_another_number_of_classes_is_refused():

@@ -20,7 +20,7 @@ from torchcaps.data.files import write_json
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
 from torchcaps.models import PooledCNN
-from torchcaps.run_folder import read_rows, read_run
+from torchcaps.run_folder import finished, read_rows, read_run
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
@@ -220,7 +220,7 @@ def test_resuming_in_a_folder_without_a_run_is_refused(refused, images, tmp_path
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("patience", [0, 1])
 def test_a_run_without_a_test_is_tested_later_without_more_training(patience, tmp_path):
-    """Also a run that stopped early. A training for more epochs is possible before and after the test."""
+    """Also a run that stopped early, and without last.ckpt. A training for more epochs is possible after the test."""
 
     class Watched(FirstIsBest if patience else TrainingModule):
         trained = 0
@@ -229,31 +229,45 @@ def test_a_run_without_a_test_is_tested_later_without_more_training(patience, tm
             Watched.trained += 1
             return super().training_step(*batch)
 
+    def evaluated(images):
+        found = evaluate(PooledCNN.from_pretrained(run), images, recipe.preprocessing(), precision="float32")
+        return pytest.approx(found.accuracy_percent), per_class(found.confusion, images.class_names)
+
     run = tmp_path / "run"
-    recipe = tiny(6 if patience else 2, patience=str(patience))
+    recipe = tiny(6 if patience else 2, patience=str(patience), crop="20", test_crops="2")
     metrics = fit(recipe, SPLITS, run, module_class=Watched, test=False)
-    assert not [name for name in metrics if name in ("test_accuracy_percent", "test_error_percent")]
+    assert metrics["epochs"] == 2
+    assert not {"test_accuracy_percent", "test_error_percent"} & set(metrics)
     assert (metrics["evaluated_split"], metrics["test_evaluations"]) == ("validation", 0)
-    found = evaluate(PooledCNN.from_pretrained(run), SPLITS.validation, recipe.preprocessing(), precision="float32")
-    assert metrics["classes"] == per_class(found.confusion, SPLITS.validation.class_names)
-    assert metrics["validation_accuracy_percent"] == pytest.approx(found.accuracy_percent)
+    assert (metrics["validation_accuracy_percent"], metrics["classes"]) == evaluated(SPLITS.validation)
     trained, weights = Watched.trained, (run / "model.safetensors").read_bytes()
     assert fit(recipe, SPLITS, run, module_class=Watched, resume=True, test=False) == metrics
+    started, last = [], (run / "last.ckpt").rename(tmp_path / "last.ckpt")
     # The test images may change as long as they have not been used.
-    other = replace(SPLITS, test=digits(40, 3))
-    tested = fit(recipe, other, run, module_class=Watched, resume=True)
+    other, options = replace(SPLITS, test=digits(40, 3)), {"module_class": Watched, "resume": True}
+    tested = fit(recipe, other, run, **options, on_start=lambda *_: started.append(True))
     assert (tested["evaluated_split"], tested["test_evaluations"], tested["test_images"]) == ("test", 1, 40)
-    found = evaluate(PooledCNN.from_pretrained(run), other.test, recipe.preprocessing(), precision="float32")
-    assert tested["classes"] == per_class(found.confusion, SPLITS.test.class_names)
-    assert tested["test_accuracy_percent"] == pytest.approx(found.accuracy_percent)
+    assert (tested["test_accuracy_percent"], tested["classes"]) == evaluated(other.test)
     assert tested["best_epoch"] == metrics["best_epoch"]
-    assert (Watched.trained, (run / "model.safetensors").read_bytes()) == (trained, weights)
+    assert (Watched.trained, started, (run / "model.safetensors").read_bytes()) == (trained, [], weights)
     with pytest.raises(BadInput, match="was started with other data"):
-        fit(recipe, SPLITS, run, module_class=Watched, resume=True)
-    longer = fit(replace(recipe, epochs=7), other, run, module_class=Watched, resume=True, test=False)
+        fit(recipe, SPLITS, run, **options)
+    last.rename(run / "last.ckpt")
+    longer = fit(replace(recipe, epochs=7), other, run, **options, test=False)
     assert Watched.trained > trained
     assert "test_accuracy_percent" not in longer
     assert (longer["evaluated_split"], longer["test_evaluations"]) == ("validation", 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_test_that_was_killed_before_it_wrote_its_metrics_is_repeated_and_counted(tmp_path):
+    fit(tiny(1), SPLITS, tmp_path, test=False)
+    before = (tmp_path / "metrics.json").read_bytes()
+    fit(tiny(1), SPLITS, tmp_path, resume=True)
+    (tmp_path / "metrics.json").write_bytes(before)  # as if the process had been killed just before
+    assert finished(tmp_path, tiny(1)) is None
+    again = fit(tiny(1), SPLITS, tmp_path, resume=True)
+    assert (again["evaluated_split"], again["test_evaluations"]) == ("test", 2)
 
 
 def test_the_command_trains_without_a_test(call, refused, images, tmp_path):

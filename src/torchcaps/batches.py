@@ -208,8 +208,9 @@ class SplitBatches(lightning.LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         return self._share(self.splits.validation, replace(self.recipe, test_crops=1))
 
-    def test_dataloader(self) -> DataLoader:
-        return self._share(self.splits.test, self.recipe)
+    def evaluation_dataloader(self, images: Images) -> DataLoader:
+        """Return batches for the evaluation after the training, with the recipe's number of test crops."""
+        return self._share(images, self.recipe)
 
     def _share(self, images: Images, recipe: Recipe) -> DataLoader:
         assert self.trainer is not None

@@ -151,7 +151,7 @@ def estimate(
     epoch = starts * step + len(splits.validation) * per_image / devices
     if trained_batch_norms(copy):
         epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
-    images = len(splits.validation) + len(splits.test) * recipe.test_crops**2
+    images = (len(splits.validation) + len(splits.test)) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),
         memory_bytes=steps.peak + optimizer - (0 if kind == "cuda" else weights),

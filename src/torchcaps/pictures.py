@@ -1,4 +1,4 @@
-"""Pictures of a training run: learning curves, reconstructions, and the test images with the worst scores."""
+"""Pictures of a training run: learning curves, reconstructions, and the images with the worst scores."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -107,6 +107,7 @@ def _draw(
 ) -> bool:
     """Draw images and their reconstructions. If the model has no decoder, draw the images only if `always` is True."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     with evaluating(model), torch.inference_mode():
         inputs = preprocessing.plain(images.pixels)
@@ -115,7 +116,7 @@ def _draw(
     if drawn is None and not always:
         return False
     rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
-    names = [caption(name) for name in images.class_names]
+    names = [caption(name, 14) for name in images.class_names]  # a column is about 15 letters wide
     if winners is None:
         winners = prediction.scores.argmax(dim=1).cpu()
     width, height = 0.3 + 1.1 * len(images), 0.6 + 1.1 * len(rows)
@@ -130,9 +131,10 @@ def _draw(
             down, right = (0.5 * side / max(image.shape[-2:]) for side in image.shape[-2:])
             extent = (x - right, x + right, y + down, y - down)
             axis.imshow(as_picture(image), cmap="gray", vmin=0, vmax=1, extent=extent)
+            axis.add_patch(Rectangle((x - right, y - down), 2 * right, 2 * down, fill=False, linewidth=0.8))
     for column, (truth, winner) in enumerate(zip(images.labels, winners.tolist(), strict=True)):
         x = 0.85 + 1.1 * column
-        labels = ", ".join(names[label] for label in truth.reshape(-1).tolist())
+        labels = ",\n".join(names[label] for label in truth.reshape(-1).tolist())
         for y, text in ((0.2, labels), (height - 0.2, names[winner])):
             axis.text(x, y, text, ha="center", va="center", fontsize=9, parse_math=False)
     axis.set(xlim=(0, width), ylim=(height, 0), aspect="auto")

@@ -145,9 +145,7 @@ class Begun(NamedTuple):
     trained: int = 0
 
 
-def check_run(
-    folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool, test: bool = True
-) -> Begun:
+def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, resume: bool) -> Begun:
     """Check that a run can be started or resumed in a folder. Nothing is written.
 
     Raises:
@@ -181,7 +179,7 @@ def check_run(
             )
         earlier = [*before.earlier_environments, before.environment]
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
-    if before is None or first or finished(folder, recipe, test):
+    if before is None or first or finished(folder, recipe):
         return Begun(run, digests, None)
     trained = load_checkpoint(last, module)["epoch"] + 1
     if recipe.choose == "best":
@@ -252,21 +250,22 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
         raise BadInput(f"{folder} has already been trained for {trained} epochs: use --epochs {trained} or more")
 
 
-def finished(folder: Path, recipe: Recipe, test: bool = False) -> dict[str, Any] | None:
+def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Return the content of metrics.json if the run in a folder is finished, else None.
 
     A run is finished if metrics.json, model.safetensors and config.json exist, if the planned number of epochs in
-    metrics.json equals ``recipe.epochs``, and if the run was not trained further since. With `test`, the run must also
-    have been evaluated on its test split.
+    metrics.json equals ``recipe.epochs``, and if the run was neither trained further nor evaluated on its test split
+    since.
 
     Raises:
         BadInput: metrics.json or metrics.csv is damaged.
     """
-    if not all((folder / name).is_file() for name in ("metrics.json", "model.safetensors", "config.json")):
+    needed = ("recipe.json", "metrics.json", "model.safetensors", "config.json")
+    if not all((folder / name).is_file() for name in needed):
         return None
     metrics, rows = read_metrics(folder), read_rows(folder / "metrics.csv")
     same = metrics["epochs_planned"] == recipe.epochs and len(rows) <= metrics.get("epochs", len(rows))
-    return metrics if same and (not test or metrics["evaluated_split"] == "test") else None
+    return metrics if same and read_run(folder).test_evaluations <= metrics["test_evaluations"] else None
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar
 from torch import nn
 
 from torchcaps.batches import SplitBatches, default_workers
-from torchcaps.checkpoints import load_best, load_checkpoint
+from torchcaps.checkpoints import load_best, load_checkpoint, load_saved
 from torchcaps.chosen_epoch import best_epoch, check_best
 from torchcaps.classifier import Classifier
 from torchcaps.compilation import check_compiled
@@ -75,9 +75,9 @@ def fit(
     With `resume`, a finished run continues only if the recipe has more epochs than the run. At its end, the continued
     run is evaluated on the test split again.
 
-    With ``test=False``, the test split is not evaluated, so that settings can be compared without it. The per-class
-    metrics, the calibration error and the pictures are then those of the validation split. To evaluate such a run on
-    the test split, call `fit` again with ``resume=True`` and ``test=True``.
+    With ``test=False``, the test split is not evaluated, so that settings can be compared without it. The metrics of
+    the classes, the calibration error and the pictures are then those of the validation split. To evaluate such a run
+    on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -123,33 +123,36 @@ def fit(
     recipe = module.recipe
     workers = default_workers(splits.train, processes(devices)[0]) if workers is None else workers
     data, last = SplitBatches(splits, recipe, workers), folder / "last.ckpt"
-    if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe, test))):
+    if recipe.pretrained and not (resume and (last.exists() or finished(folder, recipe))):
         loaded = load_matching(module.model, recipe, splits.train.class_names)
         if first_process():
             print(loaded, flush=True)
+    options: dict[str, Any] = {"on_epoch_end": on_epoch_end, "logger": logger, "test": test}
     if not first_process():
-        if resume and (done := finished(folder, recipe, test)):
+        done = finished(folder, recipe) if resume else None
+        if done is not None and (not test or done["evaluated_split"] == "test"):
             return done
         last_of_run = last if resume and last.exists() else None
-        return _train(recipe, data, folder, module, devices, last_of_run, on_epoch_end, logger, test)
+        return _train(recipe, data, folder, module, devices, last_of_run, **options, trained=done is not None)
     with locked(folder):
-        begun = check_run(folder, recipe, splits, module, resume, test)
-        if done := finished(folder, recipe, test):
+        begun = check_run(folder, recipe, splits, module, resume)
+        done = finished(folder, recipe)
+        if done is not None and (not test or done["evaluated_split"] == "test"):
             planned = read_run(folder)
             if planned.recipe.epochs != recipe.epochs:  # a longer training was interrupted in its first epoch
                 write_run(folder, replace(planned, recipe=replace(planned.recipe, epochs=recipe.epochs)))
             print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
             return done
         check_best(folder, recipe, begun.trained)
-        if recipe.compile and begun.trained < recipe.epochs:
+        if recipe.compile and done is None:
             print("compiling the network, and checking its gradients; this can take minutes", flush=True)
             check_compiled(module, splits)
         begin_run(folder, begun)
         folders = [folder, *([Path(recipe.pretrained)] if recipe.pretrained else [])]
         warn_of_seen_images(folders, splits.test, splits.validation)
-        if on_start is not None:
+        if on_start is not None and done is None:
             on_start(module, recipe.epochs - (begun.trained if begun.last else 0))
-        return _train(recipe, data, folder, module, devices, begun.last, on_epoch_end, logger, test)
+        return _train(recipe, data, folder, module, devices, begun.last, **options, trained=done is not None)
 
 
 def new_module(
@@ -219,29 +222,36 @@ def _train(
     module: TrainingModule,
     devices: int,
     last: Path | None,
+    *,
     on_epoch_end: Callable[[nn.Module], Mapping[str, float] | None] | None,
     logger: str,
     test: bool,
+    trained: bool,
 ) -> dict[str, Any]:
+    """Train the model, unless it is `trained` already, evaluate it, and write the results."""
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
     trainer = _trainer(recipe, folder, devices, log, logger)
-    with clear_worker_errors(FEWER_WORKERS), ExitStack() as stack:
-        if recipe.compile:
-            stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
-        trainer.fit(module, data, ckpt_path=last)
-    run = read_run(folder)
-    run = replace(run, test_evaluations=run.test_evaluations + test)
-    chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
+    if trained:
+        chosen, data.trainer = load_saved(folder, module), trainer
+    else:
+        with clear_worker_errors(FEWER_WORKERS), ExitStack() as stack:
+            if recipe.compile:
+                stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
+            trainer.fit(module, data, ckpt_path=last)
+        chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
     kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
     module.load_state_dict(chosen["state_dict"])
+    run = read_run(folder)
+    run = replace(run, test_evaluations=run.test_evaluations + test)
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already
-    validation = accuracy_on(trainer, module, data.val_dataloader(), FEWER_WORKERS)
-    trainer.loggers = loggers
     metrics: dict[str, Any] = {}
     evaluated = splits.validation
+    validation = accuracy_on(trainer, module, data.evaluation_dataloader(evaluated), FEWER_WORKERS)
+    trainer.loggers = loggers
     if test:
-        accuracy, evaluated = accuracy_on(trainer, module, data.test_dataloader(), FEWER_WORKERS), splits.test
+        evaluated = splits.test
+        accuracy = accuracy_on(trainer, module, data.evaluation_dataloader(evaluated), FEWER_WORKERS)
         metrics = {"test_error_percent": round(100 - accuracy, 4), "test_accuracy_percent": round(accuracy, 4)}
     rows = read_rows(folder / "metrics.csv")
     names = evaluated.class_names

@@ -191,6 +191,10 @@ class TrainingModule(lightning.LightningModule):
     def on_validation_epoch_end(self) -> None:
         confusion = self.confusion.compute()
         accuracy, recall = accuracy_percent(confusion), mean_recall_percent(confusion)
+        if not self.validation_loss.update_called:
+            raise NotImplementedError(
+                f"{type(self).__name__}.validation_step must call self.validation_loss.update(loss, len(labels))"
+            )
         loss = self.validation_loss.compute()
         self.log("validation_loss", loss)
         self.log("validation_accuracy_percent", accuracy, prog_bar=True)

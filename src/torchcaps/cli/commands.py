@@ -157,8 +157,8 @@ def train(
             module = new_module(chosen, splits, devices=devices)
             trained = 0
             if resume:
-                checked = check_run(folder, module.recipe, splits, module, resume, not no_test)
-                trained = chosen.epochs if finished(folder, module.recipe, not no_test) else checked.trained
+                checked = check_run(folder, module.recipe, splits, module, resume)
+                trained = chosen.epochs if finished(folder, module.recipe) else checked.trained
             if chosen.pretrained and not trained:
                 print(load_matching(module.model, chosen, splits.train.class_names), flush=True)
             on_start(module, max(0, chosen.epochs - trained))
@@ -205,7 +205,8 @@ def evaluate(
     """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
 
     The other dataset can be your own folder or table of images. If it has no test split, all of its images are
-    evaluated, except images that the run used in training or validation.
+    evaluated, except images that the run used in training or validation. With --split validation, the run is evaluated
+    on its validation images; --data can then only give the new path of its dataset.
 
     Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
     evaluated on the dataset of the first run.
@@ -256,7 +257,8 @@ def evaluate(
                 DataWarning,
                 stacklevel=1,
             )
-    warn_of_seen_images(runs, **{split: images})
+    started = [Path(one.recipe.pretrained) for one in known.values() if one.recipe.pretrained]
+    warn_of_seen_images([*dict.fromkeys([*runs, *started])], **{split: images})
 
 
 def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:

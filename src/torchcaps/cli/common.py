@@ -4,6 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -199,10 +200,11 @@ def images_for(
         data: name, folder or table; None for the data of the first run.
         data_dir: folder of the named datasets.
         cache: as for `torchcaps.data.load_splits`.
-        split: ``test`` or ``validation``. The validation split can only be chosen for the data of the first run.
+        split: ``test`` or ``validation``. For ``validation``, `data` can only be a new path of the first run's data.
 
     Raises:
-        BadInput: `split` is unknown or cannot be chosen, or the images cannot be read or do not fit the network.
+        BadInput: `split` is unknown, the data for the validation split are not those of the first run, or the images
+            cannot be read or do not fit the network.
 
     Warns:
         DataWarning: the data of the first run have changed since the training.
@@ -220,13 +222,16 @@ def images_for(
     known = name in DATASETS or name.startswith(HUB)
     if split not in ("test", "validation"):
         raise BadInput(f"--split is {split!r}; give one of: test, validation")
-    if split == "validation" and not _same_data(name, recipe.data):
-        raise BadInput(f"--split validation evaluates the validation images of {folder}: leave out --data or --split")
     if data is None and not known and not expanded(name).exists():
         raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
-    if name in DATASETS or _same_data(name, recipe.data):
-        splits = splits_for(classifier, recipe, name, data_dir, cache)
-        if _same_data(name, recipe.data) and (changed := difference(run.data, fingerprint(splits, run.data)[0])):
+    same = _same_data(name, recipe.data)
+    if name in DATASETS or same or split == "validation":
+        moved = replace(recipe, data=name) if split == "validation" else recipe
+        splits = splits_for(classifier, moved, name, data_dir, cache)
+        changed = difference(run.data, fingerprint(splits, run.data)[0])
+        if changed and not same and split == "validation":
+            raise BadInput(f"--split validation needs the data of {folder}, but {name} is other data: {changed}")
+        if changed and same:
             warnings.warn(
                 f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "
                 "the accuracy of that training",

@@ -141,7 +141,7 @@ class Study:
             elsewhere = changed.startswith(("precision=", "model.im2col="))  # chosen by the hardware
             where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
             raise BadInput(f"{folder} was started {where}with {changed}: {cure}use another --out")
-        metrics = None if run is None else finished(folder, recipe, test=True)
+        metrics = None if run is None else finished(folder, recipe)
         if metrics is not None and not read_rows(folder / "metrics.csv"):
             raise BadInput(
                 f"{folder / 'metrics.csv'} is missing or empty: restore it from a copy, or use another --out"
