@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchcaps import CapsuleHead, ClassCaps, ConvCaps, MatrixCapsNet, Routing, SharedCaps
+from torchcaps import CapsuleHead, ClassCaps, ConvCaps, MatrixCapsNet, SharedCaps, margin_loss
 
 
 @pytest.mark.parametrize("std", [0.01, 0.3])
@@ -35,12 +35,28 @@ def test_poses_and_activations_of_matrix_capsules_have_initial_weights_of_differ
         assert weight.std().item() == pytest.approx(0.88 * std, rel=0.15)
 
 
-def test_initial_class_capsules_of_a_head_have_the_same_length_for_any_number_of_classes():
-    routing = Routing("dynamic", iterations=1, squash_form="none")
-    sizes = [
-        CapsuleHead((6, 4, 5), classes, routing=routing)(torch.rand(8, 6, 4, 5)).scores.mean() for classes in (2, 40)
-    ]
-    assert max(sizes) < 2 * min(sizes)
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("classes", [3, 10, 100])
+@pytest.mark.parametrize("rule", ["dynamic", "uniform", "self_attention"])
+def test_a_head_with_any_number_of_classes_learns_with_the_margin_loss(rule, classes):
+    """If all initial scores were near 1, or most of them 0, it would learn almost nothing in these steps."""
+    head, centres = CapsuleHead((16, 2, 2), classes, types=8, routing=rule), torch.randn(classes, 16)
+    optimizer = torch.optim.Adam(head.parameters(), 3e-3)
+    for _ in range(100):
+        labels = torch.randint(0, classes, (64,))
+        features = (centres[labels] + 0.1 * torch.randn(64, 16))[:, :, None, None].expand(-1, -1, 2, 2)
+        scores = head(features).scores
+        optimizer.zero_grad()
+        margin_loss(scores, labels).backward()
+        optimizer.step()
+    assert (scores.argmax(dim=1) == labels).float().mean() > 0.9
+
+
+def test_a_head_with_poses_of_one_element_is_not_saturated_on_a_large_map():
+    head = CapsuleHead((16, 28, 28), 2, types=8, pose_size=(1, 1), coordinates=False)
+    scores = head(torch.randn(8, 16, 28, 28)).scores
+    assert scores.min() > 0.01
+    assert scores.max() < 0.99
 
 
 def test_a_deviation_of_0_gives_the_identity():

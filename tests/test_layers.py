@@ -94,13 +94,24 @@ def test_dense_caps_give_each_child_its_own_transform():
 def test_initial_parents_of_dense_caps_have_the_same_length_for_any_number_of_children():
     torch.manual_seed(0)
     lengths_at_start = []
-    for sites, classes in ((36, 10), (64, 3), (400, 2), (9, 100)):
+    for sites, classes in ((36, 10), (64, 3), (400, 2)):
         layer = DenseCaps(sites, 32, 8, classes, 16, routing=DynamicRouting(iterations=1, squash_form="none"))
         pose = torch.randn(8, sites, 32, 1, 8)
         pose = 0.5 * pose / pose.norm(dim=-1, keepdim=True)
         lengths_at_start.append(layer(Capsules(pose, lengths(pose))).activation.mean())
     assert max(lengths_at_start) < 1.2 * min(lengths_at_start)
     torch.testing.assert_close(DenseCaps(36, 32, 8, 10, 16).transform.std(), torch.tensor(0.088), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("sites", [1, 36])
+@pytest.mark.parametrize("classes", [30, 100])
+def test_initial_activations_of_many_dense_caps_are_neither_0_nor_1(classes, sites):
+    """If each child chooses a single parent, most parents are at 0 and get no gradient."""
+    activation = DenseCaps(sites, 8, 8, classes, 16)(
+        Capsules(squash(torch.randn(16, sites, 8, 1, 8)), torch.rand(16, sites, 8))
+    ).activation
+    assert activation.min() > 1e-5
+    assert activation.max() < 0.9
 
 
 def test_shared_caps_accept_any_number_of_children_in_any_order():

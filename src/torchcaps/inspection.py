@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
+from itertools import pairwise
 from pathlib import Path
 from threading import RLock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -114,8 +115,10 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     """Context manager that records every pass of every routing rule of a model.
 
     It returns a list of `Layer`, filled in the order in which the rules first run. If a rule runs several times, as in
-    concurrent attention routing, the passes of all its runs are recorded. Passes of other threads are not recorded. If
-    another thread is already recording, this thread waits until the other thread has finished.
+    concurrent attention routing, the passes of all its runs are recorded in the same `Layer`. If a rule runs on its own
+    parents, because a model uses one layer twice, the second run is recorded as another `Layer`. Passes of other
+    threads are not recorded. If another thread is already recording, this thread waits until the other thread has
+    finished.
 
     Arguments:
         model: network with routing rules.
@@ -137,9 +140,10 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             if get_ident() == thread:
                 children, _, routing_map, *_ = signature(module.forward).bind(*given, **named).arguments.values()
                 same = [known for known in layers if known.name == name and known.routing_map is routing_map]
-                layer = same[0] if same else Layer(name, module, routing_map)
-                if not same:
-                    layers.append(layer)
+                if not same or _equal(same[-1].parents, children):
+                    layers.append(Layer(name, module, routing_map))
+                    same = layers[-1:]
+                layer = same[-1]
                 layer.children = children
                 running.append(layer)
 
@@ -251,8 +255,9 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
 
     Raises:
         BadInput: the network has no capsules; the positions of its first capsules in the image are unknown; the rule of
-            a layer does not call `Votes.moments`; the last layer does not have one capsule per class; the file cannot
-            be read; or the pixels have the wrong dtype or shape.
+            a layer does not call `Votes.moments`; the parents of a layer are not the children of the next layer, for
+            example in a network with two heads; the last layer does not have one capsule per class; the file cannot be
+            read; or the pixels have the wrong dtype or shape.
 
     Example:
         >>> from torchcaps import CapsNet, Preprocessing
@@ -275,13 +280,33 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     for layer in layers:
         if not layer.passes:
             raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
-    below = _support_below(layers)
-    if below.shape[1] != prediction.scores.shape[1]:
+    for lower, upper in pairwise(layers):
+        if not _equal(lower.parents, upper.children):
+            raise BadInput(
+                f"the parents of {lower.name} are not the children of {upper.name}: inspect a network in which each "
+                "capsule layer takes the capsules of the layer before it"
+            )
+    if not _equal(layers[-1].parents, prediction.capsules):
         raise BadInput(
-            f"the last capsule layer (rule {layers[-1].name}) has {below.shape[1]} parent types, but the network has "
-            f"{prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
+            f"the parents of the last rule, {layers[-1].name}, are not the class capsules: inspect a network whose "
+            "last capsule layer computes the class capsules"
+        )
+    below = _support_below(layers)
+    if below.shape[1] != prediction.scores.shape[1] or prediction.capsules.activation.shape[1] != 1:
+        sites, types = prediction.capsules.activation.shape[1:]
+        raise BadInput(
+            f"the last capsule layer (rule {layers[-1].name}) has {sites} sites and {types} parent types, but the "
+            f"network has {prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
         )
     return _inspection(classifier, inputs, prediction, in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
+
+
+def _equal(one: Capsules | None, other: Capsules | None) -> bool:
+    """Return whether two groups of capsules have the same activations. The poses may differ, by a `PoseNorm`."""
+    if one is None or other is None:
+        return False
+    first, second = (capsules.activation.flatten(1) for capsules in (one, other))
+    return first.shape == second.shape and torch.equal(first.to(second.dtype), second)
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:

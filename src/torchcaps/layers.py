@@ -71,10 +71,11 @@ class DenseCaps(CapsuleLayer):
     """Fully connected capsule layer, such as DigitCaps: every pair of child and parent has its own transform.
 
     Sabour, Frosst & Hinton 2017, section 4. For J parents of pose size N and S·C children, the initial transforms are
-    normally distributed with standard deviation 1.36 J / √(S·C·N), truncated at two standard deviations. With this
-    formula and uniform couplings, the initial length of the parents depends on neither the number of children nor the
-    number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in the authors' code. A
-    standard deviation of 0.1 for many children and few parents would saturate the squash.
+    normally distributed with standard deviation 1.36 min(J, 10) / √(S·C·N), truncated at two standard deviations. With
+    this formula, uniform couplings and at most ten parents, the initial length of the parents depends on neither the
+    number of children nor the number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in
+    the authors' code. A standard deviation of 0.1 for many children and few parents would saturate the squash. If it
+    grew with more than ten parents, each child would soon choose a single parent, and most parents would stay at 0.
 
     Arguments:
         child_sites: number of child sites (S).
@@ -105,7 +106,7 @@ class DenseCaps(CapsuleLayer):
     ) -> None:
         check_sizes(child_sites=child_sites, child_types=child_types, child_pose_size=child_pose_size)
         check_sizes(parent_types=parent_types, parent_pose_size=parent_pose_size)
-        std = 1.36 * parent_types / (child_sites * child_types * parent_pose_size) ** 0.5
+        std = 1.36 * min(parent_types, 10) / (child_sites * child_types * parent_pose_size) ** 0.5
         transform = truncated_normal_(
             torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), std
         )

@@ -41,7 +41,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         num_classes: number of classes.
         channels: output channels of the convolution.
         types: number of capsule types in every layer except the last.
-        pose_side: rows and columns of a pose.
+        pose_side: rows and columns of a pose. Poses with a single element are not normalised.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"attention"``, the default of ``competition`` is ``"types"``, as in the
             authors' code: the couplings of a child sum to 1 over the parent types at each parent site.
@@ -76,7 +76,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         self.primary_capsules = PrimaryCaps(
             channels, types, pose_size, 1, bias=False, squash_form="none", activation="length"
         )
-        self.primary_norm = nn.LayerNorm(pose_side**2)
+        self.primary_norm = nn.LayerNorm(pose_side**2) if pose_side > 1 else nn.Identity()
         grid = ((height - 1) // 2 + 1, (width - 1) // 2 + 1)
         self.first_capsules = ConvCaps(grid, types, types, 3, stride=2, pose_size=pose_size, routing=deepcopy(routing))
         self.second_capsules = ConvCaps(
@@ -98,7 +98,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         """Predict scores in [0, 1] and class capsules. The labels are not used."""
         check_images(images, self.image_shape)
         capsules = self.primary_capsules(self.features(images))
-        pose = capsules.pose.to(self.primary_norm.weight.dtype).flatten(3)
+        pose = capsules.pose.to(self.class_capsules.transform.dtype).flatten(3)
         pose = self.primary_norm(pose).view(capsules.pose.shape)
         capsules = self.second_capsules(self.first_capsules(Capsules(pose, capsules.activation)))
         capsules = self.class_capsules(capsules)

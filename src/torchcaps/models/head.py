@@ -12,7 +12,7 @@ from torchcaps.checks import check_sizes, described
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import ClassCaps, truncated_normal_
 from torchcaps.primary import PrimaryCaps
-from torchcaps.routing import DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
+from torchcaps.routing import AttentionRouting, DynamicRouting, Routing, SelfAttentionRouting, UniformRouting
 
 SUMMING = (DynamicRouting, SelfAttentionRouting, UniformRouting)
 """Rules in which the pose of a parent is a squashed sum of votes. Initially, the length of these sums must be small for
@@ -79,10 +79,8 @@ class CapsuleHead(nn.Module):
             routing=deepcopy(routing),
         )
         rule = self.class_capsules.routing
-        if isinstance(rule, SUMMING):
+        if isinstance(rule, SUMMING) or (isinstance(rule, AttentionRouting) and rule.norm is None):
             std = 1 / (height * width * types * pose_size[1]) ** 0.5
-            if not isinstance(rule, SelfAttentionRouting):  # its logits are sums over all children
-                std *= num_classes
             truncated_normal_(self.class_capsules.transform.data, std)
         self.primary_capsules = PrimaryCaps(
             *(channels, types, pose_size, 1),

@@ -28,7 +28,8 @@ class AttentionRouting(Rule):
     elements of a pose. In the paper, capsules have no activations, and one linear layer computes the score of each
     class from the pose of its capsule. Here this linear layer, followed by a sigmoid, computes the activation of every
     parent. The activations of the children are not used. As in the authors' code, poses with a single element are not
-    normalised: LayerNorm of one number does not depend on the number.
+    normalised: LayerNorm of one number does not depend on the number. Such a pose is a sum of votes and grows with the
+    number of children; with many children, use small initial transforms.
 
     Arguments:
         pose_size: number of elements of a parent's pose (D), rows times columns; not 2, because LayerNorm keeps only

@@ -1,0 +1,80 @@
+"""Inspection of networks that use a layer twice, have two heads, or do not end with one capsule per class."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torchcaps import (
+    BadInput,
+    Capsules,
+    ClassCaps,
+    Classifier,
+    ConvCaps,
+    Prediction,
+    Preprocessing,
+    PrimaryCaps,
+    inspect,
+)
+
+
+class Stack(nn.Module):
+    """Two capsule layers of 25 sites below a class layer; `first` and `second` can be the same layer."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.primary = PrimaryCaps(1, 4, (2, 2), 3, stride=2, squash_form="none", activation="sigmoid")
+        self.first, self.second = first, second
+        self.classes = ClassCaps(torch.rand(25, 2), 4, 3, (2, 2))
+
+    def forward(self, images, labels=None):
+        capsules = self.classes(self.second(self.first(self.primary(images))))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+def supports(model, image):
+    return inspect(Classifier(model.eval(), ("ant", "bee", "cat"), (1, 12, 12), Preprocessing()), image).support
+
+
+def test_a_layer_that_a_model_uses_twice_is_two_layers():
+    layer, image = ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)), torch.rand(1, 12, 12)
+    shared = Stack(layer, layer)
+    separate = copy.deepcopy(shared)
+    separate.second = copy.deepcopy(layer)
+    assert torch.equal(supports(shared, image), supports(separate, image))
+
+
+@pytest.mark.parametrize("types", [3, 100])
+def test_a_network_whose_capsule_layers_are_no_chain_is_refused(types):
+    class TwoHeads(Stack):
+        def forward(self, images, labels=None):
+            children = self.primary(images)
+            self.second(children)
+            capsules = self.classes(children)
+            return Prediction(capsules.activation[:, 0], capsules)
+
+    model = TwoHeads(nn.Identity(), ClassCaps(torch.rand(25, 2), 4, types, (2, 2)))
+    message = r"the parents of second\.routing are not the children of classes\.routing: inspect a network in which"
+    with pytest.raises(BadInput, match=message):
+        supports(model, torch.rand(1, 12, 12))
+
+
+def test_a_network_whose_last_capsules_are_not_one_per_class_is_refused():
+    class Pooled(Stack):
+        def forward(self, images, labels=None):
+            capsules = self.second(self.first(self.primary(images)))
+            return Prediction(capsules.activation.mean(dim=1), capsules)
+
+    model = Pooled(nn.Identity(), ConvCaps((5, 5), 4, 3, 3, pose_size=(2, 2)))
+    with pytest.raises(BadInput, match=r"\(rule second\.routing\) has 9 sites and 3 parent types, but .* 3 classes"):
+        supports(model, torch.rand(1, 12, 12))
+
+    class Hidden(Stack):
+        def forward(self, images, labels=None):
+            capsules = self.classes(self.primary(images))
+            capsules = Capsules(capsules.pose, 1 - capsules.activation)
+            return Prediction(capsules.activation[:, 0], capsules)
+
+    with pytest.raises(BadInput, match=r"the parents of the last rule, classes\.routing, are not the class capsules"):
+        supports(Hidden(nn.Identity(), nn.Identity()), torch.rand(1, 12, 12))
