@@ -112,6 +112,8 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     assert f"--split validation needs the data of {run}, but {new} is other data: " in line
     moved = shutil.copytree(images, tmp_path / "moved")
     assert evaluated(call, run, "--split", "validation", "--data", moved)[:2] == (6, found)
+    line = refused("evaluate", run, "--split", "validation", "--data", "mnist-5k")
+    assert f"--split validation needs the data of {run}, {images}, but --data is mnist-5k" in line
     assert "--split is 'train'; give one of: test, validation" in refused("evaluate", run, "--split", "train")
     other = tmp_path / "other"
     code, _, error = train(call, images, other, "--epochs", 1, "--seed", 1)

@@ -45,6 +45,28 @@ def test_a_layer_that_a_model_uses_twice_is_two_layers():
     assert torch.equal(supports(shared, image), supports(separate, image))
 
 
+def test_a_network_may_change_capsules_between_two_layers():
+    class Gated(Stack):
+        def forward(self, images, labels=None):
+            capsules = self.first(self.primary(images))
+            capsules = self.second(Capsules(2 * capsules.pose, 0.5 * capsules.activation))
+            capsules = self.classes(capsules)
+            return Prediction(capsules.activation[:, 0], capsules)
+
+    layers = (ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)) for _ in range(2))
+    torch.testing.assert_close(supports(Gated(*layers), torch.rand(1, 12, 12)).sum(dim=(2, 3)), torch.ones(3, 3))
+
+
+def test_a_network_that_runs_on_two_inputs_is_refused():
+    class TwoViews(Stack):
+        def forward(self, images, labels=None):
+            super().forward(images.flip(3))
+            return super().forward(images)
+
+    with pytest.raises(BadInput, match=r"the rule classes\.routing ran with different children"):
+        supports(TwoViews(nn.Identity(), nn.Identity()), torch.rand(1, 12, 12))
+
+
 @pytest.mark.parametrize("types", [3, 100])
 def test_a_network_whose_capsule_layers_are_no_chain_is_refused(types):
     class TwoHeads(Stack):
@@ -73,7 +95,7 @@ def test_a_network_whose_last_capsules_are_not_one_per_class_is_refused():
     class Hidden(Stack):
         def forward(self, images, labels=None):
             capsules = self.classes(self.primary(images))
-            capsules = Capsules(capsules.pose, 1 - capsules.activation)
+            capsules = Capsules(-capsules.pose, 1 - capsules.activation)
             return Prediction(capsules.activation[:, 0], capsules)
 
     with pytest.raises(BadInput, match=r"the parents of the last rule, classes\.routing, are not the class capsules"):

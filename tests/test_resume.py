@@ -20,7 +20,8 @@ from torchcaps.data.files import write_json
 from torchcaps.evaluation import evaluate
 from torchcaps.model_card import publish
 from torchcaps.models import PooledCNN
-from torchcaps.run_folder import finished, read_rows, read_run
+from torchcaps.run_folder import read_rows, read_run
+from torchcaps.run_report import write_run_report
 from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule
 
@@ -265,9 +266,28 @@ def test_a_test_that_was_killed_before_it_wrote_its_metrics_is_repeated_and_coun
     before = (tmp_path / "metrics.json").read_bytes()
     fit(tiny(1), SPLITS, tmp_path, resume=True)
     (tmp_path / "metrics.json").write_bytes(before)  # as if the process had been killed just before
-    assert finished(tmp_path, tiny(1)) is None
+    (tmp_path / "last.ckpt").unlink()
+    write_run_report(tmp_path, tmp_path / "run.html")
+    assert "of the validation images" not in (tmp_path / "run.html").read_text()
     again = fit(tiny(1), SPLITS, tmp_path, resume=True)
     assert (again["evaluated_split"], again["test_evaluations"]) == ("test", 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_with_weights_of_its_own_is_tested_later(tmp_path):
+    class Scaled(TrainingModule):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def loss_and_scores(self, *words):
+            loss, scores = super().loss_and_scores(*words)
+            return self.scale * loss, scores
+
+    recipe = replace(tiny(1), choose="last")
+    fit(recipe, SPLITS, tmp_path, module_class=Scaled, test=False)
+    assert fit(recipe, SPLITS, tmp_path, module_class=Scaled, resume=True)["evaluated_split"] == "test"
+    assert len([*tmp_path.glob("tensorboard/**/events*")]) == 1
 
 
 def test_the_command_trains_without_a_test(call, refused, images, tmp_path):

@@ -85,19 +85,21 @@ def load_best(folder: Path, module: nn.Module) -> dict[str, Any]:
             f"{folder} has neither best.ckpt nor {missing[0]}: restore one of these files from a copy, or train again "
             "in another folder with --out"
         )
-    return load_saved(folder, module)
-
-
-def load_saved(folder: Path, module: nn.Module) -> dict[str, Any]:
-    """Read the weights in model.safetensors. Return a checkpoint with the entry ``state_dict``.
-
-    Raises:
-        BadInput: the weights are missing or damaged, or belong to another model.
-    """
     weights = read_weights(folder / WEIGHTS, read_config(folder).weights_sha256)
     chosen = {f"model.{name}": value for name, value in weights.items()}
     _check_shapes(folder / WEIGHTS, chosen, module)
     return {"state_dict": chosen}
+
+
+def load_saved(folder: Path, model: nn.Module) -> None:
+    """Load the weights in a finished run's model.safetensors into a network.
+
+    Raises:
+        BadInput: the weights are damaged or belong to another model.
+    """
+    weights = read_weights(folder / WEIGHTS, read_config(folder).weights_sha256)
+    _check_shapes(folder / WEIGHTS, weights, model)
+    model.load_state_dict(weights)
 
 
 class _Hashing(io.RawIOBase):

@@ -54,6 +54,7 @@ class Layer:
         routing_map: graph that connects the layer's child sites with its parent sites.
         passes: the passes of the rule, in order.
         children, parents: child capsules and parent capsules of the layer.
+        children_changed: whether the rule ran several times, with different children.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Layer:
     passes: list[Pass] = field(default_factory=list)
     children: Capsules | None = None
     parents: Capsules | None = None
+    children_changed: bool = False
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
@@ -140,10 +142,11 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
             if get_ident() == thread:
                 children, _, routing_map, *_ = signature(module.forward).bind(*given, **named).arguments.values()
                 same = [known for known in layers if known.name == name and known.routing_map is routing_map]
-                if not same or _equal(same[-1].parents, children):
+                if not same or any(_equal(same[-1].parents, children)):
                     layers.append(Layer(name, module, routing_map))
                     same = layers[-1:]
                 layer = same[-1]
+                layer.children_changed |= layer.children is not None and not all(_equal(layer.children, children))
                 layer.children = children
                 running.append(layer)
 
@@ -280,33 +283,49 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     for layer in layers:
         if not layer.passes:
             raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
-    for lower, upper in pairwise(layers):
-        if not _equal(lower.parents, upper.children):
+    if layers[0].children_changed:
+        raise BadInput(
+            f"the rule {layers[0].name} ran with different children: inspect a network that runs its first capsule "
+            "layer on one input only"
+        )
+    for number, (lower, upper) in enumerate(pairwise(layers), start=1):
+        below, above = (None if one is None else one.activation[0].numel() for one in (lower.parents, upper.children))
+        siblings = any(_equal(other.children, upper.children)[0] for other in layers[:number])
+        if below != above or (siblings and not any(_equal(lower.parents, upper.children))):
             raise BadInput(
                 f"the parents of {lower.name} are not the children of {upper.name}: inspect a network in which each "
                 "capsule layer takes the capsules of the layer before it"
             )
-    if not _equal(layers[-1].parents, prediction.capsules):
+    if not any(_equal(layers[-1].parents, prediction.capsules)):
         raise BadInput(
             f"the parents of the last rule, {layers[-1].name}, are not the class capsules: inspect a network whose "
             "last capsule layer computes the class capsules"
         )
-    below = _support_below(layers)
-    if below.shape[1] != prediction.scores.shape[1] or prediction.capsules.activation.shape[1] != 1:
+    support = _support_below(layers)
+    if support.shape[1] != prediction.scores.shape[1] or prediction.capsules.activation.shape[1] != 1:
         sites, types = prediction.capsules.activation.shape[1:]
         raise BadInput(
             f"the last capsule layer (rule {layers[-1].name}) has {sites} sites and {types} parent types, but the "
             f"network has {prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
         )
-    return _inspection(classifier, inputs, prediction, in_the_image(below, maps, inputs.shape[2], inputs.shape[3]))
+    return _inspection(classifier, inputs, prediction, in_the_image(support, maps, inputs.shape[2], inputs.shape[3]))
 
 
-def _equal(one: Capsules | None, other: Capsules | None) -> bool:
-    """Return whether two groups of capsules have the same activations. The poses may differ, by a `PoseNorm`."""
+def _equal(one: Capsules | None, other: Capsules | None) -> tuple[bool, bool]:
+    """Return whether two groups of capsules have the same activations, and whether they have the same poses.
+
+    If one group has poses with more columns, such as coordinates that a layer appends, these columns are not compared.
+    """
     if one is None or other is None:
-        return False
-    first, second = (capsules.activation.flatten(1) for capsules in (one, other))
-    return first.shape == second.shape and torch.equal(first.to(second.dtype), second)
+        return False, False
+    columns = min(one.pose.shape[4], other.pose.shape[4])
+    pairs = (one.activation, other.activation), (one.pose[..., :columns], other.pose[..., :columns])
+    same = [
+        first.flatten(1).shape == second.flatten(1).shape
+        and torch.equal(first.flatten(1).nan_to_num().to(second.dtype), second.flatten(1).nan_to_num())
+        for first, second in pairs
+    ]
+    return same[0], same[1]
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:

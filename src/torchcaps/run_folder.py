@@ -254,18 +254,17 @@ def finished(folder: Path, recipe: Recipe) -> dict[str, Any] | None:
     """Return the content of metrics.json if the run in a folder is finished, else None.
 
     A run is finished if metrics.json, model.safetensors and config.json exist, if the planned number of epochs in
-    metrics.json equals ``recipe.epochs``, and if the run was neither trained further nor evaluated on its test split
-    since.
+    metrics.json equals ``recipe.epochs``, and if the run was not trained further since. The entry ``evaluated_split``
+    is ``test``, or ``validation`` if the run has not been evaluated on its test split.
 
     Raises:
         BadInput: metrics.json or metrics.csv is damaged.
     """
-    needed = ("recipe.json", "metrics.json", "model.safetensors", "config.json")
-    if not all((folder / name).is_file() for name in needed):
+    if not all((folder / name).is_file() for name in ("metrics.json", "model.safetensors", "config.json")):
         return None
     metrics, rows = read_metrics(folder), read_rows(folder / "metrics.csv")
     same = metrics["epochs_planned"] == recipe.epochs and len(rows) <= metrics.get("epochs", len(rows))
-    return metrics if same and read_run(folder).test_evaluations <= metrics["test_evaluations"] else None
+    return metrics if same else None
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:

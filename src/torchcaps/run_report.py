@@ -47,6 +47,8 @@ def write_run_report(folder: Path, out: Path) -> None:
             "end of the first epoch"
         )
     metrics = finished(folder, run.recipe) or {}
+    if metrics and run.test_evaluations > metrics["test_evaluations"]:
+        metrics = {}  # a test was interrupted, so the pictures may show other images than the metrics
     classes = metrics.pop("classes", None) or {}
     state = f"{len(rows)} of {run.recipe.epochs} epochs"
     split = metrics.get("evaluated_split", "")

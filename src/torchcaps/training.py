@@ -77,7 +77,8 @@ def fit(
 
     With ``test=False``, the test split is not evaluated, so that settings can be compared without it. The metrics of
     the classes, the calibration error and the pictures are then those of the validation split. To evaluate such a run
-    on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``.
+    on the test split without more training, call `fit` again with ``resume=True`` and ``test=True``; the logger does
+    not receive this test accuracy.
 
     Arguments:
         recipe: all settings of the training. They are saved in the folder's recipe.json.
@@ -96,7 +97,8 @@ def fit(
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If it returns
             values, they are written to metrics.csv.
-        module_class: subclass of `TrainingModule` that defines loss and metric.
+        module_class: subclass of `TrainingModule` that defines loss and metric by the methods `loss_and_scores` and
+            `count`.
         logger: ``tensorboard``, ``csv``, ``wandb``, ``mlflow`` or ``none``; see `torchcaps.loggers.create_logger`.
         test: whether to evaluate the model on the test split.
 
@@ -231,17 +233,18 @@ def _train(
     """Train the model, unless it is `trained` already, evaluate it, and write the results."""
     splits = data.splits
     log = EpochLog(folder / "metrics.csv", len(splits.train), on_epoch_end)
-    trainer = _trainer(recipe, folder, devices, log, logger)
+    trainer = _trainer(recipe, folder, devices, log, "none" if trained else logger)  # it would log the test as step 0
     if trained:
-        chosen, data.trainer = load_saved(folder, module), trainer
+        data.trainer, kept = trainer, best_epoch(folder, recipe)
+        load_saved(folder, module.model)
     else:
         with clear_worker_errors(FEWER_WORKERS), ExitStack() as stack:
             if recipe.compile:
                 stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
             trainer.fit(module, data, ckpt_path=last)
         chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
-    kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
-    module.load_state_dict(chosen["state_dict"])
+        kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
+        module.load_state_dict(chosen["state_dict"])
     run = read_run(folder)
     run = replace(run, test_evaluations=run.test_evaluations + test)
     loggers, trainer.loggers = trainer.loggers, []  # they have received the accuracy on the validation split already

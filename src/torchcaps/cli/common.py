@@ -225,6 +225,9 @@ def images_for(
     if data is None and not known and not expanded(name).exists():
         raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
     same = _same_data(name, recipe.data)
+    downloaded = any(one in DATASETS or one.startswith(HUB) for one in (name, recipe.data))
+    if split == "validation" and downloaded and not same:
+        raise BadInput(f"--split validation needs the data of {folder}, {recipe.data}, but --data is {name}")
     if name in DATASETS or same or split == "validation":
         moved = replace(recipe, data=name) if split == "validation" else recipe
         splits = splits_for(classifier, moved, name, data_dir, cache)
