@@ -85,6 +85,16 @@ def test_the_validation_loss_is_the_mean_over_all_images_without_mixup(tmp_path)
     assert float(row["validation_loss"]) == pytest.approx(loss.item(), abs=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_does_not_update_the_validation_loss_is_refused(tmp_path):
+    class Silent(TrainingModule):
+        def validation_step(self, batch, batch_index):
+            self.count(self.loss_and_scores(batch[0][0], batch[1], train=False)[1], batch[1])
+
+    with pytest.raises(NotImplementedError, match=r"Silent\.validation_step must call self\.validation_loss\.update"):
+        fit(tiny(1), SPLITS, tmp_path / "run", logger="none", module_class=Silent)
+
+
 class RightInTheFirstEpoch(TrainingModule):
     """Every prediction is right in the first epoch, and wrong afterwards."""
 

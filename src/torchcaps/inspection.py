@@ -283,6 +283,19 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     for layer in layers:
         if not layer.passes:
             raise BadInput(f"the rule {layer.name} never calls Votes.moments: inspect a network with another rule")
+    _check_chain(layers, prediction.capsules, prediction.scores.shape[1])
+    support = in_the_image(_support_below(layers), maps, inputs.shape[2], inputs.shape[3])
+    return _inspection(classifier, inputs, prediction, support)
+
+
+def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:
+    """Check that each layer takes the capsules of the layer before it, and that `last` has one capsule per class.
+
+    A network may change poses or activations between two layers.
+
+    Raises:
+        BadInput: the layers are no such chain.
+    """
     if layers[0].children_changed:
         raise BadInput(
             f"the rule {layers[0].name} ran with different children: inspect a network that runs its first capsule "
@@ -296,19 +309,17 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
                 f"the parents of {lower.name} are not the children of {upper.name}: inspect a network in which each "
                 "capsule layer takes the capsules of the layer before it"
             )
-    if not any(_equal(layers[-1].parents, prediction.capsules)):
+    if not any(_equal(layers[-1].parents, last)):
         raise BadInput(
             f"the parents of the last rule, {layers[-1].name}, are not the class capsules: inspect a network whose "
             "last capsule layer computes the class capsules"
         )
-    support = _support_below(layers)
-    if support.shape[1] != prediction.scores.shape[1] or prediction.capsules.activation.shape[1] != 1:
-        sites, types = prediction.capsules.activation.shape[1:]
+    sites, types = last.activation.shape[1:]
+    if (sites, types) != (1, classes):
         raise BadInput(
             f"the last capsule layer (rule {layers[-1].name}) has {sites} sites and {types} parent types, but the "
-            f"network has {prediction.scores.shape[1]} classes: inspect a network with one class capsule per class"
+            f"network has {classes} classes: inspect a network with one class capsule per class"
         )
-    return _inspection(classifier, inputs, prediction, in_the_image(support, maps, inputs.shape[2], inputs.shape[3]))
 
 
 def _equal(one: Capsules | None, other: Capsules | None) -> tuple[bool, bool]:

@@ -130,16 +130,17 @@ def fit(
         if first_process():
             print(loaded, flush=True)
     options: dict[str, Any] = {"on_epoch_end": on_epoch_end, "logger": logger, "test": test}
+    enough = ("test",) if test else ("test", "validation")
     if not first_process():
         done = finished(folder, recipe) if resume else None
-        if done is not None and (not test or done["evaluated_split"] == "test"):
+        if done is not None and done["evaluated_split"] in enough:
             return done
         last_of_run = last if resume and last.exists() else None
         return _train(recipe, data, folder, module, devices, last_of_run, **options, trained=done is not None)
     with locked(folder):
         begun = check_run(folder, recipe, splits, module, resume)
         done = finished(folder, recipe)
-        if done is not None and (not test or done["evaluated_split"] == "test"):
+        if done is not None and done["evaluated_split"] in enough:
             planned = read_run(folder)
             if planned.recipe.epochs != recipe.epochs:  # a longer training was interrupted in its first epoch
                 write_run(folder, replace(planned, recipe=replace(planned.recipe, epochs=recipe.epochs)))

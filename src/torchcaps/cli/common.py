@@ -225,16 +225,15 @@ def images_for(
     if data is None and not known and not expanded(name).exists():
         raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
     same = _same_data(name, recipe.data)
-    downloaded = any(one in DATASETS or one.startswith(HUB) for one in (name, recipe.data))
-    if split == "validation" and downloaded and not same:
+    moved = split == "validation" and not same
+    if moved and any(one in DATASETS or one.startswith(HUB) for one in (name, recipe.data)):
         raise BadInput(f"--split validation needs the data of {folder}, {recipe.data}, but --data is {name}")
-    if name in DATASETS or same or split == "validation":
-        moved = replace(recipe, data=name) if split == "validation" else recipe
-        splits = splits_for(classifier, moved, name, data_dir, cache)
-        changed = difference(run.data, fingerprint(splits, run.data)[0])
-        if changed and not same and split == "validation":
+    if name in DATASETS or same or moved:
+        splits = splits_for(classifier, replace(recipe, data=name) if moved else recipe, name, data_dir, cache)
+        changed = difference(run.data, fingerprint(splits, run.data)[0]) if same or moved else None
+        if changed and moved:
             raise BadInput(f"--split validation needs the data of {folder}, but {name} is other data: {changed}")
-        if changed and same:
+        if changed:
             warnings.warn(
                 f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "
                 "the accuracy of that training",
