@@ -116,6 +116,13 @@ def test_the_text_names_the_processes_and_the_worker_processes(call, images, mon
         assert re.search(rf"MB for a training step; {said} worker processes need additional memory\n", out)
 
 
+def test_the_time_of_the_test_is_left_out_if_there_is_no_test(monkeypatch):
+    """The clock advances by one second per step, and per image of the evaluation by 1/20 of a second."""
+    monkeypatch.setattr("torchcaps.estimate.time.perf_counter", count(0.0).__next__)
+    with_test, without = (estimate(module(), SPLITS, 1, test=test) for test in (True, False))
+    assert with_test.seconds - without.seconds == pytest.approx(len(SPLITS.test) / 20)
+
+
 def test_slow_steps_cause_one_message_and_end_the_estimate(monkeypatch):
     monkeypatch.setattr("torchcaps.estimate.PATIENCE_SECONDS", 0.0)
     said = []

@@ -372,7 +372,7 @@ def test_check_rule_finds_wrong_rules():
         (Transposed, "on the dense map: The parents and the couplings have the right shapes. .pose must be"),
         (
             OneActivationPerNumber,
-            "on the dense map: The parents and the couplings have the right shapes. .activation must",
+            "on the dense map: The parents and the couplings have the right shapes. .OneActivationPerNumber.route must",
         ),
         (NotLearning, "on the dense map: Gradients match finite differences, also for the parameters"),
         (FiniteInDoubleOnly, "all poses are zero. .a value or gradient is not finite with torch.float32 inputs"),

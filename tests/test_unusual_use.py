@@ -36,7 +36,6 @@ from torchcaps.losses import LOSSES, margin_loss, reconstruction_loss, spread_lo
 from torchcaps.models import Pretrained
 from torchcaps.primary import PoseNorm, PrimaryCaps
 from torchcaps.routing import ROUTINGS, LayerShape, SelfRouting, UniformRouting
-from torchcaps.routing.variational_bayes import normalised
 from torchcaps.routing.votes import Agreement, Votes
 
 TINY = {"image_shape": (1, 20, 20), "num_classes": 3, "convolution_channels": 8, "primary_types": 2}
@@ -373,12 +372,3 @@ def test_the_couplings_of_passes_on_detached_votes_are_returned(backend):
     mass = torch.einsum("bjec,bec->bj", couplings, children.activation)
     torch.testing.assert_close(mass, parents.activation[:, 0])
     assert couplings.std() > 0.1
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_the_normalisation_of_variational_bayes_can_be_traced():
-    norm = nn.BatchNorm1d(3).requires_grad_(False)
-    norm(torch.randn(8, 3))
-    values, others = torch.randn(2, 4, 3, 5), torch.randn(3, 4, 3, 5)
-    traced = torch.jit.trace(lambda x: normalised(norm.eval(), x), values)
-    torch.testing.assert_close(traced(others), normalised(norm, others))

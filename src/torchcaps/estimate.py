@@ -51,7 +51,7 @@ class Estimate:
         state_bytes: the part of ``memory_bytes`` for the weights, their gradients and the state of the optimiser.
         step_bytes: the part of ``memory_bytes`` for everything else in a training step, mainly activations.
         epoch_seconds: time of an epoch, including validation and the BatchNorm statistics for it.
-        seconds: time of all epochs that are left, and of the test at the end.
+        seconds: time of all epochs that are left, and of the evaluation after the last epoch.
         devices: number of processes that train together.
         workers: number of worker processes that load images, over all devices. ``memory_bytes`` does not include their
             memory.
@@ -100,6 +100,7 @@ def estimate(
     *,
     devices: int = 1,
     workers: int = 0,
+    test: bool = True,
     say: Callable[[str], None] = print,
 ) -> Estimate:
     """Estimate the memory and the time of a training run: run a few training steps on a copy of the module.
@@ -121,6 +122,7 @@ def estimate(
         epochs: number of epochs that are left.
         devices: number of processes that train together. The estimate itself runs in one process.
         workers: number of worker processes that load images, over all devices. They are not started for the estimate.
+        test: whether the test images are evaluated after the last epoch.
         say: function that is called with a message if the estimate takes longer than ten seconds.
 
     Raises:
@@ -151,7 +153,7 @@ def estimate(
     epoch = starts * step + len(splits.validation) * per_image / devices
     if trained_batch_norms(copy):
         epoch += min(recipe.batch_norm_images, len(splits.train)) * per_image
-    images = (len(splits.validation) + len(splits.test)) * recipe.test_crops**2
+    images = (len(splits.validation) + (len(splits.test) if test else 0)) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),
         memory_bytes=steps.peak + optimizer - (0 if kind == "cuda" else weights),
@@ -165,7 +167,13 @@ def estimate(
 
 
 def print_estimate(
-    module: TrainingModule, epochs: int, *, splits: Splits, devices: int = 1, workers: int | None = None
+    module: TrainingModule,
+    epochs: int,
+    *,
+    splits: Splits,
+    devices: int = 1,
+    workers: int | None = None,
+    test: bool = True,
 ) -> None:
     """Print an estimate of the memory and the time of a training run.
 
@@ -175,6 +183,7 @@ def print_estimate(
         splits: training, validation and test images.
         devices: number of processes that train together on this machine.
         workers: number of worker processes per training process that load images; None for the default of `fit`.
+        test: whether the test images are evaluated after the last epoch.
 
     Warns:
         DataWarning: a CapsNet has more than 30 million parameters, or is expected to train on your own images for more
@@ -185,7 +194,8 @@ def print_estimate(
         _warn_of_large_images(module.recipe, splits, parameters, "")
     here, machines = processes(devices)
     workers = here * machines * (default_workers(splits.train, here) if workers is None else workers)
-    found = estimate(module, splits, epochs, devices=here * machines, workers=workers, say=partial(print, flush=True))
+    sizes = {"devices": here * machines, "workers": workers}
+    found = estimate(module, splits, epochs, **sizes, test=test, say=partial(print, flush=True))
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
         _warn_of_large_images(module.recipe, splits, parameters, f" and trains for about {duration(found.seconds)}")

@@ -174,7 +174,7 @@ def cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]``.
+        ValueError: ``target`` is not an integer tensor ``[B]``, or ``label_smoothing`` is out of range.
         IndexError: a class in ``target`` is not in [0, classes).
 
     Example:
@@ -183,6 +183,7 @@ def cross_entropy(
         tensor(0.6931)
     """
     _check_scores(scores)
+    _check_range("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "at least 0 and at most 1")
     reduction = "mean" if weights is None else "none"
     return _mean(
         functional.cross_entropy(
@@ -218,6 +219,7 @@ def activation_cross_entropy(
         >>> activation_cross_entropy(torch.tensor([[0.5, 0.0, 0.0]]), torch.tensor([0]))
         tensor(0.)
     """
+    _check_scores(scores)
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
     reduction, target = "mean" if weights is None else "none", _classes(target, scores)
     return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), weights)

@@ -153,9 +153,10 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
     - If all poses are zero, values and gradients are finite, with float32 and with float64 inputs.
-    - If only one child is active, values and gradients are finite, with float32 and with float64 inputs.
+    - If one child or no child is active, values and gradients are finite, with float32 and with float64 inputs.
     - A child with activation 0 has no effect, unless the rule has ``weighs_activations = False``.
     - Two calls with the same input give bitwise equal results.
+    - After a call, the rule can be copied with ``copy.deepcopy``.
     - The fused kernels and the reference implementation give the same values and gradients, if the rule has a
       ``backend`` attribute and the kernels can run.
     - Gradients of poses, activations, transforms and the parameters of the rule match finite differences.
@@ -183,7 +184,20 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
         pose = torch.randn(2, routing_map.child_sites, types, rows, columns, generator=generator).double()
         case = Case(pose, torch.randn(sizes, generator=generator).double(), routing_map)
         activation = torch.rand(pose.shape[:3], generator=generator).double()
-        laws = (_shapes, _sites, _samples, _zero, _single, _inactive, _bits, _backends, _gradients, _dtypes, _compiled)
+        laws = (
+            _shapes,
+            _copied,
+            _sites,
+            _samples,
+            _zero,
+            _single,
+            _inactive,
+            _bits,
+            _backends,
+            _gradients,
+            _dtypes,
+            _compiled,
+        )
         for law in laws:
             try:
                 law(rule, case, activation)
@@ -244,10 +258,17 @@ def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:
 
 
 def _single(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """Values and gradients are finite if only one child is active."""
+    """Values and gradients are finite if one child or no child is active."""
     alone = torch.zeros_like(activation)
+    _finite(rule, case.pose, alone, case)
     alone[:, 0, 0] = 1
     _finite(rule, case.pose, alone, case)
+
+
+def _copied(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """After a call, the rule can be copied with copy.deepcopy; if it stores tensors, detach them first."""
+    _run(rule, case.pose, activation, case._replace(transform=case.transform.clone().requires_grad_()))
+    copy.deepcopy(rule)
 
 
 def _inactive(rule: nn.Module, case: Case, activation: Tensor) -> None:

@@ -152,7 +152,7 @@ def train(
                 f"{len(splits.train.class_names)} classes → {folder}",
                 flush=True,
             )
-        on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers)
+        on_start = partial(print_estimate, splits=splits, devices=devices, workers=workers, test=not no_test)
         if dry_run:
             module = new_module(chosen, splits, devices=devices)
             trained = 0

@@ -85,6 +85,8 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return f"there are no fused kernels for poses of more than {MOST_NUMBERS} numbers"
     if in_onnx_export():
         return "ONNX has no operators for the fused kernels"
+    if torch.jit.is_tracing():
+        return "the fused kernels do not support torch.jit.trace"
     if in_torch_func():
         return "the fused kernels do not support torch.func or forward-mode differentiation"
     return None

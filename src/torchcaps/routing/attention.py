@@ -4,12 +4,11 @@ import math
 from typing import Any
 
 from torch import nn
-from torch.nn import functional
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.routing.agreement import COMPETITIONS
-from torchcaps.routing.rule import LayerShape, Rule
+from torchcaps.routing.rule import LayerShape, Rule, called
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -77,11 +76,9 @@ class AttentionRouting(Rule):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
             if self.norm is not None:
-                weight, bias = (parameter.to(pose.dtype) for parameter in (self.norm.weight, self.norm.bias))
-                pose = functional.layer_norm(pose.flatten(3), (self.pose_size,), weight, bias).view_as(pose)
+                pose = called(self.norm, pose.flatten(3)).view_as(pose)
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
-        weight, bias = (parameter.to(pose.dtype) for parameter in (self.score.weight, self.score.bias))
-        return Capsules(pose, functional.linear(pose.flatten(3), weight, bias).squeeze(3).sigmoid())
+        return Capsules(pose, called(self.score, pose.flatten(3)).squeeze(3).sigmoid())
 
     @property
     def saved_options(self) -> dict[str, Any]:

@@ -95,13 +95,14 @@ class GenerativeRouting(Rule):
         if pose.shape[3] > 1:  # with several rows, one column of the vote contains both values of β
             betas = betas.sum(dim=4, keepdim=True)
         child = routing_map.edges_on(pose.device)[:, 0]
-        factors = pose.new_zeros(pose.shape[1], 1, pose.shape[3], 2, dtype=dtype)
-        factors[..., 0, 0] = 1
-        # This factor is the inverse of the uniform couplings of the first iteration. In this iteration, mass · mean of
+        sites, rows = pose.shape[1], pose.shape[3]
+        ones = pose.new_ones(sites, dtype=dtype)
+        # ``inverse`` is the inverse of the uniform couplings of the first iteration. In this iteration, mass · mean of
         # the last element of the votes is therefore Σ a_i β_ignore.
-        reached = added_at(factors.new_zeros(len(factors)), 0, child, factors.new_ones(len(child)))
-        competing = reached if self.competition == "parents" else torch.ones_like(reached)
-        factors[..., -1, 1] = transform.shape[2] * competing[:, None]
+        reached = added_at(torch.zeros_like(ones), 0, child, ones.new_ones(len(child)))
+        inverse = transform.shape[2] * (reached if self.competition == "parents" else ones)
+        columns = (ones, (0, 0, 0, rows - 1)), (inverse, (0, 0, rows - 1, 0))
+        factors = torch.cat([functional.pad(x[:, None, None, None], padding) for x, padding in columns], dim=3)
         betas = functional.pad(betas, (transform.shape[4], 0))
         transform = functional.pad(transform.to(dtype), (0, betas.shape[4] - transform.shape[4]))
         children = Capsules(torch.cat([pose.to(dtype), factors.expand(*pose.shape[:4], 2)], dim=4), children.activation)

@@ -23,7 +23,8 @@ class SelfRouting(Rule):
 
     u_i and a_i are the pose and the activation of child i, û_ij is its vote for parent j, and c_ij its coupling. p_j
     and a_j are the pose and the activation of the parent. W and b are learned. Child sites that share transforms also
-    share W and b. Initially W and b are 0, which gives uniform couplings. The authors also use BatchNorm on poses
+    share W and b. Initially W and b are 0, which gives uniform couplings. With one parent type, all couplings are 1,
+    and so is the activation of every parent that has an active child. The authors also use BatchNorm on poses
     between layers, and train on the log of the activations; neither is part of this rule.
 
     Arguments:
@@ -72,8 +73,7 @@ class SelfRouting(Rule):
                 f"the poses of the children must be {[*self.weight.shape[:2:-1]]}, the child_pose_shape of this rule; "
                 f"got {[*pose.shape[3:]]}: create the rule with child_pose_shape={tuple(pose.shape[3:])}"
             )
-        one = torch.zeros_like(pose[..., :1])
-        one[..., 0, 0] = 1
+        one = nn.functional.pad(torch.ones_like(pose[..., :1, :1]), (0, 0, 0, rows - 1))
         below = nn.functional.pad(self.bias.to(transform.dtype)[..., None, None], (columns, rows - 1))
         beside = torch.cat([transform, self.weight.to(transform.dtype)], dim=4)
         return torch.cat([pose, one], dim=4), torch.cat([beside, below], dim=3)
@@ -87,7 +87,7 @@ class SelfRouting(Rule):
         total = votes.activation_sums()[:, :, None]
         empty = total == 0  # not `total > 0`, which would turn NaN into an activation of 0
         activation = torch.where(empty, 0, found.mass / torch.where(empty, 1, total))
-        return Capsules(found.mean[..., : columns - rows], activation)
+        return Capsules(found.mean[..., : columns - rows], activation.clamp(max=1))  # rounding can exceed 1
 
     @property
     def saved_options(self) -> dict[str, Any]:

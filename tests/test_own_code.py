@@ -1,0 +1,177 @@
+"""Rules and networks in your own code: hooks, pruning, quantisation, tracing, and mistakes in a rule of your own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from torchcaps import CapsuleLayer, Capsules, DenseCaps, MatrixCapsNet, RoutingMap
+from torchcaps.losses import activation_cross_entropy, cross_entropy
+from torchcaps.routing import ROUTINGS, AttentionRouting, Rule, SelfRouting, UniformRouting
+from torchcaps.testing import check_rule
+
+pytestmark = pytest.mark.usefixtures("untyped")
+
+
+def children(batch=2):
+    return Capsules(torch.randn(batch, 6, 4, 1, 8), torch.rand(batch, 6, 4))
+
+
+def layer(routing):
+    return DenseCaps(6, 4, 8, parent_types=3, parent_pose_size=5, routing=routing)
+
+
+def test_hooks_on_the_modules_of_attention_routing_are_called():
+    one, called = layer("attention"), []
+    for name in ("norm", "score"):
+        one.routing.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
+    one(children())
+    assert called == ["norm", "norm", "score"]
+
+
+def test_attention_routing_can_be_pruned_and_trained():
+    one, inputs = layer("attention"), children()
+    prune.l1_unstructured(one.routing.score, "weight", 0.5)
+    optimizer = torch.optim.SGD(one.parameters(), 0.1)
+    before = one(inputs).activation.detach()
+    for _ in range(2):
+        optimizer.zero_grad()
+        one(inputs).activation.sum().backward()
+        optimizer.step()
+    assert (one.routing.score.weight == 0).sum() == 2
+    assert not torch.equal(one(inputs).activation, before)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.ao.quantization is deprecated
+def test_attention_routing_can_be_quantized():
+    one, inputs = layer("attention").eval(), children()
+    small = torch.ao.quantization.quantize_dynamic(one, {nn.Linear})
+    assert not isinstance(small.routing.score, nn.Linear)
+    torch.testing.assert_close(small(inputs).activation, one(inputs).activation, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_attention_routing_computes_in_the_dtype_of_the_votes(dtype):
+    rule, inputs = AttentionRouting(5), children()
+    nn.init.normal_(rule.norm.weight)
+    transform = torch.randn(6, 4, 3, 8, 5)
+    found = rule.to(dtype)(inputs, transform, RoutingMap.dense(6))
+    right = rule.float()(inputs, transform, RoutingMap.dense(6))
+    assert found.activation.dtype == torch.float32
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", ROUTINGS)
+def test_networks_can_be_traced(rule):
+    network = MatrixCapsNet((1, 17, 17), 3, widths=(8, 2, 2, 2), routing=rule).eval().requires_grad_(False)
+    images, others = torch.rand(2, 1, 17, 17), torch.rand(3, 1, 17, 17)
+    traced = torch.jit.trace(lambda x: network(x).scores, images)
+    assert not [node for node in traced.inlined_graph.nodes() if node.kind().startswith("torchcaps")]
+    torch.testing.assert_close(traced(others), network(others).scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rule", ["attention", "self_routing", "generative"])
+def test_linearized_rules_have_the_tangents_of_forward_mode(rule):
+    """An assignment to a part of a new tensor would give wrong tangents in torch.func.linearize of PyTorch 2.13."""
+    one, (pose, activation) = layer(rule).double().eval(), children()
+    pose, activation = pose.double(), activation.double()
+    for parameter in one.routing.parameters():
+        nn.init.normal_(parameter)
+
+    def parents(pose):
+        return one(Capsules(pose, activation)).activation
+
+    tangent = torch.randn_like(pose)
+    _, right = torch.func.jvp(parents, (pose,), (tangent,))
+    _, linear = torch.func.linearize(parents, pose)
+    assert right.abs().max() > 0
+    torch.testing.assert_close(linear(tangent), right)
+
+
+class Misspelt(Rule):
+    def routes(self, votes):
+        return Capsules(votes.moments().mean, votes.moments().mass)
+
+
+class WithoutReturn(Rule):
+    def route(self, votes):
+        votes.moments()
+
+
+class ReturningTuple(Rule):
+    def route(self, votes):
+        found = votes.moments()
+        return found.mean, found.mass
+
+
+class ReturningManyActivations(Rule):
+    def route(self, votes):
+        found = votes.moments()
+        return Capsules(found.mean, found.mean.square())
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (Misspelt, NotImplementedError, r"Misspelt has no method route: define route\(self, votes\)"),
+        (WithoutReturn, TypeError, r"WithoutReturn.route must return Capsules\(.*; got NoneType None"),
+        (ReturningTuple, TypeError, r"got a float32 tensor \[2, 1, 3, 1, 5\], a float32 tensor \[2, 1, 3\]"),
+        (ReturningManyActivations, TypeError, r"activation \[B, P, J\]; got .*, a float32 tensor \[2, 1, 3, 1, 5\]"),
+    ],
+)
+def test_mistakes_in_the_method_route_are_named(rule, error, message):
+    with pytest.raises(error, match=message):
+        layer(rule())(children())
+
+
+@pytest.mark.parametrize("rule", [rule for rule in ROUTINGS if hasattr(layer(rule).routing, "iterations")])
+@pytest.mark.parametrize("iterations", [0, 1.5])
+def test_a_wrong_number_of_iterations_that_is_set_later_is_refused(rule, iterations):
+    one = layer(rule)
+    one.routing.iterations = iterations
+    with pytest.raises(ValueError, match=rf"iterations must be an integer from 1 to 1000; got \w+ {iterations}"):
+        one(children())
+
+
+def test_activations_of_self_routing_never_exceed_one():
+    """With one parent type, all activations are 1; without a bound, rounding gives values above 1."""
+    torch.manual_seed(0)
+    shape = (7, 5, 1, 8, 5)
+    one = CapsuleLayer(RoutingMap.dense(7), torch.randn(shape), SelfRouting(*shape[:3], (1, 8)))
+    activation = one(Capsules(torch.randn(200, 7, 5, 1, 8), torch.rand(200, 7, 5))).activation
+    assert activation.max() == 1
+    torch.testing.assert_close(activation, torch.ones_like(activation))
+
+
+def test_check_rule_refuses_a_rule_that_keeps_a_tensor_with_gradients():
+    class Keeping(UniformRouting):
+        def route(self, votes):
+            self.last = super().route(votes)
+            return self.last
+
+    with pytest.raises(AssertionError, match=r"After a call, the rule can be copied .* detach them first"):
+        check_rule(lambda _: Keeping())
+
+
+def test_check_rule_refuses_a_rule_that_divides_by_the_sum_of_inactive_children():
+    class Dividing(UniformRouting):
+        weighs_activations = True
+
+        def route(self, votes):
+            pose, _ = super().route(votes)
+            total = votes.activation_sums()[:, :, None]
+            return Capsules(pose, votes.moments(variance=False).mass / total)
+
+    with pytest.raises(AssertionError, match="finite if one child or no child is active"):
+        check_rule(lambda _: Dividing())
+
+
+def test_losses_name_the_argument_that_is_wrong():
+    target = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=r"scores must be a tensor \[B, classes\].*pass prediction.scores"):
+        activation_cross_entropy(torch.rand(2, 1, 3), target)
+    for label_smoothing in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="label_smoothing must be at least 0 and at most 1; got"):
+            cross_entropy(torch.rand(2, 3), target, label_smoothing)
