@@ -101,21 +101,37 @@ def test_linked_folders_of_images_are_predicted(call, finished, images, tmp_path
     assert listed
 
 
+def unprivileged(folder, *words):
+    """Run a command in a folder. As root, it runs without the capabilities that override permissions."""
+    less = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([*less, *COMMAND, *map(str, words)], **options, check=False)
+
+
 @pytest.mark.parametrize("verb", ["predict", "data show"])
 def test_a_subfolder_that_cannot_be_read_is_refused(verb, finished, images, tmp_path):
-    """As root, the command runs without the capabilities that override permissions."""
     shutil.copytree(images, tmp_path / "new")
     locked = tmp_path / "new" / "right" / "more"
     locked.mkdir(mode=0)
-    unprivileged = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
     run = [str(finished[0])] if verb == "predict" else []
-    words = [*unprivileged, *COMMAND, *verb.split(), *run, str(tmp_path / "new")]
-    options = {"cwd": tmp_path, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(words, **options, check=False)
+    done = unprivileged(tmp_path, *verb.split(), *run, tmp_path / "new")
     locked.chmod(0o700)
     assert (done.returncode, done.stdout) == (2, "")
     cure = "change its permissions, or give only folders that can be read"
     assert done.stderr == f"error: {locked} cannot be read (Permission denied): {cure}\n"
+
+
+def test_an_image_of_a_table_that_cannot_be_read_is_not_called_missing(images, tmp_path):
+    shutil.copytree(images, tmp_path / "new")
+    table = tmp_path / "labels.csv"
+    table.write_text("path,label\nnew/left/000.png,left\nnew/right/000.png,right\n")
+    (tmp_path / "new").chmod(0)
+    done = unprivileged(tmp_path, "data", "show", table)
+    (tmp_path / "new").chmod(0o700)
+    image = tmp_path / "new/left/000.png"
+    assert done.stderr == (
+        f"error: {table}, line 2: {image} cannot be read (Permission denied); change the permissions of its folder\n"
+    )
 
 
 LONG = "/home/somebody/projects/bears/" + 10 * "images-of-2024/" + "0001.png"

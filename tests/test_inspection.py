@@ -27,7 +27,7 @@ from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
 from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
 from torchcaps.feature_maps import FeatureMap, feature_maps, in_the_image
-from torchcaps.inspection import recorded
+from torchcaps.inspection import about_crops, recorded
 from torchcaps.routing import ROUTINGS
 from torchcaps.routing import votes as routing_votes
 
@@ -183,6 +183,21 @@ def test_the_passes_of_both_runs_of_a_rule_are_recorded():
         model(images)
         model(images)
     assert [len(layer.passes) for layer in layers] == [6, 6, 6]
+
+
+def test_scores_of_the_central_crop_are_named_if_predictions_average_several_crops(tmp_path):
+    pixels = torch.randint(256, (1, 28, 28), dtype=torch.uint8)
+    network = create_model("pooled-capsnet", image_shape=(1, 20, 20), num_classes=3).eval()
+    one, several = (
+        Classifier(network, ("ant", "bee", "cat"), (1, 28, 28), Preprocessing(crop=20, test_crops=n)) for n in (1, 3)
+    )
+    assert not torch.allclose(inspect(several, pixels).scores, several.predict(pixels[None]).scores[0], atol=1e-4)
+    torch.testing.assert_close(inspect(several, pixels).scores, one.predict(pixels[None]).scores[0])
+    assert about_crops(one) == ""
+    assert about_crops(several) == ", central crop; predictions average 9 crops"
+    several.save_pretrained(tmp_path)
+    view = Explorer({"crops": tmp_path}).view("crops", pixels, "dynamic", 3, 0.0)
+    assert view.sentence().endswith(", central crop; predictions average 9 crops)")
 
 
 def test_the_support_of_a_digit_is_at_the_position_of_the_digit():

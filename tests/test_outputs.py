@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_links_devices_and_folders_are_not_replaced(words, option, ending, refus
         assert re.search(f"{option} is {path}, .*{says}.*: give the name of a file", refused(*words, option, path))
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in (link, pipe, folder))
+
+
+def test_a_file_that_a_command_reads_is_not_overwritten(refused, finished, images, tmp_path):
+    run, copy, table = finished[0], shutil.copytree(images, tmp_path / "images"), tmp_path / "labels.csv"
+    files = sorted(copy.rglob("*.png"))
+    table.write_text("".join(["path,label\n", *(f"{one.relative_to(tmp_path)},{one.parent.name}\n" for one in files)]))
+    before = {path: path.read_bytes() for path in (*files, table)}
+    reads = "which this command reads: give another name"
+    assert reads in refused("evaluate", run, "--data", table, "--csv", table)
+    assert "the name of an image" in refused("evaluate", run, "--data", copy, "--csv", files[0])
+    assert reads in refused("predict", run, copy, "--csv", files[3])
+    assert reads in refused("inspect", run, files[0], "--out", files[0])
+    assert "would be read as an image of" in refused("data", "show", copy, "--out", files[0].with_name("sheet.png"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_plot_is_refused_for_a_benchmark_without_a_plot(refused, tmp_path):

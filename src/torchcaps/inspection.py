@@ -251,6 +251,9 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     below, the support of each parent is distributed among its children, in proportion to activation · coupling. The
     support on the grid of the first capsules is then interpolated to the size of the image.
 
+    If the preprocessing has a crop, the network is run on the central crop. With ``test_crops`` above 1, the scores
+    therefore differ from those of `Classifier.predict`, which are means over several crops.
+
     Arguments:
         classifier: a trained capsule network, for example loaded with `Classifier.from_pretrained`.
         image: path of an image file; uint8 pixels ``[C, H, W]``, as a tensor or an array; or floating-point numbers
@@ -286,6 +289,12 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
     _check_chain(layers, prediction.capsules, prediction.scores.shape[1])
     support = in_the_image(_support_below(layers), maps, inputs.shape[2], inputs.shape[3])
     return _inspection(classifier, inputs, prediction, support)
+
+
+def about_crops(classifier: Classifier) -> str:
+    """Return a remark if the classifier averages the scores of several crops, because `inspect` uses one crop only."""
+    crops = classifier.preprocessing.test_crops**2
+    return f", central crop; predictions average {crops} crops" if crops > 1 else ""
 
 
 def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:

@@ -213,17 +213,21 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
+    from torchcaps.data.files import expanded
+    from torchcaps.data.image_file import FORMATS
     from torchcaps.evaluation import evaluate as evaluation_of
     from torchcaps.run_folder import finished, read_run
     from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
 
     keep_freed_memory()
-    if csv is not None:
-        writable_file(csv, "--csv", new_folder=True)
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     run, known = runs[0], {folder: read_run(folder) for folder in runs}
     recipe = known[run].recipe
+    if csv is not None:
+        if csv.suffix.lower() in FORMATS:
+            raise BadInput(f"--csv is {csv}, the name of an image: give the name of a .csv file")
+        writable_file(csv, "--csv", new_folder=True, inputs=[expanded(data or recipe.data)])
     expected = _what_scores_depend_on(classifier)
     for folder, other in zip(runs[1:], others, strict=True):
         for name, value in _what_scores_depend_on(other).items():

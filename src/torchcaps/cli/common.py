@@ -101,10 +101,11 @@ def setting(text: str) -> tuple[str, str]:
     return key, value
 
 
-def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -> None:
+def writable_file(path: Path, option: str = "--out", new_folder: bool = False, inputs: Iterable[Path] = ()) -> None:
     """Check, before a long computation starts, that the file given by `option` can be written.
 
-    If `new_folder` is True, the folder of the file need not exist.
+    The file must not be one of the `inputs`, which the command reads. If `new_folder` is True, the folder of the file
+    need not exist.
     """
     if path.is_dir():
         raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
@@ -112,6 +113,8 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False) -
         raise BadInput(f"{option} is {path}, which is a link or a device: give the name of a file")
     if path.name in NETWORK_FILES and any((path.parent / name).is_file() for name in ("recipe.json", "config.json")):
         raise BadInput(f"{option} is {path}, which is a file of the network in {path.parent}: give another name")
+    if path.exists() and any(one.exists() and path.samefile(one) for one in inputs):
+        raise BadInput(f"{option} is {path}, which this command reads: give another name")
     if not new_folder and not path.parent.is_dir():
         raise BadInput(f"{option} is {path}, but the folder {path.parent} does not exist: create it")
     writable(path.parent, option)

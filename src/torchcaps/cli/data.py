@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchcaps.cli.common import DataDir, print_table, setting, writable_file
+from torchcaps.cli.common import DataDir, is_inside, print_table, setting, writable_file
 from torchcaps.errors import BadInput, nearest
 
 Dataset = Annotated[str, typer.Argument(help="Name of a dataset; see `torchcaps data list`.")]
@@ -79,7 +79,9 @@ def data_show(
     path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
-    writable_file(path)
+    if is_inside(path, name) and path.resolve().parent != Path(name).expanduser().resolve():
+        raise BadInput(f"--out is {path}, where it would be read as an image of {name}: write it to another folder")
+    writable_file(path, inputs=[Path(name)])
     images = load_splits(name, data_dir, **options).train
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 

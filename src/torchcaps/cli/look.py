@@ -19,14 +19,17 @@ def inspect(
     """Draw which parts of an image support each class, in each routing pass."""
     from torchcaps.classifier import Classifier
     from torchcaps.data.files import write_picture
+    from torchcaps.inspection import about_crops
     from torchcaps.inspection import inspect as look
 
     if out.suffix.lower() != ".png":
         raise BadInput(f"--out must be a file name that ends in .png; got {out}")
-    writable_file(out)
-    found = look(Classifier.from_pretrained(run), image)
+    writable_file(out, inputs=[image])
+    classifier = Classifier.from_pretrained(run)
+    found = look(classifier, image)
     write_picture(out, found.figure())
-    print(f"{found.class_names[found.best]} ({found.scores[found.best]:.3f}); the picture: {out}")
+    best = f"{found.class_names[found.best]} ({found.scores[found.best]:.3f}{about_crops(classifier)})"
+    print(f"{best}; the picture: {out}")
 
 
 def report(

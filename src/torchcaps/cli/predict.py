@@ -31,9 +31,9 @@ def predict(
     from torchcaps.classifier import Classifier
     from torchcaps.scores import write_predictions
 
-    if table is not None:
-        writable_file(table, "--csv")
     paths = [path for given in images for path in images_in(given)]
+    if table is not None:
+        writable_file(table, "--csv", inputs=paths)
     classifier = Classifier.from_pretrained(run)
     errors = Console(stderr=True)
     shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)

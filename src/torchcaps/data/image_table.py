@@ -126,7 +126,9 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
             for row in reader:
                 rows.append(row)
                 numbers.append(reader.line_num)
-    except (OSError, ValueError, csv.Error) as error:
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror}); give a file that can be read") from error
+    except (ValueError, csv.Error) as error:
         raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
     if len(columns) == 1 and (marks := [mark for mark in ";,\t|" if mark in columns[0]]):
         used = DELIMITERS[path.suffix.lower()]
@@ -149,8 +151,14 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                     f"{path}, line {line}: column {printable(column)} is empty; fill it in or remove the line"
                 )
         file = path.parent / row[image_column]
-        if not os.path.exists(file):
-            raise BadInput(f"{path}, line {line}: {file} does not exist; correct the path or remove the line")
+        try:
+            file.stat()
+        except PermissionError as error:
+            cure = "change the permissions of its folder"
+            raise BadInput(f"{path}, line {line}: {file} cannot be read ({error.strerror}); {cure}") from error
+        except (OSError, ValueError) as error:
+            cure = "correct the path or remove the line"
+            raise BadInput(f"{path}, line {line}: {file} does not exist; {cure}") from error
         files.append(file)
         first = lines.setdefault(os.path.abspath(file), line)
         if first != line:

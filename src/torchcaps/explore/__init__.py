@@ -18,7 +18,7 @@ from torchcaps.classifier import Classifier
 from torchcaps.data import read_image
 from torchcaps.data.toys import AZIMUTHS, ELEVATIONS, LIGHTINGS, render_toy
 from torchcaps.errors import BadInput
-from torchcaps.inspection import Inspection, inspect
+from torchcaps.inspection import Inspection, about_crops, inspect
 from torchcaps.models import PooledCapsNet
 from torchcaps.options import kinds_of
 from torchcaps.pictures import stretched
@@ -159,7 +159,7 @@ class Explorer:
         if epsilon > 0:
             inputs = attacked(classifier, pixels, epsilon)
         found = inspect(classifier, inputs)
-        return View(found, self.order(classifier, found))
+        return View(found, self.order(classifier, found), about_crops(classifier))
 
     def order(self, classifier: Classifier, found: Inspection) -> list[str]:
         """Return the digits of a strip from left to right, sorted by the centre of the pixels that support them.
@@ -180,16 +180,18 @@ class View(NamedTuple):
     Arguments:
         found: scores, poses and supports of the classes in the image.
         order: digits of a strip from left to right; empty for any other image.
+        remark: remark on the crop of the image; empty without crops.
     """
 
     found: Inspection
     order: list[str]
+    remark: str = ""
 
     def sentence(self) -> str:
         """Describe the prediction in words."""
         if self.order:
             return f"From left to right: {', '.join(self.order)}"
-        return f"{self.names()[self.found.best]} ({float(self.found.scores[self.found.best]):.2f})"
+        return f"{self.names()[self.found.best]} ({float(self.found.scores[self.found.best]):.2f}{self.remark})"
 
     def names(self) -> list[str]:
         """Return the class names. If several classes have the same name, each of them is followed by its index."""
