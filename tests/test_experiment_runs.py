@@ -65,7 +65,10 @@ def test_a_run_that_diverges_belongs_to_the_runs_of_its_experiment(tmp_path, mon
         return {}
 
     def run(study):
-        with pytest.raises(Diverged):
+        wrong = (
+            r"^net-seed0 diverged: loss is nan at step \d+ \(epoch 2, training\); .*; use another --budget or --data$"
+        )
+        with pytest.raises(Diverged, match=wrong):
             study.trained("net-seed0", small(epochs=2), SPLITS, spoil)
         assert len(study.epoch_metrics("net-seed0", "seconds")) == 1
         assert study.runs == [study.folder / "net-seed0"]

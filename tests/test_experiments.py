@@ -245,7 +245,9 @@ def test_a_row_shows_the_standard_deviation_over_seeds():
     assert Row("x", [1.0]).measured() == "1.00 %"
     assert Row("x", [1.0, 2.0], unit="").measured() == "1.50 ± 0.71"
     assert Row("x", [99.58, 99.63]).measured().startswith("99.61 ")
-    assert Row("x", [math.nan]).measured() == "nan %"
+    for values in ([math.nan], [math.nan, 1.0], [math.inf, -math.inf]):
+        assert Row("x", values).measured() == "nan %"
+    assert Row("x", [math.inf, 1.0]).measured() == "inf %"
 
 
 @pytest.mark.filterwarnings("ignore")

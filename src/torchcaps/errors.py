@@ -25,14 +25,19 @@ class Diverged(BadInput):
     """Training diverged: the loss, the weights or the outputs are not finite.
 
     Arguments:
-        message: the error message; line breaks are replaced with spaces.
+        reason: what is not finite; line breaks are replaced with spaces.
+        cure: what the user can do about it. The message is ``reason; cure``.
 
     Example:
-        >>> raise Diverged("the loss is not finite: lower the learning rate")
+        >>> raise Diverged("the loss is not finite", cure="lower the learning rate")
         Traceback (most recent call last):
         ...
-        torchcaps.errors.Diverged: the loss is not finite: lower the learning rate
+        torchcaps.errors.Diverged: the loss is not finite; lower the learning rate
     """
+
+    def __init__(self, reason: str, cure: str = "") -> None:
+        super().__init__(f"{reason}; {cure}" if cure else reason)
+        self.reason = reason
 
 
 class DataWarning(UserWarning):

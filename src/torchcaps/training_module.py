@@ -77,9 +77,9 @@ class TrainingModule(lightning.LightningModule):
             phase = "training" if train else "validation"
             raise Diverged(
                 f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
-                f"first value that is not finite: {self._first_not_finite(images, labels)}; "
-                "the checkpoint of the last complete epoch is kept; use a lower --lr, set gradient_clip, or use "
-                "--precision float32"
+                f"first value that is not finite: {self._first_not_finite(images, labels)}",
+                cure="the checkpoint of the last complete epoch is kept; use a lower --lr, set gradient_clip, or use "
+                "--precision float32",
             )
         return loss, scores
 
@@ -216,7 +216,8 @@ class TrainingModule(lightning.LightningModule):
             wrong = (name for name, weights in self.model.named_parameters() if not torch.isfinite(weights).all())
             raise Diverged(
                 "the network returned scores that are not finite in the evaluation; first weights that are not finite: "
-                f"{next(wrong, 'none')}; train again with a lower --lr, or use --precision float32"
+                f"{next(wrong, 'none')}",
+                cure="train again with a lower --lr, or use --precision float32",
             )
         self.count(scores, labels)
         if labels.ndim == 1 and scores.ndim == 2:

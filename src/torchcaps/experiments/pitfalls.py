@@ -47,7 +47,8 @@ def run(study: Study) -> Outcome:
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
-                    broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {str(error).partition(';')[0]}.")
+                    reason = error.reason.partition(" diverged: ")[2].partition(";")[0]
+                    broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {reason}.")
                 every = [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
                 curves.setdefault((iterations, name), every)
             paper = PAPER[iterations] if name == "all corrections" else None

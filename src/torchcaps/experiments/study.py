@@ -17,7 +17,7 @@ from torchcaps.capsules import Capsules
 from torchcaps.data import Images, Preprocessing, Splits, difference, fingerprint, load_splits
 from torchcaps.data.files import read_json, write_json
 from torchcaps.environment import environment
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.recipe import Recipe, resolve_precision
 from torchcaps.recipes import RECIPES
@@ -55,9 +55,9 @@ class Row(NamedTuple):
 
     def measured(self) -> str:
         """Return the mean with its unit, and the standard deviation if there are several seeds, as text."""
-        deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
         if not all(abs(value) < 1e15 for value in self.ours):  # also False for NaN
-            return f"{statistics.fmean(self.ours)} {self.unit}".strip()
+            return f"{sum(self.ours) / len(self.ours)} {self.unit}".strip()
+        deviation = f" ± {statistics.stdev(self.ours):.2f}" if len(self.ours) > 1 else ""
         mean = statistics.mean([Decimal(str(value)) for value in self.ours])
         return f"{mean.quantize(Decimal('0.01'), ROUND_HALF_UP)}{deviation} {self.unit}".strip()
 
@@ -142,15 +142,17 @@ class Study:
             where, cure = ("on other hardware, ", "continue it there, or ") if elsewhere else ("", "")
             raise BadInput(f"{folder} was started {where}with {changed}: {cure}use another --out")
         metrics = None if run is None else finished(folder, recipe)
-        if metrics is not None and not read_rows(folder / "metrics.csv"):
-            raise BadInput(
-                f"{folder / 'metrics.csv'} is missing or empty: restore it from a copy, or use another --out"
-            )
+        table = folder / "metrics.csv"
+        if metrics is not None and not read_rows(table):
+            raise BadInput(f"{table} is missing or empty: restore it from a copy, or use another --out")
         if folder not in self.runs:  # before the training, which may diverge
             self.runs.append(folder)
         if metrics is None:
             print(f"{part}: {len(splits.train)} images, {recipe.epochs} epochs → {folder}", flush=True)
-            metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
+            try:
+                metrics = fit(recipe, splits, folder, resume=True, on_epoch_end=on_epoch_end, module_class=module_class)
+            except Diverged as error:
+                raise Diverged(f"{part} diverged: {error.reason}", "use another --budget or --data") from error
         model = MODELS[recipe.model].from_pretrained(folder)  # type: ignore[attr-defined]
         return model.eval(), metrics
 
