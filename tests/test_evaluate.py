@@ -22,7 +22,7 @@ def evaluated(call, *words):
     code, out, error = call("evaluate", *words)
     assert code == 0, error
     count, accuracy = re.search(r"│ +([\d,]+) +│ +(\d+\.\d\d) +│", out).groups()
-    return int(count), float(accuracy), out, error
+    return int(count.replace(",", "")), float(accuracy), out, error
 
 
 def test_moved_data_have_the_same_test_images_as_before(call, refused, images, tmp_path, monkeypatch):
@@ -124,6 +124,33 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     code, _, error = train(call, images, tuned, "--epochs", 1, "--from", other)
     assert code == 0, error
     assert re.search(warning, evaluated(call, tuned, "--split", "validation")[3])
+
+
+def test_published_weights_are_evaluated_on_given_images(call, refused, finished, tmp_path):
+    run, weights = finished[0], tmp_path / "weights"
+    assert call("publish", run, weights)[0] == 0
+    new = make_images(tmp_path / "new", per_class=7, seed=9)
+    right, table = evaluated(call, run, "--data", new), tmp_path / "scores.csv"
+    count, accuracy, out, error = evaluated(call, weights, "--data", new, "--csv", table)
+    assert (count, accuracy, error) == (14, right[1], "")
+    assert "has no test split: 14 of 14 images are evaluated" in out
+    assert re.search(rf"{accuracy:.2f} +│ \S+ +│ - +│", out)  # the calibration error depends on the loss
+    assert len(table.read_text().splitlines()) == 15
+    together = evaluated(call, run, weights, "--data", new)
+    assert together[:2] == (14, right[1])
+    assert f"{weights} has no recipe.json, so its test images are unknown: give images with --data" in refused(
+        "evaluate", weights
+    )
+    assert "has no recipe.json, so its validation images are unknown" in refused(
+        "evaluate", weights, "--data", new, "--split", "validation"
+    )
+    assert "give one of: test, validation" in refused("evaluate", weights, "--data", new, "--split", "all")
+
+
+def test_published_weights_are_evaluated_on_a_named_dataset(call, refused):
+    weights = Path(__file__).parents[1] / "weights"
+    assert evaluated(call, weights / "efficient-capsnet-mnist", "--data", "mnist-5k")[:2] == (1_000, 100.0)
+    assert "the network was trained on" in refused("evaluate", weights / "matrix-capsnet-toys", "--data", "mnist-5k")
 
 
 def test_a_model_with_another_number_of_classes_is_refused():

@@ -21,7 +21,7 @@ from test_image_table import png
 from torchcaps import Classifier, PooledCNN, Preprocessing
 from torchcaps.batches import Batches, ImageBatches
 from torchcaps.cli import LONGEST, QUIET_SECONDS, _OneInterrupt
-from torchcaps.cli.commands import _print_classes
+from torchcaps.cli.common import print_classes
 from torchcaps.data import Images, load_image_table
 from torchcaps.data.files import atomically
 from torchcaps.export import _compiled
@@ -258,7 +258,7 @@ def test_several_processes_check_one_new_folder_at_the_same_time(tmp_path):
 def test_classes_without_test_images_do_not_hide_the_classes_with_the_lowest_recall(capsys):
     classes = {f"c{number}": {"images": 0, "precision_percent": None, "recall_percent": None} for number in range(40)}
     classes["c39"] = {"images": 4, "precision_percent": 0.0, "recall_percent": 0.0}
-    _print_classes(classes)
+    print_classes(classes)
     assert "c39" in capsys.readouterr().out
 
 

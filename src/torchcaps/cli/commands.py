@@ -1,6 +1,5 @@
 """The command `torchcaps`. This module defines some of its subcommands, and imports the others."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,8 @@ from torchcaps.cli import data as data_commands
 from torchcaps.cli.common import (
     Cache,
     DataDir,
-    images_for,
     is_inside,
+    print_classes,
     print_table,
     print_version,
     run_folder,
@@ -22,11 +21,12 @@ from torchcaps.cli.common import (
     writable,
     writable_file,
 )
+from torchcaps.cli.evaluate import evaluate
 from torchcaps.cli.experiment import experiment
 from torchcaps.cli.look import explore, export, inspect, report
 from torchcaps.cli.predict import predict
 from torchcaps.cli.recipes import recipes
-from torchcaps.errors import BadInput, DataWarning, nearest
+from torchcaps.errors import BadInput, nearest
 from torchcaps.process_memory import keep_freed_memory
 
 app = typer.Typer(
@@ -36,7 +36,6 @@ app = typer.Typer(
 )
 app.add_typer(data_commands.app, name="data")
 
-MOST_CLASSES = 20
 RunFolder = Annotated[Path, typer.Argument(help="Run folder of `torchcaps train`.")]
 
 
@@ -175,7 +174,7 @@ def train(
         rows = [(key, f"{value:,}" if isinstance(value, int | float) else value) for key, value in metrics.items()]
         print_table(("result", chosen.name), rows, title=str(folder))
         if classes is not None:
-            _print_classes(classes)
+            print_classes(classes)
         for name, what in (
             ("curves.png", "learning curves"),
             ("confusion.png", "confusion matrix"),
@@ -186,95 +185,7 @@ def train(
                 print(f"{what}: {folder / name}")
 
 
-@app.command()
-def evaluate(
-    runs: Annotated[list[Path], typer.Argument(help="Run folder; several run folders are evaluated as an ensemble.")],
-    data: Annotated[
-        str | None, typer.Option(help="Dataset to use instead of the run's: a name, or a folder or table of images.")
-    ] = None,
-    data_dir: DataDir = Path("data"),
-    precision: Annotated[
-        str | None,
-        typer.Option(help="Precision: bf16, float32 or auto; default: float32 if the recipe sets float32, else auto."),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Batch size.", min=1)] = 128,
-    cache: Cache = "auto",
-    split: Annotated[str, typer.Option(help="Split of the run's dataset to evaluate: test or validation.")] = "test",
-    csv: Annotated[Path | None, typer.Option(help="CSV file to write, with the scores of each image.")] = None,
-) -> None:
-    """Print the accuracy of a run on the test split of its dataset or of another dataset with the same classes.
-
-    The other dataset can be your own folder or table of images. If it has no test split, all of its images are
-    evaluated, except images that the run used in training or validation. With --split validation, the run is evaluated
-    on its validation images; --data can then only give the new path of its dataset.
-
-    Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
-    evaluated on the dataset of the first run.
-    """
-    from torchcaps.classifier import Classifier
-    from torchcaps.confusion import per_class, warn_of_one_prediction
-    from torchcaps.data.files import expanded
-    from torchcaps.data.image_file import FORMATS
-    from torchcaps.evaluation import evaluate as evaluation_of
-    from torchcaps.run_folder import finished, read_run
-    from torchcaps.scores import MeanScores, write_scores
-    from torchcaps.seen_images import warn_of_seen_images
-
-    keep_freed_memory()
-    classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
-    run, known = runs[0], {folder: read_run(folder) for folder in runs}
-    recipe = known[run].recipe
-    if csv is not None:
-        if csv.suffix.lower() in FORMATS:
-            raise BadInput(f"--csv is {csv}, the name of an image: give the name of a .csv file")
-        writable_file(csv, "--csv", new_folder=True, inputs=[expanded(data or recipe.data)])
-    expected = _what_scores_depend_on(classifier)
-    for folder, other in zip(runs[1:], others, strict=True):
-        for name, value in _what_scores_depend_on(other).items():
-            if value != expected[name]:
-                raise BadInput(f"{folder} and {run} differ in {name}: evaluate these runs one at a time")
-    model = MeanScores([one.model for one in (classifier, *others)]) if others else classifier.model
-    images = images_for(classifier, known, data, data_dir, cache, split)
-    if precision is None:
-        precision = "float32" if recipe.precision == "float32" else "auto"
-    losses = {one.recipe.loss for one in known.values()}
-    loss = recipe.loss if len(losses) == 1 else ""
-    options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
-    found = evaluation_of(model, images, classifier.preprocessing, **options)
-    accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else run
-    calibration = "-" if found.calibration_error_percent is None else f"{found.calibration_error_percent:.2f}"
-    print_table(
-        ("run", "data", f"{split} images", "accuracy %", "error %", "calibration error %"),
-        [(label, data or recipe.data, f"{len(images):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
-    )
-    _print_classes(per_class(found.confusion, images.class_names))
-    warn_of_one_prediction(found.confusion, images.class_names)
-    if csv is not None and found.scores is not None:
-        csv.parent.mkdir(parents=True, exist_ok=True)
-        write_scores(csv, images, found.scores)
-        print(f"scores of each image: {csv}")
-    for folder, one in known.items():
-        if finished(folder, one.recipe) is None:
-            warnings.warn(
-                f"{folder}: training to epoch {one.recipe.epochs} is not finished, so the evaluated weights are "
-                "those that an earlier training saved when it finished; to continue to this epoch, train with --resume",
-                DataWarning,
-                stacklevel=1,
-            )
-    started = [Path(one.recipe.pretrained) for one in known.values() if one.recipe.pretrained]
-    warn_of_seen_images([*dict.fromkeys([*runs, *started])], **{split: images})
-
-
-def _what_scores_depend_on(classifier: Any) -> dict[str, Any]:
-    """Return the properties that must be the same for all runs whose scores are averaged, keyed by name."""
-    return {
-        "model": type(classifier.model).__name__,
-        "class_names": classifier.class_names,
-        "image_shape": classifier.image_shape,
-        **{name: getattr(classifier.preprocessing, name) for name in ("standardise", "crop", "test_crops")},
-    }
-
-
+app.command()(evaluate)
 app.command()(predict)
 app.command()(inspect)
 app.command()(report)
@@ -386,13 +297,3 @@ def info() -> None:
     built = ", ".join(cpu_instruction_sets()) or "not built; using the reference implementation"
     rows = {**facts.pop("versions"), **facts, "precision auto": resolve_precision("auto"), "fused routing (CPU)": built}
     print_table(("property", "value"), rows.items())
-
-
-def _print_classes(classes: dict[str, dict[str, Any]]) -> None:
-    """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
-    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
-    lowest = sorted(classes, key=lambda name: 101 if recall[name] is None else recall[name])[:MOST_CLASSES]
-    shown = [name for name in classes if name in lowest]
-    title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
-    rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
-    print_table(("class", "images", "precision %", "recall %"), rows, title)

@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,15 +12,15 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from torchcaps.errors import BadInput, DataWarning, printable
+from torchcaps.errors import BadInput, printable
 
 if TYPE_CHECKING:
     from torchcaps.classifier import Classifier
-    from torchcaps.data import Images, Splits
+    from torchcaps.data import Splits
     from torchcaps.recipe import Recipe
-    from torchcaps.run_folder import Run
 
 DataDir = Annotated[Path, typer.Option("--data-dir", help="Folder that contains the datasets.")]
+MOST_CLASSES = 20
 Cache = Annotated[
     str,
     typer.Option(
@@ -161,7 +159,7 @@ def splits_for(
 
     channels, height, width = classifier.image_shape
     options: dict[str, Any] = {"size": height, "stereo": channels == 2} if recipe is None else dict(recipe.data_options)
-    same = recipe is not None and _same_data(name, recipe.data)
+    same = recipe is not None and same_data(name, recipe.data)
     if name in DATASETS:
         options = {key: value for key, value in options.items() if key in DATASETS[name].options}
     else:
@@ -192,82 +190,7 @@ def splits_for(
     return splits
 
 
-def images_for(
-    classifier: "Classifier", runs: Mapping[Path, "Run"], data: str | None, data_dir: Path, cache: str, split: str
-) -> "Images":
-    """Load the images on which `torchcaps evaluate` evaluates one or several runs with the same classes.
-
-    Arguments:
-        classifier: network of the first run.
-        runs: folder and content of recipe.json of each run.
-        data: name, folder or table; None for the data of the first run.
-        data_dir: folder of the named datasets.
-        cache: as for `torchcaps.data.load_splits`.
-        split: ``test`` or ``validation``. For ``validation``, `data` can only be a new path of the first run's data.
-
-    Raises:
-        BadInput: `split` is unknown, the data for the validation split are not those of the first run, or the images
-            cannot be read or do not fit the network.
-
-    Warns:
-        DataWarning: the data of the first run have changed since the training.
-    """
-    import numpy as np
-    import torch
-
-    from torchcaps.data import DATASETS, difference, fingerprint, load_test_images
-    from torchcaps.data.files import expanded
-    from torchcaps.data.image_table import HUB
-    from torchcaps.seen_images import seen_in_training
-
-    folder, run = next(iter(runs.items()))
-    recipe, name = run.recipe, run.recipe.data if data is None else data
-    known = name in DATASETS or name.startswith(HUB)
-    if split not in ("test", "validation"):
-        raise BadInput(f"--split is {split!r}; give one of: test, validation")
-    if data is None and not known and not expanded(name).exists():
-        raise BadInput(f"{folder} was trained on {name}, which does not exist here: give its path with --data")
-    same = _same_data(name, recipe.data)
-    moved = split == "validation" and not same
-    if moved and any(one in DATASETS or one.startswith(HUB) for one in (name, recipe.data)):
-        raise BadInput(f"--split validation needs the data of {folder}, {recipe.data}, but --data is {name}")
-    if name in DATASETS or same or moved:
-        splits = splits_for(classifier, replace(recipe, data=name) if moved else recipe, name, data_dir, cache)
-        changed = difference(run.data, fingerprint(splits, run.data)[0]) if same or moved else None
-        if changed and moved:
-            raise BadInput(f"--split validation needs the data of {folder}, but {name} is other data: {changed}")
-        if changed:
-            warnings.warn(
-                f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "
-                "the accuracy of that training",
-                DataWarning,
-                stacklevel=2,
-            )
-        return splits.test if split == "test" else splits.validation
-    channels, height, width = classifier.image_shape
-    columns = {key: recipe.data_options[key] for key in ("image_column", "label_column") if key in recipe.data_options}
-    images, has_test_split = load_test_images(
-        name,
-        classifier.class_names,
-        cache=cache,  # type: ignore[arg-type]
-        image_size=(height, width),
-        channels=channels,
-        **columns,
-    )
-    if has_test_split:
-        return images
-    masks = [mask for one in runs for mask in seen_in_training(one, images).values()]
-    used = np.any(masks, axis=0) if masks else np.zeros(len(images), bool)
-    if used.all():
-        raise BadInput(
-            f"{name}: {folder} used all of these images in training or validation; give new ones with --data"
-        )
-    rest = f"; the run used the other {used.sum():,} in training or validation" if used.any() else ""
-    print(f"{name} has no test split: {(~used).sum():,} of {len(images):,} images are evaluated{rest}", flush=True)
-    return images.subset(torch.from_numpy(np.flatnonzero(~used)))
-
-
-def _same_data(one: str, other: str) -> bool:
+def same_data(one: str, other: str) -> bool:
     """Return whether two names mean the same dataset, or are paths of the same folder or table."""
     from torchcaps.data import DATASETS
     from torchcaps.data.files import expanded
@@ -276,3 +199,13 @@ def _same_data(one: str, other: str) -> bool:
     if any(name in DATASETS or name.startswith(HUB) for name in (one, other)):
         return one == other
     return expanded(one).resolve() == expanded(other).resolve()
+
+
+def print_classes(classes: dict[str, dict[str, Any]]) -> None:
+    """Print images, precision and recall per class. If there are many classes, print those with the lowest recall."""
+    recall = {name: values["recall_percent"] for name, values in classes.items()}  # None: no images
+    lowest = sorted(classes, key=lambda name: 101 if recall[name] is None else recall[name])[:MOST_CLASSES]
+    shown = [name for name in classes if name in lowest]
+    title = "" if len(shown) == len(classes) else f"the {len(shown)} of {len(classes)} classes with the lowest recall"
+    rows = [(name, *(("-" if value is None else value) for value in classes[name].values())) for name in shown]
+    print_table(("class", "images", "precision %", "recall %"), rows, title)
