@@ -67,8 +67,20 @@ def test_validation_in_training_uses_the_central_crop_and_the_evaluation_uses_al
     data, preprocessing = batches_of(recipe), Preprocessing(crop=20, test_crops=2)
     views, _ = next(iter(data.val_dataloader()))
     assert torch.equal(views, preprocessing.plain(SPLITS.validation.pixels)[None])
-    views, _ = next(iter(data.evaluation_dataloader(SPLITS.test)))
-    assert torch.equal(views, preprocessing.views(SPLITS.test.pixels))
+    batches = [views for views, _ in data.evaluation_dataloader(SPLITS.test)]
+    assert torch.equal(torch.cat(batches, dim=1), preprocessing.views(SPLITS.test.pixels))
+    assert max(views.shape[0] * views.shape[1] for views in batches) <= recipe.batch_size
+
+
+def test_one_image_of_many_crops_is_evaluated_in_batches_of_crops():
+    recipe, sizes = tiny(1, crop="20", test_crops="8", batch_size="10"), []
+    module = new_module(recipe, SPLITS).eval()
+    right = torch.stack([module.scores(view) for view in recipe.preprocessing().views(SPLITS.test.pixels)]).mean(dim=0)
+    module.model.register_forward_pre_hook(lambda _, images: sizes.append(len(images[0])))
+    for batch in batches_of(recipe).evaluation_dataloader(SPLITS.test):
+        module.test_step(batch, 0)
+    torch.testing.assert_close(torch.cat(module.gathered.value)[:, :-1], right)
+    assert max(sizes) == 10
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -157,8 +157,15 @@ def test_memory_of_the_gpu_that_runs_out_in_a_prediction_is_one_line(monkeypatch
     monkeypatch.setattr(PooledCNN, "forward", out_of_memory)
     with pytest.raises(BadInput, match=CURE):
         evaluate(network, SPLITS.test)
-    with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory, or move the network to the CPU"):
+    with pytest.raises(BadInput, match="the memory of the GPU ran out: free memory, or move the network from the GPU"):
         Classifier(network, SPLITS.test.class_names, (1, 28, 28), Preprocessing()).predict(SPLITS.test.pixels[:1])
+
+
+def test_memory_of_the_cpu_that_runs_out_is_one_line():
+    with pytest.raises(BadInput, match="the memory of the CPU ran out: smaller"), clear_memory_errors("smaller"):
+        torch.empty(2**55, device="cpu")
+    with pytest.raises(BadInput, match="the memory of the CPU ran out: smaller"), clear_memory_errors("smaller"):
+        raise MemoryError("std::bad_alloc")  # as from the kernels
 
 
 def test_other_errors_stay_as_they_are():

@@ -75,12 +75,20 @@ def test_a_file_that_a_command_reads_is_not_overwritten(refused, finished, image
     files = sorted(copy.rglob("*.png"))
     table.write_text("".join(["path,label\n", *(f"{one.relative_to(tmp_path)},{one.parent.name}\n" for one in files)]))
     before = {path: path.read_bytes() for path in (*files, table)}
-    reads = "which this command reads: give another name"
+    reads, csv = "which this command reads: give another name", "--csv must be a file name that ends in .csv; got"
     assert reads in refused("evaluate", run, "--data", table, "--csv", table)
-    assert "the name of an image" in refused("evaluate", run, "--data", copy, "--csv", files[0])
-    assert reads in refused("predict", run, copy, "--csv", files[3])
+    assert csv in refused("evaluate", run, "--data", copy, "--csv", files[0])
+    assert csv in refused("predict", run, copy, "--csv", files[3])
     assert reads in refused("inspect", run, files[0], "--out", files[0])
+    assert reads in refused("data", "show", copy, "--out", files[0])
+    assert reads in refused("data", "show", table, "--out", files[0])
     assert "would be read as an image of" in refused("data", "show", copy, "--out", files[0].with_name("sheet.png"))
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for folder in ("left", "right"):
+        (linked / folder).symlink_to(copy / folder)
+    assert reads in refused("data", "show", linked, "--out", linked / "left" / files[0].name)
+    assert "would be read as an image of" in refused("data", "show", linked, "--out", linked / "left" / "sheet.png")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -239,9 +247,9 @@ def test_names_of_unknown_users_empty_weights_and_other_readmes_are_refused(refu
 
 def test_no_output_replaces_a_file_of_a_run(call, refused, images, run):
     for words in (("evaluate", run), ("predict", run, images)):
-        for name in ("metrics.csv", "config.json"):
+        for name, says in (("metrics.csv", "is a file of the network in"), ("config.json", "that ends in .csv; got")):
             before = (run / name).read_bytes()
-            assert "is a file of the network in" in refused(*words, "--csv", run / name)
+            assert says in refused(*words, "--csv", run / name)
             assert (run / name).read_bytes() == before
     assert call("predict", run, images, "--csv", run / "predictions.csv")[0] == 0
 

@@ -106,6 +106,17 @@ class ReturningTuple(Rule):
         return found.mean, found.mass
 
 
+class WithoutActivation(Rule):
+    def route(self, votes):
+        return Capsules(votes.moments().mean, None)
+
+
+class WithoutRows(Rule):
+    def route(self, votes):
+        found = votes.moments()
+        return Capsules(found.mean[:, :, :, 0], found.mass)
+
+
 class ReturningManyActivations(Rule):
     def route(self, votes):
         found = votes.moments()
@@ -118,6 +129,8 @@ class ReturningManyActivations(Rule):
         (Misspelt, NotImplementedError, r"Misspelt has no method route: define route\(self, votes\)"),
         (WithoutReturn, TypeError, r"WithoutReturn.route must return Capsules\(.*; got NoneType None"),
         (ReturningTuple, TypeError, r"got a float32 tensor \[2, 1, 3, 1, 5\], a float32 tensor \[2, 1, 3\]"),
+        (WithoutActivation, TypeError, r"got a float32 tensor \[2, 1, 3, 1, 5\], NoneType None"),
+        (WithoutRows, TypeError, r"got a float32 tensor \[2, 1, 3, 5\], a float32 tensor \[2, 1, 3\]"),
         (ReturningManyActivations, TypeError, r"activation \[B, P, J\]; got .*, a float32 tensor \[2, 1, 3, 1, 5\]"),
     ],
 )
@@ -126,12 +139,21 @@ def test_mistakes_in_the_method_route_are_named(rule, error, message):
         layer(rule())(children())
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_attention_routing_in_another_dtype_can_be_traced(dtype):
+    rule, routing_map = AttentionRouting(5).to(dtype).requires_grad_(False), RoutingMap.dense(6)
+    transform, (pose, activation), others = torch.randn(6, 4, 3, 8, 5), children(), children(3)
+    traced = torch.jit.trace(lambda pose: rule(Capsules(pose, activation[:1]), transform, routing_map).pose, pose)
+    torch.testing.assert_close(traced(others.pose), rule(others, transform, routing_map).pose)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in ROUTINGS if hasattr(layer(rule).routing, "iterations")])
 @pytest.mark.parametrize("iterations", [0, 1.5])
 def test_a_wrong_number_of_iterations_that_is_set_later_is_refused(rule, iterations):
     one = layer(rule)
     one.routing.iterations = iterations
-    with pytest.raises(ValueError, match=rf"iterations must be an integer from 1 to 1000; got \w+ {iterations}"):
+    with pytest.raises(ValueError, match=rf"(iterations|passes) must be an integer .*; got \w+ {iterations}"):
         one(children())
 
 

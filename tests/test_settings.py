@@ -150,7 +150,7 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
     assert "fused" in line
     smoothing = ("--set", "loss.label_smoothing=2")
     line = refused("train", "cnn-images", "--data", images, "--out", tmp_path / "run", *smoothing)
-    assert "loss cross_entropy cannot run with these options: label_smoothing must be between 0.0 and 1.0" in line
+    assert "loss cross_entropy cannot run with these options: label_smoothing must be at least 0 and at most 1" in line
     for recipe, setting, message in (
         ("capsnet-images", "loss.positive_margin=9", "positive_margin must be above 0 and at most 1; got 9"),
         ("capsnet-images", "loss.negative_margin=-1", "negative_margin must be at least 0 and below 1; got -1"),

@@ -86,6 +86,11 @@ def split_into_batches(order: np.ndarray, batch_size: int) -> list[np.ndarray]:
     return np.split(order, batch_starts(len(order), batch_size)[1:])
 
 
+def images_per_batch(batch_size: int, preprocessing: Preprocessing | Recipe) -> int:
+    """Return the number of images of a batch for evaluation that has about `batch_size` crops."""
+    return max(1, batch_size // preprocessing.test_crops**2)
+
+
 class Batches(DataLoader):
     """`DataLoader` of preprocessed images and their labels.
 
@@ -216,7 +221,7 @@ class SplitBatches(lightning.LightningDataModule):
         assert self.trainer is not None
         mine = np.arange(len(images))[self.trainer.global_rank :: self.trainer.world_size]
         batches = ImageBatches(images, recipe.preprocessing())
-        return Batches(batches, mine, recipe.batch_size, self.workers, self._device)
+        return Batches(batches, mine, images_per_batch(recipe.batch_size, recipe), self.workers, self._device)
 
     @property
     def _device(self) -> torch.device:

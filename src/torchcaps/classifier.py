@@ -171,7 +171,7 @@ class Classifier:
             raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing)
 
-    @clear_memory_errors("free memory, or move the network to the CPU: classifier.model.cpu()")
+    @clear_memory_errors("free memory, or move the network from the GPU to the CPU: classifier.model.cpu()")
     def predict(
         self, images: str | Path | Sequence[str | Path] | UInt8[Tensor, "N C H W"] | UInt8[np.ndarray, "N C H W"]
     ) -> Answer:
@@ -186,7 +186,7 @@ class Classifier:
 
         Raises:
             BadInput: a file cannot be read as an image; `images` is empty; the pixels have the wrong dtype or shape; or
-                the memory of the GPU runs out.
+                the memory runs out.
         """
         if isinstance(images, str | Path):
             images = [images]

@@ -16,7 +16,7 @@ from torchcaps.errors import BadInput
 from torchcaps.recipe import Recipe
 
 SMALLER_BATCHES = "use smaller batches (--batch-size), or free memory"
-"""Cure in an error message if the memory of a GPU runs out."""
+"""Cure in an error message if the memory runs out."""
 
 
 def check_devices(devices: int, recipe: Recipe) -> None:
@@ -133,24 +133,28 @@ OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 """Parts of error messages if the memory of a GPU runs out."""
+OUT_OF_CPU_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")
+"""Parts of error messages if the memory of the CPU runs out."""
 
 
-def is_memory_error(error: RuntimeError) -> bool:
-    """Return whether the memory of a GPU ran out."""
-    known = isinstance(error, torch.OutOfMemoryError) or any(part in str(error) for part in OUT_OF_MEMORY)
+def is_memory_error(error: BaseException) -> bool:
+    """Return whether the memory of a GPU or of the CPU ran out."""
+    parts = (*OUT_OF_MEMORY, *OUT_OF_CPU_MEMORY)
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError) or any(part in str(error) for part in parts)
     return known and "pin memory" not in str(error)  # pinned memory is not the memory of the GPU
 
 
 @contextmanager
 def clear_memory_errors(cure: str) -> Iterator[None]:
-    """Raise `BadInput` if the memory of a GPU runs out.
+    """Raise `BadInput` if the memory of a GPU or of the CPU runs out.
 
     Arguments:
         cure: what the user can do.
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_memory_error(error):
             raise
-        raise BadInput(f"the memory of the GPU ran out: {cure}") from error
+        on_cpu = isinstance(error, MemoryError) or any(part in str(error) for part in OUT_OF_CPU_MEMORY)
+        raise BadInput(f"the memory of the {'CPU' if on_cpu else 'GPU'} ran out: {cure}") from error

@@ -126,7 +126,7 @@ def estimate(
         say: function that is called with a message if the estimate takes longer than ten seconds.
 
     Raises:
-        BadInput: the memory of the GPU runs out, or PyTorch cannot compile the network.
+        BadInput: the memory runs out, or PyTorch cannot compile the network.
     """
     recipe = module.recipe
     kind = training_device().type
@@ -156,7 +156,7 @@ def estimate(
     images = (len(splits.validation) + (len(splits.test) if test else 0)) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),
-        memory_bytes=steps.peak + optimizer - (0 if kind == "cuda" else weights),
+        memory_bytes=steps.peak + optimizer,
         state_bytes=weights + gradients + optimizer,
         step_bytes=max(0, steps.peak - held - weights - gradients),
         epoch_seconds=epoch,
@@ -196,6 +196,7 @@ def print_estimate(
     workers = here * machines * (default_workers(splits.train, here) if workers is None else workers)
     sizes = {"devices": here * machines, "workers": workers}
     found = estimate(module, splits, epochs, **sizes, test=test, say=partial(print, flush=True))
+    release_free_memory()  # the training would add its memory to the memory of the estimate
     print(found.text(epochs, datetime.now()), flush=True)
     if parameters <= MOST_PARAMETERS and found.seconds > MOST_SECONDS and module.recipe.data not in DATASETS:
         _warn_of_large_images(module.recipe, splits, parameters, f" and trains for about {duration(found.seconds)}")

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from torchcaps.batches import Batches, ImageBatches, default_workers
+from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
 from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
 from torchcaps.errors import BadInput, first_line
@@ -62,7 +62,7 @@ def evaluate(
 
     Raises:
         BadInput: `precision` is unknown, a score is not finite, the model has another number of classes, or the memory
-            of the GPU runs out.
+            runs out.
         KeyboardInterrupt: the evaluation was interrupted, for example by Ctrl-C.
     """
     classes = getattr(model, "options", {}).get("num_classes", len(images.class_names))
@@ -80,9 +80,10 @@ def evaluate(
         enable_progress_bar=sys.stdout.isatty(),
         enable_model_summary=False,
     )
-    batches = ImageBatches(images, preprocessing or Preprocessing())
+    preprocessing = preprocessing or Preprocessing()
+    batches = ImageBatches(images, preprocessing)
     workers, runs_on = default_workers(images), trainer.strategy.root_device
-    loader = Batches(batches, np.arange(len(images)), batch_size, workers, runs_on)
+    loader = Batches(batches, np.arange(len(images)), images_per_batch(batch_size, preprocessing), workers, runs_on)
     device = next((weights.device for weights in model.parameters()), torch.device("cpu"))
     try:
         accuracy = accuracy_on(trainer, module, loader, SMALLER_BATCHES)

@@ -157,7 +157,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         self.model_ = network.eval()
         return self
 
-    @clear_memory_errors("free memory, or move the network to the CPU: model_.cpu()")
+    @clear_memory_errors("free memory, or move the network from the GPU to the CPU: model_.cpu()")
     def decision_function(self, X: Any) -> np.ndarray:
         """Compute the score of each class: an activation in [0, 1], or a logit if ``model_.logits`` is True.
 

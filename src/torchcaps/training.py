@@ -108,7 +108,7 @@ def fit(
     Raises:
         BadInput: a setting is invalid; a split has no images; the folder contains a run and `resume` is False; the
             folder contains files but no recipe.json; the run was started with other data or settings; a file cannot be
-            read or written; the memory of the GPU runs out; or the network is to be compiled, but PyTorch cannot
+            read or written; the memory runs out; or the network is to be compiled, but PyTorch cannot
             compile it or computes wrong gradients.
         Diverged: the loss is not finite.
         KeyboardInterrupt: the training was interrupted, for example by Ctrl-C.
@@ -243,6 +243,8 @@ def _train(
             if recipe.compile:
                 stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
             trainer.fit(module, data, ckpt_path=last)
+        trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs = [], []
+        module.zero_grad()  # the memory of optimiser and gradients is enough to read the checkpoint
         chosen = load_best(folder, module) if recipe.choose == "best" else load_checkpoint(folder / "last.ckpt", module)
         kept = chosen["epoch"] + 1 if "epoch" in chosen else best_epoch(folder, recipe)
         module.load_state_dict(chosen["state_dict"])

@@ -211,7 +211,9 @@ class TrainingModule(lightning.LightningModule):
         self.gathered.reset()
 
     def test_step(self, batch: Sequence[Tensor], batch_index: int) -> None:
-        scores, labels = torch.stack([self.scores(view) for view in batch[0]]).mean(dim=0), batch[1]
+        views, labels = batch
+        parts = views.flatten(0, 1).split(max(self.recipe.batch_size, len(labels)))
+        scores = torch.cat([self.scores(part) for part in parts]).unflatten(0, views.shape[:2]).mean(dim=0)
         if not torch.isfinite(scores).all():
             wrong = (name for name, weights in self.model.named_parameters() if not torch.isfinite(weights).all())
             raise Diverged(

@@ -111,7 +111,7 @@ def writable_file(path: Path, option: str = "--out", new_folder: bool = False, i
         raise BadInput(f"{option} is {path}, which is a link or a device: give the name of a file")
     if path.name in NETWORK_FILES and any((path.parent / name).is_file() for name in ("recipe.json", "config.json")):
         raise BadInput(f"{option} is {path}, which is a file of the network in {path.parent}: give another name")
-    if path.exists() and any(one.exists() and path.samefile(one) for one in inputs):
+    if path.exists() and any(os.path.exists(one) and path.samefile(one) for one in inputs):
         raise BadInput(f"{option} is {path}, which this command reads: give another name")
     if not new_folder and not path.parent.is_dir():
         raise BadInput(f"{option} is {path}, but the folder {path.parent} does not exist: create it")
@@ -137,12 +137,18 @@ def writable(folder: Path, option: str = "--out") -> None:
 
 
 def is_inside(folder: Path, data: str) -> bool:
-    """Return whether `folder`, which need not exist, is inside the folder of images `data`."""
+    """Return whether `folder`, which need not exist, is inside the folder of images `data`.
+
+    Class folders can be symbolic links.
+    """
     from torchcaps.data import DATASETS
     from torchcaps.data.files import expanded
     from torchcaps.data.image_table import is_table
 
-    return data not in DATASETS and not is_table(data) and folder.resolve().is_relative_to(expanded(data).resolve())
+    if data in DATASETS or is_table(data):
+        return False
+    root = os.path.abspath(expanded(data))
+    return Path(os.path.abspath(folder)).is_relative_to(root) or folder.resolve().is_relative_to(Path(root).resolve())
 
 
 def splits_for(

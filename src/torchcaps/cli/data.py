@@ -68,7 +68,9 @@ def data_show(
     ] = None,
 ) -> None:
     """Draw some training images of each class in one picture."""
-    from torchcaps.data import load_splits, save_contact_sheet
+    from torchcaps.data import DATASETS, load_splits, save_contact_sheet
+    from torchcaps.data.files import expanded
+    from torchcaps.data.image_files import Paths
     from torchcaps.recipes import create_recipe
 
     changes = dict(setting(text) for text in settings or [])
@@ -79,10 +81,13 @@ def data_show(
     path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
-    if is_inside(path, name) and path.resolve().parent != Path(name).expanduser().resolve():
-        raise BadInput(f"--out is {path}, where it would be read as an image of {name}: write it to another folder")
-    writable_file(path, inputs=[Path(name)])
+    writable_file(path, inputs=[] if name in DATASETS else [expanded(name)])
     images = load_splits(name, data_dir, **options).train
+    source = None if images.files is None else images.files.source
+    if isinstance(source, Paths):
+        writable_file(path, inputs=source.paths)
+        if is_inside(path, name) and path.resolve().parent != expanded(name).resolve():
+            raise BadInput(f"--out is {path}, where it would be read as an image of {name}: use another folder")
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 
 

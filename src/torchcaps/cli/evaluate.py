@@ -48,7 +48,6 @@ def evaluate(
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data.files import expanded
-    from torchcaps.data.image_file import FORMATS
     from torchcaps.evaluation import evaluate as evaluation_of
     from torchcaps.run_folder import finished, read_run
     from torchcaps.scores import MeanScores, write_scores
@@ -64,8 +63,8 @@ def evaluate(
     if not name:
         raise BadInput(f"{runs[0]} has no recipe.json, so its test images are unknown: give images with --data")
     if csv is not None:
-        if csv.suffix.lower() in FORMATS:
-            raise BadInput(f"--csv is {csv}, the name of an image: give the name of a .csv file")
+        if csv.suffix.lower() != ".csv":
+            raise BadInput(f"--csv must be a file name that ends in .csv; got {csv}")
         writable_file(csv, "--csv", new_folder=True, inputs=[expanded(name)])
     expected = _what_scores_depend_on(classifier)
     for folder, other in zip(runs[1:], others, strict=True):

@@ -33,7 +33,9 @@ def predict(
 
     paths = [path for given in images for path in images_in(given)]
     if table is not None:
-        writable_file(table, "--csv", inputs=paths)
+        if table.suffix.lower() != ".csv":
+            raise BadInput(f"--csv must be a file name that ends in .csv; got {table}")
+        writable_file(table, "--csv")
     classifier = Classifier.from_pretrained(run)
     errors = Console(stderr=True)
     shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)

@@ -3,12 +3,13 @@
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.routing.agreement import COMPETITIONS
-from torchcaps.routing.rule import LayerShape, Rule, called
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -71,16 +72,32 @@ class AttentionRouting(Rule):
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the parents: poses normalised by LayerNorm, and activations in (0, 1)."""
+        check_iterations(self.iterations)
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
             if self.norm is not None:
-                pose = called(self.norm, pose.flatten(3)).view_as(pose)
+                pose = self._normalised(self.norm, pose.flatten(3)).view_as(pose)
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
-        return Capsules(pose, called(self.score, pose.flatten(3)).squeeze(3).sigmoid())
+        return Capsules(pose, self._scored(pose.flatten(3)).squeeze(3).sigmoid())
+
+    def _normalised(self, norm: nn.LayerNorm, pose: Tensor) -> Tensor:
+        if not _has_other_dtype(norm.weight, pose):
+            return norm(pose)
+        return functional.layer_norm(pose, (self.pose_size,), norm.weight.to(pose.dtype), norm.bias.to(pose.dtype))
+
+    def _scored(self, pose: Tensor) -> Tensor:
+        if not _has_other_dtype(self.score.weight, pose):
+            return self.score(pose)
+        return functional.linear(pose, self.score.weight.to(pose.dtype), self.score.bias.to(pose.dtype))
 
     @property
     def saved_options(self) -> dict[str, Any]:
         """Constructor arguments, as `save_pretrained` saves them."""
         return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}
+
+
+def _has_other_dtype(weight: Any, values: Tensor) -> bool:
+    """Return whether a weight must be converted to the dtype of the values. In quantized layers, it is a method."""
+    return isinstance(weight, Tensor) and weight.dtype != values.dtype

@@ -110,6 +110,7 @@ class GenerativeRouting(Rule):
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""
+        check_iterations(self.iterations)
         agreement = ignore_all = None
         for _ in range(self.iterations):
             mass, mean, variance = votes.moments(agreement)

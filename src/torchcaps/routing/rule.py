@@ -4,10 +4,9 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from torchcaps.capsules import Capsules, check_capsules
-from torchcaps.checks import check_iterations, described
+from torchcaps.checks import described
 from torchcaps.kernels import Backend
 from torchcaps.routing.agreement import Competition
 from torchcaps.routing.votes import Votes, check_activation, without_autocast
@@ -63,14 +62,8 @@ class Rule(nn.Module):
 
     @property
     def passes(self) -> int:
-        """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1.
-
-        Raises:
-            ValueError: ``self.iterations`` is not an integer from 1 to 1,000.
-        """
-        iterations = getattr(self, "iterations", 1)
-        check_iterations(iterations)
-        return iterations
+        """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""
+        return max(1, getattr(self, "iterations", 1))
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
@@ -125,7 +118,7 @@ class Rule(nn.Module):
                 backend=self.backend,
             )
             parents = self.route(votes)
-            if not isinstance(parents, Capsules) or parents.activation.shape != parents.pose.shape[:3]:
+            if not _are_capsules(parents):
                 found = ", ".join(map(described, parents)) if isinstance(parents, tuple) else described(parents)
                 raise TypeError(
                     f"{type(self).__name__}.route must return Capsules(pose, activation) with pose [B, P, J, R, N] and "
@@ -134,21 +127,11 @@ class Rule(nn.Module):
             return (parents, votes.last_couplings()) if return_couplings else parents
 
 
-def called(module: nn.Module, values: Tensor) -> Tensor:
-    """Call a module of a rule, such as a BatchNorm, in the dtype of the values. The module keeps its own dtype."""
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    converted = {
-        name: tensor.to(values.dtype)
-        for name, tensor in own.items()
-        if tensor.is_floating_point() and tensor.dtype != values.dtype
-    }
-    if not converted:
-        return module(values)  # torch.jit.trace refuses functional_call
-    found = functional_call(module, converted, values)
-    for name, buffer in module.named_buffers():
-        if name in converted and module.training:
-            buffer.copy_(converted[name])
-    return found
+def _are_capsules(parents: Any) -> bool:
+    """Return whether a rule has returned capsules with pose ``[B, P, J, R, N]`` and activation ``[B, P, J]``."""
+    if not isinstance(parents, Capsules) or not all(isinstance(part, Tensor) for part in parents):
+        return False
+    return parents.pose.ndim == 5 and parents.activation.shape == parents.pose.shape[:3]
 
 
 def check_transform(transform: Tensor, parameter: Tensor, name: str) -> None:

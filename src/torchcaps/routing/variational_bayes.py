@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from torchcaps.capsules import Capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.kernels import in_onnx_export
 from torchcaps.routing.agreement import COMPETITIONS
-from torchcaps.routing.rule import LayerShape, Rule, called
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
 
@@ -91,6 +92,7 @@ class VariationalBayesRouting(Rule):
                 f"transform must have {self.parent_types} parent types (J), as this rule; got {votes.parent_shape[2]}: "
                 f"create the rule with parent_types={votes.parent_shape[2]}"
             )
+        check_iterations(self.iterations)
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement)
@@ -147,5 +149,14 @@ def written_digamma(x: Tensor) -> Tensor:
 
 def normalised(norm: nn.BatchNorm1d, values: Tensor) -> Tensor:
     """Normalise values ``[B, P, J, ...]`` per parent type with a BatchNorm. The result has the dtype of the values."""
+    buffers = dict(norm.named_buffers())
+    statistics = {name: x.to(values.dtype) if x.is_floating_point() else x for name, x in buffers.items()}
     types_first = values.transpose(1, 2)
-    return called(norm, types_first.flatten(2)).view(types_first.shape).transpose(1, 2)
+    flat = types_first.flatten(2)
+    same = all(statistics[name] is buffer for name, buffer in buffers.items())
+    found = norm(flat) if same else functional_call(norm, statistics, flat)  # torch.jit.trace refuses functional_call
+    normalised = found.view(types_first.shape).transpose(1, 2)
+    for name, buffer in buffers.items():
+        if statistics[name] is not buffer and norm.training:
+            buffer.copy_(statistics[name])
+    return normalised
