@@ -44,8 +44,11 @@ SMALL = {
     "residual-capsnet": {"widths": (4, 8), "types": 2},
     "timm-capsnet": {"backbone": "test_resnet", "types": 2},
 }
-LARGE_GRAPHS = ("attention-capsnet", "generative-capsnet")
-"""Networks that PyTorch converts to ONNX in 15 seconds each."""
+EXPORTED = [
+    name if name in ("capsnet", "matrix-capsnet", "pooled-cnn") else pytest.param(name, marks=pytest.mark.slow)
+    for name in NETWORKS
+]
+"""An export takes seconds, so only three networks are exported in the fast tests."""
 built = pytest.mark.skipif(_cpu is None, reason="the fused kernels are not built")
 
 
@@ -305,7 +308,7 @@ def has_fused(program):
 
 @built
 @pytest.mark.usefixtures("untyped")
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_a_saved_exported_program_gives_the_same_prediction_for_any_batch_size(name):
     model = small(name)
     program = torch.export.export(model, (images(),), dynamic_shapes={"images": {0: torch.export.Dim("batch")}})
@@ -325,9 +328,7 @@ def test_a_saved_exported_program_gives_the_same_prediction_for_any_batch_size(n
 @pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
 )  # of torch.onnx itself
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE_GRAPHS)) for name in NETWORKS]
-)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_onnx_runtime_gives_the_same_scores_for_any_batch_size(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
