@@ -137,7 +137,7 @@ class RoutingMap:
             if edges.is_inference():
                 with torch.inference_mode(False):
                     edges = edges.clone()
-            served = edges[:, (2, 0)].unique(dim=0)[:, 0]
+            served = (edges[:, 2] * self.child_sites + edges[:, 0]).unique() // self.child_sites
             self._set(bool((served.diff() > 0).all()), int(edges[:, 0].bincount(minlength=1).max()))
         elif edges.is_meta and not torch.compiler.is_compiling():
             raise ValueError('edges are on the meta device, without values: create them with device="cpu"')
