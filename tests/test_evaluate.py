@@ -144,7 +144,12 @@ def test_published_weights_are_evaluated_on_given_images(call, refused, finished
     assert "has no recipe.json, so its validation images are unknown" in refused(
         "evaluate", weights, "--data", new, "--split", "validation"
     )
-    assert "give one of: test, validation" in refused("evaluate", weights, "--data", new, "--split", "all")
+    assert "give one of: test, validation" in refused("evaluate", weights, "--split", "all")
+    lost = shutil.copytree(run, tmp_path / "lost")
+    for name in ("recipe.json", "metrics.json"):
+        (lost / name).unlink()
+    assert "has no recipe.json: give a folder made by" in refused("evaluate", lost, "--data", new)
+    assert re.search(r"│ +\d+\.\d\d +│\n", evaluated(call, run, run, "--data", new)[2])
 
 
 def test_published_weights_are_evaluated_on_a_named_dataset(call, refused):

@@ -21,16 +21,35 @@ def layer(routing):
     return DenseCaps(6, 4, 8, parent_types=3, parent_pose_size=5, routing=routing)
 
 
-def test_hooks_on_the_modules_of_attention_routing_are_called():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_hooks_on_the_modules_of_attention_routing_are_called(dtype):
     one, called = layer("attention"), []
+    one.routing.to(dtype)
     for name in ("norm", "score"):
         one.routing.get_submodule(name).register_forward_hook(lambda *_, name=name: called.append(name))
     one(children())
     assert called == ["norm", "norm", "score"]
 
 
-def test_attention_routing_can_be_pruned_and_trained():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_modules_of_attention_routing_can_be_replaced(dtype):
+    inputs, rules = children(), [AttentionRouting(5) for _ in range(2)]
+    for rule, one in zip(rules, (torch.float32, dtype), strict=True):
+        rule.norm, rule.score = nn.LayerNorm(5, eps=1.0, bias=False), nn.Linear(5, 1, bias=False)
+        rule.load_state_dict(rules[0].state_dict())
+        rule.to(one)
+    transform = torch.randn(6, 4, 3, 8, 5)
+    found, right = (rule(inputs, transform, RoutingMap.dense(6)) for rule in rules)
+    torch.testing.assert_close(found, right)
+    assert (right.pose.std(dim=-1, correction=0) < 0.998).all()  # eps reduces it
+    rules[1].norm = nn.RMSNorm(5, dtype=dtype)
+    assert rules[1](inputs, transform, RoutingMap.dense(6)).pose.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_routing_can_be_pruned_and_trained(dtype):
     one, inputs = layer("attention"), children()
+    one.routing.score.to(dtype)
     prune.l1_unstructured(one.routing.score, "weight", 0.5)
     optimizer = torch.optim.SGD(one.parameters(), 0.1)
     before = one(inputs).activation.detach()

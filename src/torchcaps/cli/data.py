@@ -71,6 +71,7 @@ def data_show(
     from torchcaps.data import DATASETS, load_splits, save_contact_sheet
     from torchcaps.data.files import expanded
     from torchcaps.data.image_files import Paths
+    from torchcaps.data.image_table import is_table
     from torchcaps.recipes import create_recipe
 
     changes = dict(setting(text) for text in settings or [])
@@ -86,7 +87,9 @@ def data_show(
     source = None if images.files is None else images.files.source
     if isinstance(source, Paths):
         writable_file(path, inputs=source.paths)
-        if is_inside(path, name) and path.resolve().parent != expanded(name).resolve():
+        folder = path.resolve().parent
+        inside = is_inside(path, name) and folder != expanded(name).resolve()
+        if inside or (not is_table(name) and folder in {one.resolve().parent for one in source.paths}):
             raise BadInput(f"--out is {path}, where it would be read as an image of {name}: use another folder")
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 

@@ -1,5 +1,6 @@
 """The command `torchcaps evaluate`."""
 
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from torchcaps.classifier import Classifier
     from torchcaps.data import Images
     from torchcaps.run_folder import Run
+
+RUN_FILES = ("recipe.json", "metrics.json", "metrics.csv", "last.ckpt", "image-digests.safetensors")
+"""Files by which a run folder is distinguished from a folder that contains only weights."""
 
 
 def evaluate(
@@ -53,12 +57,14 @@ def evaluate(
     from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
 
+    if split not in ("test", "validation"):
+        raise BadInput(f"--split is {split!r}; give one of: test, validation")
     keep_freed_memory()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
-    known = {
-        one: read_run(one) for one in runs if any((one / name).exists() for name in ("recipe.json", "metrics.json"))
-    }
+    known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}
     recipe = known[runs[0]].recipe if runs[0] in known else None
+    if recipe is None and split == "validation":
+        raise BadInput(f"--split is validation, but {runs[0]} has no recipe.json, so its validation images are unknown")
     name = data or (recipe.data if recipe else "")
     if not name:
         raise BadInput(f"{runs[0]} has no recipe.json, so its test images are unknown: give images with --data")
@@ -80,7 +86,8 @@ def evaluate(
     options: dict[str, Any] = {"batch_size": batch_size, "precision": precision, "loss": loss}
     found = evaluation_of(model, images, classifier.preprocessing, **options)
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else runs[0]
-    error = found.calibration_error_percent if len(known) == len(runs) else None  # depends on the loss of the training
+    # The calibration error depends on the loss of the training.
+    error = found.calibration_error_percent if all(one in known for one in runs) else None
     print_table(
         ("run", "data", f"{split} images", "accuracy %", "error %", "calibration error %"),
         [
@@ -139,7 +146,7 @@ def _images(
         split: ``test`` or ``validation``. For ``validation``, `data` can only be a new path of the first run's data.
 
     Raises:
-        BadInput: `split` is unknown, the data for the validation split are not those of the first run, or the images
+        BadInput: the data for the validation split are not those of the first run, or the images
             cannot be read or do not fit the network.
 
     Warns:
@@ -153,8 +160,6 @@ def _images(
     from torchcaps.data.image_table import HUB
     from torchcaps.seen_images import seen_in_training
 
-    if split not in ("test", "validation"):
-        raise BadInput(f"--split is {split!r}; give one of: test, validation")
     columns: dict[str, Any] = {}
     if folder in runs:
         run, recipe = runs[folder], runs[folder].recipe
@@ -169,10 +174,6 @@ def _images(
         }
     else:
         name = data or ""
-        if split == "validation":
-            raise BadInput(
-                f"--split is validation, but {folder} has no recipe.json, so its validation images are unknown"
-            )
         if name in DATASETS:
             return splits_for(classifier, None, name, data_dir, cache).test
     channels, height, width = classifier.image_shape

@@ -320,8 +320,8 @@ def _column(
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: use --set data.{option}=NAME, or"
-            f" rename one column to {usual[0]}; columns of the table: {known}"
+            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: rename one column to"
+            f" {usual[0]}, or train with --set data.{option}=NAME; columns of the table: {known}"
         )
     return fitting[0]
 

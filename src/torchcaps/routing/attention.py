@@ -1,7 +1,7 @@
 """Inverted dot-product attention: Tsai, Srivastava, Goh & Salakhutdinov 2020 (arXiv 2002.04764)."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -78,19 +78,9 @@ class AttentionRouting(Rule):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
             if self.norm is not None:
-                pose = self._normalised(self.norm, pose.flatten(3)).view_as(pose)
+                pose = _called(self.norm, pose.flatten(3)).view_as(pose)
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
-        return Capsules(pose, self._scored(pose.flatten(3)).squeeze(3).sigmoid())
-
-    def _normalised(self, norm: nn.LayerNorm, pose: Tensor) -> Tensor:
-        if not _has_other_dtype(norm.weight, pose):
-            return norm(pose)
-        return functional.layer_norm(pose, (self.pose_size,), norm.weight.to(pose.dtype), norm.bias.to(pose.dtype))
-
-    def _scored(self, pose: Tensor) -> Tensor:
-        if not _has_other_dtype(self.score.weight, pose):
-            return self.score(pose)
-        return functional.linear(pose, self.score.weight.to(pose.dtype), self.score.bias.to(pose.dtype))
+        return Capsules(pose, _called(self.score, pose.flatten(3)).squeeze(3).sigmoid())
 
     @property
     def saved_options(self) -> dict[str, Any]:
@@ -98,6 +88,19 @@ class AttentionRouting(Rule):
         return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}
 
 
-def _has_other_dtype(weight: Any, values: Tensor) -> bool:
-    """Return whether a weight must be converted to the dtype of the values. In quantized layers, it is a method."""
-    return isinstance(weight, Tensor) and weight.dtype != values.dtype
+def _called(module: Any, values: Tensor) -> Tensor:
+    """Call a linear layer or a LayerNorm, whose dtype can differ from the dtype of the values.
+
+    The computation has the dtype of the values. A module of another class and a module with hooks, such as a pruned
+    module, is called in its own dtype.
+    """
+    own = [x for x in (*module.parameters(), getattr(module, "weight", None)) if isinstance(x, Tensor)]
+    if not own or own[0].dtype == values.dtype:
+        return module(values)
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    if type(module) not in (nn.Linear, nn.LayerNorm) or any(hooks):
+        return module(values.to(own[0].dtype)).to(values.dtype)
+    weight, bias = (None if x is None else x.to(values.dtype) for x in (module.weight, module.bias))
+    if isinstance(module, nn.LayerNorm):
+        return functional.layer_norm(values, module.normalized_shape, weight, bias, module.eps)
+    return functional.linear(values, cast(Tensor, weight), bias)
