@@ -3,6 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,14 +89,10 @@ def evaluate(
     accuracy, label = found.accuracy_percent, f"mean of {len(runs)} runs" if others else runs[0]
     # The calibration error depends on the loss of the training.
     error = found.calibration_error_percent if all(one in known for one in runs) else None
+    calibration = "-" if error is None else f"{error:.2f}"
     print_table(
         ("run", "data", f"{split} images", "accuracy %", "error %", "calibration error %"),
-        [
-            (
-                *(label, name, f"{len(images):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}"),
-                "-" if error is None else f"{error:.2f}",
-            )
-        ],
+        [(label, name, f"{len(images):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
     )
     print_classes(per_class(found.confusion, images.class_names))
     warn_of_one_prediction(found.confusion, images.class_names)
@@ -146,8 +143,8 @@ def _images(
         split: ``test`` or ``validation``. For ``validation``, `data` can only be a new path of the first run's data.
 
     Raises:
-        BadInput: the data for the validation split are not those of the first run, or the images
-            cannot be read or do not fit the network.
+        BadInput: the data for the validation split are not those of the first run, or the images cannot be read or do
+            not fit the network.
 
     Warns:
         DataWarning: the data of the first run have changed since the training.
@@ -202,8 +199,6 @@ def _split_of(
     classifier: "Classifier", folder: Path, run: "Run", name: str, data_dir: Path, cache: str, split: str
 ) -> "Images":
     """Load the test or validation images of a run's own data, or of the named dataset `name`."""
-    from dataclasses import replace
-
     from torchcaps.data import DATASETS, difference, fingerprint
     from torchcaps.data.image_table import HUB
 
