@@ -29,9 +29,11 @@ Cache = Annotated[
     ),
 ]
 
+RUN_FILES = ("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "image-digests.safetensors")
+"""Files of a run folder that a folder with only weights does not have."""
 NETWORK_FILES = (
-    *("recipe.json", "config.json", "metrics.csv", "metrics.json", "model.safetensors", "last.ckpt", "best.ckpt"),
-    "image-digests.safetensors",
+    *RUN_FILES,
+    *("config.json", "model.safetensors"),
 )
 """Files of a run or of a saved network, which no other output may replace."""
 WIDTH = 140
@@ -99,12 +101,16 @@ def setting(text: str) -> tuple[str, str]:
     return key, value
 
 
-def writable_file(path: Path, option: str = "--out", new_folder: bool = False, inputs: Iterable[Path] = ()) -> None:
+def writable_file(
+    path: Path, option: str = "--out", new_folder: bool = False, inputs: Iterable[Path] = (), ending: str = ""
+) -> None:
     """Check, before a long computation starts, that the file given by `option` can be written.
 
-    The file must not be one of the `inputs`, which the command reads. If `new_folder` is True, the folder of the file
-    need not exist.
+    The name of the file must have the `ending`, and the file must not be one of the `inputs`, which the command reads.
+    If `new_folder` is True, the folder of the file need not exist.
     """
+    if ending and path.suffix.lower() != ending:
+        raise BadInput(f"{option} must be a file name that ends in {ending}; got {path}")
     if path.is_dir():
         raise BadInput(f"{option} is {path}, which is a folder: give the name of a file")
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -87,9 +87,9 @@ def data_show(
     source = None if images.files is None else images.files.source
     if isinstance(source, Paths):
         writable_file(path, inputs=source.paths)
-        folder = path.resolve().parent
+        folder, folders = path.resolve().parent, {file.parent for file in source.paths}
         inside = is_inside(path, name) and folder != expanded(name).resolve()
-        if inside or (not is_table(name) and folder in {one.resolve().parent for one in source.paths}):
+        if inside or (not is_table(name) and folder in {one.resolve() for one in folders}):
             raise BadInput(f"--out is {path}, where it would be read as an image of {name}: use another folder")
     print(f"{save_contact_sheet(images, path, columns)} in {path}")
 

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchcaps.cli.common import Cache, DataDir, print_classes, print_table, same_data, splits_for, writable_file
+from torchcaps.cli.common import (
+    RUN_FILES,
+    Cache,
+    DataDir,
+    print_classes,
+    print_table,
+    same_data,
+    splits_for,
+    writable_file,
+)
 from torchcaps.errors import BadInput, DataWarning
 from torchcaps.process_memory import keep_freed_memory
 
@@ -17,9 +26,6 @@ if TYPE_CHECKING:
     from torchcaps.classifier import Classifier
     from torchcaps.data import Images
     from torchcaps.run_folder import Run
-
-RUN_FILES = ("recipe.json", "metrics.json", "metrics.csv", "last.ckpt", "image-digests.safetensors")
-"""Files by which a run folder is distinguished from a folder that contains only weights."""
 
 
 def evaluate(
@@ -70,9 +76,7 @@ def evaluate(
     if not name:
         raise BadInput(f"{runs[0]} has no recipe.json, so its test images are unknown: give images with --data")
     if csv is not None:
-        if csv.suffix.lower() != ".csv":
-            raise BadInput(f"--csv must be a file name that ends in .csv; got {csv}")
-        writable_file(csv, "--csv", new_folder=True, inputs=[expanded(name)])
+        writable_file(csv, "--csv", new_folder=True, inputs=[expanded(name)], ending=".csv")
     expected = _what_scores_depend_on(classifier)
     for folder, other in zip(runs[1:], others, strict=True):
         for fact, value in _what_scores_depend_on(other).items():

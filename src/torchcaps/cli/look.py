@@ -22,9 +22,7 @@ def inspect(
     from torchcaps.inspection import about_crops
     from torchcaps.inspection import inspect as look
 
-    if out.suffix.lower() != ".png":
-        raise BadInput(f"--out must be a file name that ends in .png; got {out}")
-    writable_file(out, inputs=[image])
+    writable_file(out, inputs=[image], ending=".png")
     classifier = Classifier.from_pretrained(run)
     found = look(classifier, image)
     write_picture(out, found.figure())

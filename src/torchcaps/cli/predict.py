@@ -33,9 +33,7 @@ def predict(
 
     paths = [path for given in images for path in images_in(given)]
     if table is not None:
-        if table.suffix.lower() != ".csv":
-            raise BadInput(f"--csv must be a file name that ends in .csv; got {table}")
-        writable_file(table, "--csv")
+        writable_file(table, "--csv", ending=".csv")
     classifier = Classifier.from_pretrained(run)
     errors = Console(stderr=True)
     shown = track(paths, "predicting", console=errors, disable=not errors.is_terminal, transient=True)
