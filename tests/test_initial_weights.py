@@ -1,9 +1,29 @@
 """Initial weights of capsule layers, of matrix capsules and of capsule heads: their spread, set by options or sizes."""
 
+import json
+from copy import deepcopy
+from functools import partial
+
 import pytest
 import torch
 
-from torchcaps import CapsuleHead, ClassCaps, ConvCaps, MatrixCapsNet, SharedCaps, margin_loss
+from torchcaps import (
+    MODELS,
+    ROUTINGS,
+    CapsNet,
+    CapsuleHead,
+    CapsuleLayer,
+    Capsules,
+    ClassCaps,
+    ConvCaps,
+    DenseCaps,
+    EMRouting,
+    MatrixCapsNet,
+    Routing,
+    RoutingMap,
+    SharedCaps,
+    margin_loss,
+)
 
 
 @pytest.mark.parametrize("std", [0.01, 0.3])
@@ -62,3 +82,91 @@ def test_a_head_with_poses_of_one_element_is_not_saturated_on_a_large_map():
 def test_a_deviation_of_0_gives_the_identity():
     assert torch.equal(ConvCaps((4, 4), 2, 3, 3, initial_std=0.0).transform[0, 0, 0], torch.eye(4))
     assert not ClassCaps(torch.rand(9, 2), 2, 3, initial_std=0.0, around_identity=False).transform.any()
+
+
+def _perturbed(model):
+    """Replace all parameters and all statistics of a network by 7, as a training might."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(7)
+    return model
+
+
+def _reset(module):
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _networks():
+    for name in MODELS:
+        if name not in ("timm-capsnet", "baseline-cnn"):  # the second is large, and has no layers of torchcaps
+            yield pytest.param(lambda name=name: MODELS[name]((1, 29, 29), 5), id=name)
+    for routing in ROUTINGS:
+        yield pytest.param(lambda routing=routing: CapsNet((1, 17, 17), 5, routing=routing), id=f"capsnet-{routing}")
+    yield pytest.param(lambda: CapsNet((1, 28, 28), 5, stem=True), id="capsnet with stem")
+    stds = {"primary_initial_std": 0.5, "activation_initial_std": 3.0, "initial_std": 0.3, "class_initial_std": 0.01}
+    yield pytest.param(
+        lambda: MatrixCapsNet(**stds, routing=Routing("em", initial_beta_a=-15.0)), id="matrix-capsnet stds"
+    )
+    yield pytest.param(lambda: CapsuleHead((64, 3, 3), 5, routing="dynamic"), id="capsule head")
+
+
+@pytest.mark.parametrize("make", [*_networks()])
+def test_reset_parameters_draws_the_weights_of_a_new_network(make):
+    new, again = make(), _perturbed(make()).apply(_reset)
+    statistics = dict(again.named_buffers())
+    for name, buffer in new.named_buffers():
+        assert torch.equal(statistics[name], buffer), name
+    weights = dict(again.named_parameters())
+    for name, weight in new.named_parameters():
+        found = weights[name]
+        assert (found.requires_grad, found.dtype) == (weight.requires_grad, weight.dtype), name
+        if weight.unique().numel() == 1 < weight.numel():
+            assert torch.equal(found, weight), name
+        else:
+            assert not torch.equal(found, weight), name  # drawn at random, not copied
+        if weight.numel() > 1000:
+            assert found.std().item() == pytest.approx(weight.std().item(), rel=0.15), name
+            assert found.mean().item() == pytest.approx(weight.mean().item(), abs=0.15 * weight.std().item()), name
+
+
+def test_layers_with_given_transforms_draw_new_ones_with_the_given_function_only():
+    layer = CapsuleLayer(RoutingMap.dense(2), torch.ones(2, 4, 3, 8, 16), "uniform")
+    with pytest.raises(RuntimeError, match=r"CapsuleLayer cannot draw new transforms.*call initialise"):
+        layer.apply(_reset)
+    layer.initialise(partial(torch.nn.init.constant_, val=2.0))
+    assert (layer.transform == 2).all()
+    assert layer.transform.is_leaf
+    assert layer.transform.requires_grad
+    with torch.no_grad():
+        layer.transform.zero_()
+    deepcopy(layer).apply(_reset)
+    assert (layer.transform == 0).all()
+    layer.apply(_reset)
+    assert (layer.transform == 2).all()
+
+
+def test_a_network_on_the_meta_device_gets_its_values_from_reset_parameters():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = torch.nn.ModuleList([DenseCaps(4, 8, 8, 5, 16), EMRouting(5, initial_beta_a=-3.0)])
+    layer, rule = model.to_empty(device="cpu").apply(_reset)
+    assert layer.transform.std().item() == pytest.approx(0.88 * 1.36 * 5 / (4 * 8 * 16) ** 0.5, rel=0.05)
+    assert (rule.beta_a == -3).all()
+    assert (rule.beta_u == 0).all()
+    assert layer(Capsules(torch.randn(2, 4, 8, 1, 8), torch.rand(2, 4, 8))).pose.isfinite().all()
+
+
+def test_a_loaded_network_knows_the_initial_values_of_its_rules(tmp_path):
+    rule = EMRouting(16, initial_beta_a=-2.0)
+    MatrixCapsNet((1, 17, 17), widths=[8, 8, 8, 16], routing=Routing("em", initial_beta_a=-15.0)).save_pretrained(
+        tmp_path
+    )
+    again = MatrixCapsNet.from_pretrained(tmp_path)
+    assert rule.saved_options["initial_beta_a"] == -2
+    assert (_perturbed(again).apply(_reset).first_capsules.routing.beta_a == -15).all()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for saved in config["routing"].values():
+        del saved["options"]["initial_beta_a"]  # files of earlier versions lack it
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert MatrixCapsNet.from_pretrained(tmp_path).first_capsules.routing.initial_beta_a == 0

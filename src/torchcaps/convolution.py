@@ -18,6 +18,30 @@ def use_channels_last(model: nn.Module) -> None:
             module.weight.data = module.weight.data.clone(memory_format=torch.channels_last)
 
 
+class KaimingConv2d(nn.Conv2d):
+    """2D convolution followed by ReLU or a similar function, with the initial weights of He et al. 2015.
+
+    Arguments:
+        arguments, options: as for `torch.nn.Conv2d`.
+        zero_bias: initialise the bias with 0 instead of the random numbers of `torch.nn.Conv2d`.
+
+    Example:
+        >>> KaimingConv2d(3, 16, kernel_size=3, zero_bias=True)(torch.randn(1, 3, 8, 8)).shape
+        torch.Size([1, 16, 6, 6])
+    """
+
+    def __init__(self, *arguments: Any, zero_bias: bool = False, **options: Any) -> None:
+        self._zero_bias = zero_bias
+        super().__init__(*arguments, **options)
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights."""
+        super().reset_parameters()
+        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
+        if self._zero_bias and self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class Im2colConv2d(nn.Conv2d):
     """2D convolution computed as one matrix product of all patches and the weights.
 

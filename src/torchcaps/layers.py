@@ -1,6 +1,8 @@
 """Capsule layers made of a routing map, transforms and a routing rule."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,48 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules, coordinate_addition
 from torchcaps.checks import check_shape, check_sizes, described, has_values
 from torchcaps.routing import LayerShape, Routing, rule_for
-from torchcaps.routing_map import Constant, RoutingMap, TransformModule
+from torchcaps.routing_map import Constant, RoutingMap
+
+
+class TransformModule(nn.Module):
+    """Base class of layers with transforms. It makes ``model.to(memory_format=torch.channels_last)`` possible.
+
+    Without this class, PyTorch would try to convert the transforms too, and fail: channels_last exists for four
+    dimensions only, and transforms have five. This class leaves the memory layout of the transforms unchanged.
+    """
+
+    transform: Tensor
+    _draw: Callable[[Tensor], object] | None = None
+
+    def initialise(self, draw: Callable[[Tensor], object]) -> None:
+        """Draw the transforms in place with ``draw``, now and in every later call of `reset_parameters`."""
+        self._draw = draw
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new initial transforms. Like the layers of PyTorch, the method does not reset submodules.
+
+        Raises:
+            RuntimeError: the initial transforms were given as a tensor.
+        """
+        if self._draw is None:
+            raise RuntimeError(
+                f"{type(self).__name__} cannot draw new transforms, because its initial transforms were given as a "
+                "tensor: call initialise with a function that draws them"
+            )
+        with torch.no_grad():
+            self._draw(self.transform)
+
+    def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
+        def keeping_order(tensor: Tensor) -> Tensor:
+            try:
+                return function(tensor)
+            except RuntimeError as error:
+                if tensor.ndim != 5 or "channels_last" not in str(error):
+                    raise
+                return function(tensor.flatten()).view(tensor.shape)
+
+        return super()._apply(keeping_order, *arguments, **options)
 
 
 class CapsuleLayer(TransformModule):
@@ -107,10 +150,10 @@ class DenseCaps(CapsuleLayer):
         check_sizes(child_sites=child_sites, child_types=child_types, child_pose_size=child_pose_size)
         check_sizes(parent_types=parent_types, parent_pose_size=parent_pose_size)
         std = 1.36 * min(parent_types, 10) / (child_sites * child_types * parent_pose_size) ** 0.5
-        transform = truncated_normal_(
-            torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size), std
-        )
+        draw = partial(truncated_normal_, std=std)
+        transform = draw(torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size))
         super().__init__(RoutingMap.dense(child_sites), transform, routing, (1, child_pose_size))
+        self._draw = draw
 
 
 class ConvCaps(CapsuleLayer):
@@ -159,10 +202,12 @@ class ConvCaps(CapsuleLayer):
         routing: nn.Module | Routing | str = "em",
     ) -> None:
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
-        shape = (kernel_size**2, child_types, parent_types)
-        transform = initial_transform(*shape, columns_of(pose_size), initial_std, around_identity)
+        size = columns_of(pose_size)
+        draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
+        transform = draw(torch.empty(kernel_size**2, child_types, parent_types, size, size))
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]))
+        self._draw = draw
 
     @property
     def parent_grid(self) -> tuple[int, int]:
@@ -213,10 +258,13 @@ class ClassCaps(CapsuleLayer):
             cure = ' on the meta device, without values: create it with device="cpu"' if is_meta else ""
             raise ValueError(f"coordinates must be [S, 2], row and column per site; got {described(coordinates)}{cure}")
         check_sizes(child_types=child_types, num_classes=num_classes)
-        transform = initial_transform(1, child_types, num_classes, columns_of(pose_size), initial_std, around_identity)
+        size = columns_of(pose_size)
+        draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
+        transform = draw(torch.empty(1, child_types, num_classes, size, size))
         routing_map = RoutingMap.shared(len(coordinates))
         more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more))
+        self._draw = draw
         self._coordinates = Constant(coordinates.clone())
         self.add_coordinates = add_coordinates
 
@@ -255,12 +303,10 @@ def truncated_normal_(weights: Tensor, std: float, name: str = "the initial stan
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)
 
 
-def initial_transform(
-    transforms: int, child_types: int, parent_types: int, size: int, std: float, around_identity: bool
-) -> Float[Tensor, "K C J Q N"]:
-    """Draw square transforms from a truncated normal distribution around the identity or zero."""
-    transform = truncated_normal_(torch.empty(transforms, child_types, parent_types, size, size), std)
-    return transform + torch.eye(size) if around_identity else transform
+def square_transforms_(transform: Float[Tensor, "K C J Q Q"], std: float, around_identity: bool) -> Tensor:
+    """Draw square transforms in place from a truncated normal distribution around the identity or zero."""
+    truncated_normal_(transform, std)
+    return transform.add_(torch.eye(transform.shape[4], device=transform.device)) if around_identity else transform
 
 
 class SharedCaps(TransformModule):
@@ -295,7 +341,7 @@ class SharedCaps(TransformModule):
         check_sizes(child_pose_size=child_pose_size, parent_types=parent_types, parent_pose_size=parent_pose_size)
         self.transform = nn.Parameter(torch.empty(1, 1, parent_types, child_pose_size, parent_pose_size))
         bound = (6 / (child_pose_size + parent_types * parent_pose_size)) ** 0.5
-        nn.init.uniform_(self.transform, -bound, bound)
+        self.initialise(partial(nn.init.uniform_, a=-bound, b=bound))
         shape = LayerShape(1, 1, parent_types, (1, child_pose_size), (1, parent_pose_size))
         self.routing = rule_for(routing, shape)
         self._map: RoutingMap | None = None

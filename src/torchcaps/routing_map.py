@@ -1,13 +1,12 @@
 """The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int32, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchcaps.checks import (
     INTEGERS,
@@ -57,25 +56,6 @@ class Constant:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"values": self.values, "_copies": {}}
-
-
-class TransformModule(nn.Module):
-    """Base class of layers with transforms. It makes ``model.to(memory_format=torch.channels_last)`` possible.
-
-    Without this class, PyTorch would try to convert the transforms too, and fail: channels_last exists for four
-    dimensions only, and transforms have five. This class leaves the memory layout of the transforms unchanged.
-    """
-
-    def _apply(self, function: Callable[[Tensor], Tensor], *arguments: Any, **options: Any) -> "TransformModule":  # type: ignore[override]
-        def keeping_order(tensor: Tensor) -> Tensor:
-            try:
-                return function(tensor)
-            except RuntimeError as error:
-                if tensor.ndim != 5 or "channels_last" not in str(error):
-                    raise
-                return function(tensor.flatten()).view(tensor.shape)
-
-        return super()._apply(keeping_order, *arguments, **options)
 
 
 @dataclass(frozen=True, eq=False)

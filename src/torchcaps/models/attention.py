@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -90,7 +91,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
                 lower.routing.score.requires_grad_(False)  # the next layer does not use the activations
         for layer, children in ((self.first_capsules, 9), (self.second_capsules, 9), (self.class_capsules, sites)):
             parents = layer.transform.shape[2]
-            nn.init.normal_(layer.transform, std=math.sqrt(parents / (pose_side * types * children)))
+            std = math.sqrt(parents / (pose_side * types * children))
+            layer.initialise(partial(nn.init.normal_, std=std))
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

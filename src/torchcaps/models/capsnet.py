@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.convolution import Im2colConv2d
+from torchcaps.convolution import Im2colConv2d, KaimingConv2d
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -109,8 +109,7 @@ def _stem(below: int, channels: int) -> nn.Sequential:
     for above, kernel_size, stride in zip(
         (channels // 4, channels // 2, channels // 2, channels), (5, 3, 3, 3), (1, 2, 1, 2), strict=True
     ):
-        convolution = nn.Conv2d(below, above, kernel_size, stride, padding=kernel_size // 2, bias=False)
-        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        convolution = KaimingConv2d(below, above, kernel_size, stride, padding=kernel_size // 2, bias=False)
         layers += [convolution, nn.BatchNorm2d(above), nn.ReLU()]
         below = above
     return nn.Sequential(*layers)

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths, squash, wide
+from torchcaps.convolution import KaimingConv2d
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -66,9 +68,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
             )
         layers: list[nn.Module] = []
         for above, kernel_size, stride in zip(channels, (5, 3, 3, 3), (1, 1, 1, 2), strict=True):
-            convolution = nn.Conv2d(below, above, kernel_size, stride)
-            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
-            layers += [convolution, nn.ReLU(), nn.BatchNorm2d(above)]
+            layers += [KaimingConv2d(below, above, kernel_size, stride), nn.ReLU(), nn.BatchNorm2d(above)]
             below = above
         self.features = nn.Sequential(*layers)
         grid = ((height - 8 - 3) // 2 + 1, (width - 8 - 3) // 2 + 1)
@@ -77,7 +77,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
         self.class_capsules = DenseCaps(
             1, types, primary_pose_size, num_classes, class_pose_size, routing=deepcopy(routing)
         )
-        truncated_normal_(self.class_capsules.transform.data, math.sqrt(2 / (num_classes * types * primary_pose_size)))
+        std = math.sqrt(2 / (num_classes * types * primary_pose_size))
+        self.class_capsules.initialise(partial(truncated_normal_, std=std))
         self.decoder = Decoder(num_classes, class_pose_size, shape) if decoder else None
 
     def forward(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import check_choice
+from torchcaps.convolution import KaimingConv2d
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -69,9 +71,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         layers: list[nn.Module] = []
         below = image_channels + 2
         for stride in (1, 2) * 3:
-            convolution = nn.Conv2d(below, channels, 3, stride, padding)
-            nn.init.kaiming_normal_(convolution.weight)
-            nn.init.zeros_(convolution.bias)  # type: ignore[arg-type]
+            convolution = KaimingConv2d(below, channels, 3, stride, padding, zero_bias=True)
             layers += [nn.BatchNorm2d(below), convolution, nn.SiLU()]
             below = channels
         self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels))
@@ -81,7 +81,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         self.parts, self.class_capsules = (
             CapsuleLayer(
                 routing_map,
-                torch.randn(1, child_types, parent_types, *pose_size) / pose_side,
+                torch.empty(1, child_types, parent_types, *pose_size),
                 deepcopy(routing),
                 pose_size,
             )
@@ -90,6 +90,8 @@ class GenerativeCapsNet(nn.Module, Pretrained):
                 (RoutingMap.dense(1), parts, num_classes),
             )
         )
+        for layer in (self.parts, self.class_capsules):
+            layer.initialise(partial(nn.init.normal_, std=1 / pose_side))
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -81,7 +82,7 @@ class CapsuleHead(nn.Module):
         rule = self.class_capsules.routing
         if isinstance(rule, SUMMING) or (isinstance(rule, AttentionRouting) and rule.norm is None):
             std = 1 / (height * width * types * pose_size[1]) ** 0.5
-            truncated_normal_(self.class_capsules.transform.data, std)
+            self.class_capsules.initialise(partial(truncated_normal_, std=std))
         self.primary_capsules = PrimaryCaps(
             *(channels, types, pose_size, 1),
             bias=False,

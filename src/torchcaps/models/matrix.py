@@ -140,12 +140,11 @@ class MatrixCapsNet(nn.Module, Pretrained):
             activation="sigmoid",
             normalise="plain" if normalise else "none",
         )
-        for layer, name, std in (
-            (self.primary_capsules.convolution, "primary_initial_std", primary_initial_std),
-            (self.primary_capsules.activation, "activation_initial_std", activation_initial_std),
-        ):
-            if layer is not None and std is not None:
-                truncated_normal_(layer.weight, std, name)
+        self._primary_stds = {
+            "primary_initial_std": primary_initial_std,
+            "activation_initial_std": activation_initial_std,
+        }
+        self.reset_parameters()
         grid = (((height - 5) // 2) // stem_stride + 1, ((width - 5) // 2) // stem_stride + 1)
         self.first_capsules = ConvCaps(
             *(grid, primary, first, 3),
@@ -185,6 +184,19 @@ class MatrixCapsNet(nn.Module, Pretrained):
         changed = changed or "class_temperature_factor" in changes
         if changed and isinstance(rule, EMRouting) and isinstance(others, EMRouting):
             rule.inverse_temperature = self.options["class_temperature_factor"] * others.inverse_temperature
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the primary capsules with ``primary_initial_std`` and ``activation_initial_std``.
+
+        The layers of the network have methods of the same name: use ``network.apply`` to reset all of them.
+        """
+        for layer, (name, std) in zip(
+            (self.primary_capsules.convolution, self.primary_capsules.activation),
+            self._primary_stds.items(),
+            strict=True,
+        ):
+            if layer is not None and std is not None:
+                truncated_normal_(layer.weight, std, name)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

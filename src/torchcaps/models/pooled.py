@@ -67,6 +67,10 @@ class PooledCNN(nn.Module, Pretrained):
         channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, num_classes), nn.Sigmoid())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of all layers."""
         self.apply(_glorot)
 
     def forward(
@@ -114,9 +118,13 @@ class PooledCapsNet(nn.Module, Pretrained):
         super().__init__()
         channels, _, _ = self.image_shape = check_image_shape("PooledCapsNet", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
-        self.apply(_glorot)
+        self.reset_parameters()
         routing = deepcopy(with_defaults(routing, SU))
         self.class_capsules = SharedCaps(128, num_classes, class_pose_size, routing=routing)
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the convolutions."""
+        self.trunk.apply(_glorot)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

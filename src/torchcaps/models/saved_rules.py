@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
-from torchcaps.options import check_kind, check_options, kinds_of, plain_options
+from torchcaps.options import absent, check_kind, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS, Routing
 
 
@@ -82,7 +82,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
                 made = kind(**{**rule["options"], **(change.options if change else {})})
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error
-        if missing := made.saved_options.keys() - rule["options"].keys():  # type: ignore[union-attr, operator]
+        if missing := absent("routing", made.saved_options, rule["options"]):  # type: ignore[arg-type]
             raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
         constructed = dict(_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():

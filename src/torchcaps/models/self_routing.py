@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
+from torchcaps.convolution import KaimingConv2d
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import ConvCaps, DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -68,8 +69,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         )
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
-            convolution = nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False)
-            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            convolution = KaimingConv2d(below, factor * width, 3, stride, padding=1, bias=False)
             layers += [convolution, nn.BatchNorm2d(factor * width), nn.ReLU()]
             below = factor * width
         self.features = nn.Sequential(*layers)

@@ -348,18 +348,18 @@ class EMRouting(nn.Module):
         check_choice("backend", backend, BACKENDS)
         self.parent_types = parent_types
         learned = parent_activation == "logistic"
-        self.beta_u = nn.Parameter(torch.zeros(parent_types), requires_grad=learned)
-        self.beta_a = nn.Parameter(torch.full((parent_types,), float(initial_beta_a)), requires_grad=learned)
-        self.iterations = iterations
-        self.competition: Competition = competition
-        self.variance_floor = variance_floor
-        self.normalise_data = normalise_data
-        self.inverse_temperature = inverse_temperature
-        self.temperature_schedule: TemperatureSchedule = temperature_schedule
-        self.parent_activation: ParentActivation = parent_activation
-        self.mean_damping = mean_damping
-        self.tempering = tempering
-        self.backend: Backend = backend
+        self.beta_u, self.beta_a = (nn.Parameter(torch.empty(parent_types), requires_grad=learned) for _ in range(2))
+        self.initial_beta_a = float(initial_beta_a)
+        self.reset_parameters()
+        self.iterations, self.variance_floor, self.normalise_data = iterations, variance_floor, normalise_data
+        self.inverse_temperature, self.mean_damping, self.tempering = inverse_temperature, mean_damping, tempering
+        self.competition, self.backend = competition, backend
+        self.temperature_schedule, self.parent_activation = temperature_schedule, parent_activation
+
+    def reset_parameters(self) -> None:
+        """Set β_u and β_a to their initial values."""
+        nn.init.zeros_(self.beta_u)
+        nn.init.constant_(self.beta_a, self.initial_beta_a)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "EMRouting":
@@ -394,7 +394,7 @@ class EMRouting(nn.Module):
     @property
     def saved_options(self) -> dict[str, Any]:
         """Constructor arguments, as `save_pretrained` saves them; β_u and β_a are part of the state dict."""
-        return {"parent_types": len(self.beta_u), **self.options}
+        return {"parent_types": len(self.beta_u), **self.options, "initial_beta_a": self.initial_beta_a}
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

@@ -76,8 +76,14 @@ class GenerativeRouting(Rule):
             if not 0 < floor < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0; got {floor}")
         self.iterations, self.variance_floor, self.mass_floor = iterations, variance_floor, mass_floor
-        self.beta_use = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
-        self.beta_ignore = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+        self.beta_use = nn.Parameter(torch.empty(transforms, child_types, parent_types))
+        self.beta_ignore = nn.Parameter(torch.empty(transforms, child_types, parent_types))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set β to 0."""
+        nn.init.zeros_(self.beta_use)
+        nn.init.zeros_(self.beta_ignore)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "GenerativeRouting":

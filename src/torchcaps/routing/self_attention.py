@@ -51,7 +51,12 @@ class SelfAttentionRouting(Rule):
     def __init__(self, transforms: int, child_types: int, parent_types: int) -> None:
         super().__init__()
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
-        self.bias = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+        self.bias = nn.Parameter(torch.empty(transforms, child_types, parent_types))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set b to 0."""
+        nn.init.zeros_(self.bias)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfAttentionRouting":

@@ -53,8 +53,14 @@ class SelfRouting(Rule):
         rows, columns = child_pose_shape
         check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types, rows=rows)
         check_sizes(columns=columns)
-        self.weight = nn.Parameter(torch.zeros(transforms, child_types, parent_types, columns, rows))
-        self.bias = nn.Parameter(torch.zeros(transforms, child_types, parent_types))
+        self.weight = nn.Parameter(torch.empty(transforms, child_types, parent_types, columns, rows))
+        self.bias = nn.Parameter(torch.empty(transforms, child_types, parent_types))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set W and b to 0."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "SelfRouting":

@@ -75,10 +75,16 @@ class VariationalBayesRouting(Rule):
         self.parent_types = parent_types
         self.iterations = iterations
         self.competition = competition
-        self.beta_a = nn.Parameter(torch.zeros(parent_types))
-        self.beta_u = nn.Parameter(torch.zeros(parent_types))
+        self.beta_a = nn.Parameter(torch.empty(parent_types))
+        self.beta_u = nn.Parameter(torch.empty(parent_types))
         self.activation_norm = nn.BatchNorm1d(parent_types, affine=False)
         self.pose_norm = nn.BatchNorm1d(parent_types, affine=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set β_a and β_u to 0."""
+        nn.init.zeros_(self.beta_a)
+        nn.init.zeros_(self.beta_u)
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "VariationalBayesRouting":
