@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.numpy import load_file
 
 from conftest import make_images, train
@@ -91,6 +92,12 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
     code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
     assert code == 0, error
     assert re.search(r"warning: 58 training and 6 validation images of .* are among the 80 test images: ", error)
+    for path in (tmp_path / "photos").rglob("*.png"):
+        Image.open(path).save(path.with_suffix(".bmp"))  # other files with the same pixels
+        path.unlink()
+    for cache in ("memory", "none"):
+        code, _, again = call("evaluate", finished[0], "--data", tmp_path / "photos", "--cache", cache)
+        assert (code, again) == (0, error)
     everything = load_file(finished[0] / "image-digests.safetensors")
     counts = {"train": 58, "validation": 6, "test": 16}
     assert {name: len(digests) for name, digests in everything.items()} == {

@@ -1,6 +1,8 @@
 """Folders of real image files, written by Pillow."""
 
+import struct
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from PIL import Image
 from image_trees import refused, save, tree, warned
 from torchcaps.data import cut, load_image_folder, load_splits, read_image
 from torchcaps.data.image_file import FORMATS
+from torchcaps.data.image_folder import images_below
 from torchcaps.errors import BadInput
 
 
@@ -140,6 +143,23 @@ def test_transparent_pixels_are_black(tmp_path):
     assert read_image(tmp_path / "solid.png")[:, 0, 0].tolist() == [200, 100, 50]
 
 
+@pytest.mark.parametrize(("bits", "scale"), [(1, 255), (2, 85), (4, 17), (8, 1)])
+def test_a_transparent_grey_is_black_whatever_the_number_of_bits(bits, scale, tmp_path):
+    white = 2**bits - 1
+    row = [white, 0, white // 3, white, 0, 0, white // 3, white]
+    packed = int("".join(f"{value:0{bits}b}" for value in row), 2).to_bytes(bits, "big")
+    content = b"\x89PNG\r\n\x1a\n"
+    for name, part in (
+        (b"IHDR", struct.pack(">IIBBBBB", 8, 1, bits, 0, 0, 0, 0)),
+        (b"tRNS", struct.pack(">H", white)),
+        (b"IDAT", zlib.compress(b"\0" + packed)),
+        (b"IEND", b""),
+    ):
+        content += struct.pack(">I", len(part)) + name + part + struct.pack(">I", zlib.crc32(name + part))
+    (tmp_path / "drawing.png").write_bytes(content)
+    assert read_image(tmp_path / "drawing.png").flatten().tolist() == [scale * value % 255 for value in row]
+
+
 @pytest.mark.parametrize(("mode", "channels"), [("1", 1), ("P", 3), ("CMYK", 3)])
 def test_pixels_of_other_modes_are_read(mode, channels, tmp_path):
     path = tmp_path / ("image.jpg" if mode == "CMYK" else "image.png")
@@ -176,6 +196,14 @@ def test_train_and_test_that_do_not_match_are_refused(tmp_path):
     refused(lambda: load_image_folder(tmp_path), tmp_path / "train" / "eel", tmp_path / "test" / "eel")
     tree(tmp_path / "test", classes=("eel", "fox"), count=1)
     refused(lambda: load_image_folder(tmp_path), tmp_path / "test" / "fox", f"not in {tmp_path / 'train'}")
+
+
+def test_links_to_missing_images_are_refused_by_name(tmp_path):
+    tree(tmp_path)
+    link = tmp_path / "cat" / "link.png"
+    link.symlink_to(tmp_path / "missing.png")
+    refused(lambda: load_image_folder(tmp_path), link)
+    assert link in images_below(tmp_path)
 
 
 def test_damaged_images_are_refused_by_name(tmp_path):

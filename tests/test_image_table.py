@@ -1,6 +1,8 @@
 """Tables of images: CSV files, and Parquet files and saved datasets written by Hugging Face datasets."""
 
 import io
+import os
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -185,7 +187,7 @@ def test_a_saved_dataset_is_read_with_its_splits_and_class_names(cache, tmp_path
     assert found == [[0, 1, 2, 3, 4, 5], [100, 101, 102, 103], [200, 201]]
     assert splits.train.class_names == ("cat", "dog")
     assert splits.train.labels.tolist() == [0, 1] * 3
-    dataset(10).save_to_disk(tmp_path / "single")
+    dataset(10).with_format("torch").save_to_disk(tmp_path / "single")
     assert [len(part) for part in load_image_table(tmp_path / "single")] == [8, 2]
 
 
@@ -338,6 +340,15 @@ def test_splits_with_different_class_names_are_refused(tmp_path):
     refused(lambda: load_splits(str(tmp_path / "mixed"), tmp_path), tmp_path / "mixed", "some labels are text")
 
 
+def test_a_parquet_file_that_is_replaced_at_the_same_time_is_read_again(tmp_path):
+    path = tmp_path / "photos.parquet"
+    for count, first in ((10, 0), (20, 100), (20, 200)):
+        dataset(count, first).to_parquet(path)
+        os.utime(path, (1e9, 1e9))
+        train, test = load_image_table(path)
+        assert sorted(torch.cat([train.pixels, test.pixels])[:, 0, 0, 0].tolist()) == [*range(first, first + count)]
+
+
 def test_parquet_files_with_brackets_in_their_path_are_read(tmp_path):
     folder = tmp_path / "photos[1]"
     folder.mkdir()
@@ -346,3 +357,15 @@ def test_parquet_files_with_brackets_in_their_path_are_read(tmp_path):
     dataset(10).to_parquet(folder / "train.parquet")
     (folder / "train[2].parquet").unlink()
     assert [len(part) for part in load_image_table(folder)] == [8, 2]
+
+
+def test_a_library_datasets_that_cannot_be_imported_is_named_with_the_cure(tmp_path, monkeypatch):
+    dataset(10).to_parquet(tmp_path / "photos.parquet")
+    (tmp_path / "datasets.py").write_text("raise ImportError('pyarrow requires NumPy 2.0 or newer')")
+    monkeypatch.delitem(sys.modules, "datasets")
+    monkeypatch.syspath_prepend(tmp_path)
+    refused(
+        lambda: load_image_table(tmp_path / "photos.parquet"),
+        "photos.parquet: Hugging Face datasets cannot be imported (pyarrow requires NumPy 2.0",
+        "pip install -U 'torchcaps[datasets]'",
+    )

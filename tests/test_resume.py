@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from conftest import make_images, train
 from test_run_folder import SPLITS, FirstIsBest, digits, tiny
@@ -44,6 +45,20 @@ def test_a_damaged_image_found_in_the_first_epoch_can_be_replaced(call, refused,
     assert re.match(r"warning: .*run: the \w+ images, .* have changed; .* has not used these images yet", error)
     shutil.copy(photos / "left" / "004.png", bad)
     assert "was started with other data" in train(refused, photos, run, *DISK[:-1], 2, "--resume")
+
+
+def test_checksums_of_pixels_are_kept_if_a_run_is_resumed_with_images_on_disk(call, photos, tmp_path):
+    run = tmp_path / "run"
+    assert train(call, photos, run, "--cache", "memory", *DISK[2:])[0] == 0
+    before = load_file(run / "image-digests.safetensors")
+    assert train(call, photos, run, *DISK[:-1], 2, "--resume")[0] == 0
+    after = load_file(run / "image-digests.safetensors")
+    assert (
+        after.keys()
+        == before.keys()
+        == {name + kind for name in ("train", "validation", "test") for kind in ("", " files")}
+    )
+    assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
 def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refused, photos, tmp_path):

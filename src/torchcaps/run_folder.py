@@ -5,14 +5,16 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors.numpy
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from torch import nn
 
 from torchcaps.checkpoints import load_best, load_checkpoint
@@ -200,10 +202,26 @@ def begin_run(folder: Path, begun: Begun) -> None:
     """Write recipe.json and the image digests. Remove temporary files that a killed process left behind."""
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
+    digests = {**_digests_of_pixels(folder, begun.digests), **begun.digests}
     # recipe.json is written first, because it marks the folder as a run.
     write_run(folder, begun.run)
     with atomically(folder / DIGESTS) as stream:
-        stream.write(safetensors.numpy.save(begun.digests))
+        stream.write(safetensors.numpy.save(digests))
+
+
+def _digests_of_pixels(folder: Path, now: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the stored checksums of the pixels of splits whose image files have not changed.
+
+    A run that is resumed with images on disk computes only checksums of their files.
+    """
+    with suppress(OSError, SafetensorError):
+        before = safetensors.numpy.load((folder / DIGESTS).read_bytes())
+        return {
+            name: before[name]
+            for name, files in ((name, f"{name} files") for name in ("train", "validation", "test"))
+            if {name, files} <= before.keys() and files in now and np.array_equal(before[files], now[files])
+        }
+    return {}
 
 
 def changed_setting(before: Recipe, now: Recipe, ignored: Container[str] = ("data",)) -> str | None:

@@ -9,7 +9,7 @@ import safetensors.numpy
 from jaxtyping import Bool
 from safetensors import SafetensorError
 
-from torchcaps.data import Images, ImagesOnDisk, image_digests
+from torchcaps.data import Images, image_digests
 from torchcaps.errors import DataWarning, unreadable
 from torchcaps.run_folder import DIGESTS
 
@@ -17,8 +17,7 @@ from torchcaps.run_folder import DIGESTS
 def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
     """Find which of the given images are in the training split of a run, and which are in its validation split.
 
-    An image is found by the checksum of its file or of its pixels. For images on disk, only the checksums of the files
-    are compared if possible, because checksums of the pixels require decoding every image.
+    An image is found by the checksum of its file or of its pixels, whichever the run stores.
 
     Returns:
         For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
@@ -36,7 +35,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
         digests = {}
         if images.files is not None and {"train files", "validation files"} <= known.keys():
             digests[" files"] = images.files.digests
-        if {"train", "validation"} <= known.keys() and not (digests and isinstance(images, ImagesOnDisk)):
+        if {"train", "validation"} <= known.keys():
             digests[""] = image_digests(images)
         if not digests:
             warnings.warn(

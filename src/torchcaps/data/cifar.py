@@ -38,24 +38,24 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
         >>> train, test = load_cifar10(Path("data"))  # doctest: +SKIP
     """
     fetch_cifar10(data_dir)
-    ((file, problem),) = verify_cifar10(data_dir)
-    if problem != "ok":
-        raise BadInput(f"{data_dir / 'cifar-10' / file}: {problem}")
     return read_cifar10(data_dir / "cifar-10" / ARCHIVE)
 
 
 def fetch_cifar10(data_dir: Path, progress: bool = True) -> None:
-    """Download the archive of CIFAR-10 to `data_dir/cifar-10/` if it is missing.
+    """Download the archive of CIFAR-10 to `data_dir/cifar-10/` if it is missing, and verify its checksum.
 
     Arguments:
         data_dir: data folder.
         progress: draw a progress bar on standard error.
     Raises:
-        BadInput: the archive cannot be downloaded or written.
+        BadInput: the archive has a wrong checksum, or cannot be downloaded or written.
     """
     path = data_dir / "cifar-10" / ARCHIVE
     if not path.exists():
         download([URL], path, MD5, progress, digest=md5_of)
+    ((_, problem),) = verify_cifar10(data_dir)
+    if problem != "ok":
+        raise BadInput(f"{path}: {problem}")
 
 
 def verify_cifar10(data_dir: Path) -> list[tuple[str, str]]:

@@ -32,6 +32,8 @@ FORMATS = {
 """Pillow's name of the image format for each supported file extension; extensions are in lower case."""
 GREY = ("1", "L", "LA", "La")
 """Pillow's modes of greyscale images with at most 8 bits per pixel."""
+SMALL_GREYS = {"L;2": 85, "L;4": 17}
+"""For Pillow's raw modes of grey PNG images with 2 and 4 bits, the factor by which Pillow multiplies the pixels."""
 PNG_METADATA = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 """Names of the parts of a PNG file that can contain the orientation; without them, `getexif` decodes the pixels."""
 LONGEST_SIDE = 10_000
@@ -127,8 +129,11 @@ def decode(
         picture = ImageOps.exif_transpose(file)
         facts = _facts(file, raw, picture.width, picture.height)
         colour_key = picture.info.get("transparency")
-        if isinstance(colour_key, tuple) and facts.deep:  # Pillow keeps the upper 8 bits of colours, but not of the key
+        # Pillow converts the pixels to 8 bits, but not the colour that is transparent.
+        if isinstance(colour_key, tuple) and facts.deep:
             picture.info["transparency"] = tuple(value >> 8 for value in colour_key)
+        elif isinstance(colour_key, int) and raw in SMALL_GREYS:
+            picture.info["transparency"] = colour_key * SMALL_GREYS[raw]
         original, picture = picture, _eight_bits(picture, channels == 1 or (channels is None and facts.grey))
         if facts.deep:
             single = original.mode.startswith("I")

@@ -159,8 +159,13 @@ def folders_in(root: Path) -> list[Path]:
 
 
 def is_image(path: Path) -> bool:
-    """Return whether a path is a file with the extension of a known format, and is not hidden."""
-    return path.suffix.lower() in FORMATS and not path.name.startswith(".") and path.is_file()
+    """Return whether a path is a file, or a link to a missing file, with the extension of a known format.
+
+    Hidden files do not count. Links to missing files count, so that reading them raises an error.
+    """
+    if path.suffix.lower() not in FORMATS or path.name.startswith("."):
+        return False
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def images_below(root: Path) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """Read your own images from a table: a CSV file of paths and labels, Parquet files, or a Hugging Face dataset."""
 
 import csv
+import hashlib
 import os
 from collections.abc import Sequence
 from glob import escape
@@ -17,7 +18,7 @@ from torchcaps.data.image_file import file_bytes
 from torchcaps.data.image_files import Paths
 from torchcaps.data.image_list import ImageList, remarks_on_names, train_and_test
 from torchcaps.data.images import Images
-from torchcaps.errors import BadInput, printable
+from torchcaps.errors import BadInput, first_line, printable
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,6 +33,8 @@ LABEL_COLUMNS = ("label", "labels", "class", "category")
 """If `label_column` is not given, a column with one of these names is used as the column of labels."""
 MOST_COLUMNS = 20
 """An error message lists at most this many columns."""
+LAST_BYTES = 2**16
+"""Length of the end of a Parquet file that identifies its content."""
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 """Keys are the accepted names of splits; values are "train", "validation" or "test"."""
 
@@ -210,7 +213,13 @@ class Rows:
 def _list_dataset(name: str, path: Path, image_column: str | None, label_column: str | None) -> ImageList:
     if find_spec("datasets") is None:
         raise BadInput(f"{name}: reading it needs Hugging Face datasets; pip install 'torchcaps[datasets]'")
-    import datasets
+    try:
+        import datasets
+    except ImportError as error:
+        raise BadInput(
+            f"{name}: Hugging Face datasets cannot be imported ({first_line(error)}); pip install -U "
+            "'torchcaps[datasets]'"
+        ) from error
 
     found, remarks = _open_dataset(name, path), []
     splits: dict[str, list[int]] = {}
@@ -276,12 +285,12 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
             owner_and_name, _, configuration = name.removeprefix(HUB).partition(":")
             found = datasets.load_dataset(owner_and_name, configuration or None)
         elif path.is_file():
-            found = datasets.load_dataset("parquet", data_files=escape(str(path)))
+            found = datasets.load_dataset("parquet", _state_of([path]), data_files=escape(str(path)))
         elif files := _parquet_files(path):
             by_split: dict[str, list[str]] = {}
             for file in files:
                 by_split.setdefault(file.stem.partition("-")[0], []).append(escape(str(file)))
-            found = datasets.load_dataset("parquet", data_files=by_split)
+            found = datasets.load_dataset("parquet", _state_of(files), data_files=by_split)
         else:
             found = datasets.load_from_disk(str(path))
             for dataset in [found] if isinstance(found, datasets.Dataset) else found.values():
@@ -295,7 +304,23 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
         datasets.logging.set_verbosity(logged)
         if not bars:
             datasets.enable_progress_bars()
-    return {"train": found} if isinstance(found, datasets.Dataset) else dict(found)
+    splits = {"train": found} if isinstance(found, datasets.Dataset) else found
+    return {split: dataset.with_format(None) for split, dataset in splits.items()}
+
+
+def _state_of(files: Sequence[Path]) -> str:
+    """Return a name for the content of Parquet files, made from their sizes and their last bytes.
+
+    The library `datasets` caches a file by its path and modification time, which stay the same if a file is replaced by
+    an archive tool. It also caches by the given name. The last bytes contain the positions of all columns.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for file in files:
+        with file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - LAST_BYTES))
+            digest.update(f"{size} ".encode() + stream.read())
+    return f"content-{digest.hexdigest()}"
 
 
 def _parquet_files(folder: Path) -> list[Path]:
