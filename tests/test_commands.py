@@ -5,10 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
 
+import torchcaps
 from conftest import COMMAND, ENVIRONMENT
 from torchcaps import Classifier, __version__
 from torchcaps.cli.common import print_table
@@ -216,3 +219,23 @@ def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():
     variational = vars(create_recipe("variational-capsnet-images"))
     of_routing = {"name", "model_options", "routing_options"}
     assert {key for key in variational if variational[key] != recipes[1][key]} == of_routing
+
+
+def test_kernels_that_cannot_be_loaded_are_one_line_with_the_cure(tmp_path):
+    package = Path(torchcaps.__file__).parent
+    shutil.copytree(package, tmp_path / "torchcaps", ignore=shutil.ignore_patterns("__pycache__", "_cpu*"))
+    damaged = tmp_path / "torchcaps" / "kernels" / f"_cpu{EXTENSION_SUFFIXES[0]}"
+    damaged.write_text("not a library")
+    script = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "ScikitBuildRedirectingFinder"]
+sys.path.insert(0, sys.argv.pop(1))
+from torchcaps.cli import main
+main()
+"""
+    words = [sys.executable, "-c", script, tmp_path, "info"]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: the fused kernels cannot be loaded ({damaged}: ")
+    assert "TORCHCAPS_NO_KERNELS=1" in line

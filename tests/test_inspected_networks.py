@@ -17,6 +17,7 @@ from torchcaps import (
     PrimaryCaps,
     inspect,
 )
+from torchcaps.feature_maps import FeatureMap, feature_maps
 
 
 class Stack(nn.Module):
@@ -55,6 +56,29 @@ def test_a_network_may_change_capsules_between_two_layers():
 
     layers = (ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)) for _ in range(2))
     torch.testing.assert_close(supports(Gated(*layers), torch.rand(1, 12, 12)).sum(dim=(2, 3)), torch.ones(3, 3))
+
+
+class BlurPool2d(nn.Module):
+    """Centred blur with stride 2, with the attributes of the class of this name in timm."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.filt_size, self.stride, self.padding = 3, 2, [1, 1, 1, 1]
+        kernel = torch.tensor([1.0, 2.0, 1.0]) / 4
+        self.register_buffer("kernel", (kernel[:, None] * kernel).expand(channels, 1, 3, 3).clone())
+
+    def forward(self, maps):
+        padded = nn.functional.pad(maps, self.padding, mode="reflect")
+        return nn.functional.conv2d(padded, self.kernel, stride=2, groups=len(self.kernel))
+
+
+def test_the_positions_of_a_blurred_feature_map_are_those_of_the_centres():
+    """The positions of a map that an unknown module makes half as large would be half a pixel further."""
+    image = torch.rand(1, 1, 12, 12)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), BlurPool2d(4))
+    with feature_maps(model, [], image) as maps:
+        model(image)
+    assert maps[-1] == FeatureMap((6, 6), (0, 0), (2, 2))
 
 
 def test_a_network_that_runs_on_two_inputs_is_refused():

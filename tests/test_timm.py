@@ -84,7 +84,7 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(weights[0].read_bytes()[:1000])
     for file, says in (
-        (other, "other.safetensors has no weights for test_resnet"),
+        (other, r"other.safetensors has no weights for test_resnet .*Missing key\(s\) in state_dict: \"conv1"),
         (damaged, "damaged.safetensors has no weights for test_resnet"),
         (tmp_path / "none.safetensors", "is not a .safetensors file"),
         (tmp_path / "weights.pth", "is not a .safetensors file"),
@@ -92,6 +92,48 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
         with pytest.raises(BadInput, match=says):
             model.load_backbone(str(file))
     assert torch.equal(model.state_dict()["backbone.conv1.0.weight"], before)
+
+
+@needs_timm
+def test_layers_behind_the_feature_map_are_left_out():
+    import timm
+
+    network = timm.create_model("test_efficientnet").eval()
+    model = TimmCapsNet((3, 64, 64), 4, backbone="test_efficientnet").eval()
+    theirs, own = network.state_dict(), model.state_dict()
+    for name in own:
+        if name.startswith("backbone."):
+            own[name].copy_(theirs[name.removeprefix("backbone.model.")])
+    images = torch.rand(2, 3, 64, 64)
+    maps = network.forward_intermediates((images - model.mean) / model.std, intermediates_only=True)
+    *_, features = (one for one in maps if one.shape[-2:] == (4, 4))
+    torch.testing.assert_close(model(images).scores, model.head(features).scores)
+    model.train()(images).scores.sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
+@needs_timm
+@pytest.mark.parametrize(
+    ("backbone", "stride", "shape", "says"),
+    [
+        ("vit_tiny_patch16_224", 16, (3, 60, 40), r"first 48×32 pixels of images of 60×40: .* 64×48 .*=\[64,48\]\)"),
+        ("mixer_s16_224", 16, (1, 30, 30), r"first 16×16 pixels of images of 30×30: .* 32×32 .*=32\)"),
+        ("convnext_atto", 8, (3, 62, 62), r"first 60×60 pixels of images of 62×62: .* 64×64 .*=64\)"),
+    ],
+)
+def test_images_of_which_the_last_rows_or_columns_would_be_ignored_are_refused(backbone, stride, shape, says):
+    with pytest.raises(BadInput, match=says):
+        TimmCapsNet(shape, 3, backbone=backbone, stride=stride)
+
+
+@needs_timm
+@pytest.mark.parametrize("backbone", ["resnet18", "regnetx_002", "test_resnet", "test_efficientnet", "test_byobnet"])
+@pytest.mark.parametrize("shape", [(3, 33, 47), (1, 28, 28), (3, 63, 64)])
+def test_backbones_of_overlapping_convolutions_accept_images_of_any_size(backbone, shape):
+    model = TimmCapsNet(shape, 3, backbone=backbone).eval()
+    zeros = [name for name, weight in model.backbone.named_parameters() if not weight.any()]
+    assert zeros or "resnet" not in backbone  # the last BatchNorm of a residual block starts at 0
+    assert model(torch.rand(2, *shape)).scores.isfinite().all()
 
 
 @needs_timm

@@ -94,11 +94,16 @@ def unreadable(path: object, error: Exception, cure: str) -> BadInput:
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of an error, or the name of its class if it has no message.
 
+    If the first line ends with a colon, the second line is included.
+
     Example:
         >>> first_line(ValueError("no weights\\nin line 3")), first_line(KeyError())
         ('no weights', 'KeyError')
+        >>> first_line(RuntimeError("errors in weights:\\n  no bias\\n  no mean"))
+        'errors in weights: no bias'
     """
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
 
 
 def caption(text: str, most: int = 24) -> str:

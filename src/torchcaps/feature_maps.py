@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchcaps.errors import BadInput
 
 SPATIAL = (nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.AvgPool2d, nn.MaxPool2d)
-"""Modules whose outputs have a known position in the image."""
+"""Modules whose outputs have a known position in the image, besides modules named BlurPool2d, as in timm."""
 
 
 class FeatureMap(NamedTuple):
@@ -42,13 +42,15 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
     known: dict[int, tuple[Tensor, FeatureMap]] = {id(image): (image, whole)}  # the tensors, so that no id is reused
 
     def look(module: nn.Module, given: Any, named: Any, result: Any) -> None:
-        if routed or not isinstance(module, SPATIAL) or not isinstance(result, Tensor) or result.ndim != 4:
+        spatial = isinstance(module, SPATIAL) or type(module).__name__ == "BlurPool2d"
+        if routed or not spatial or not isinstance(result, Tensor) or result.ndim != 4:
             return
         images = given[0] if given else named["input"]
         source = known[id(images)][1] if id(images) in known else _of_size(images.shape[2:], [whole, *maps])
         first, step = source.first, source.step
         if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
-            kernel, stride, spread = (_pair(getattr(module, one, 1)) for one in ("kernel_size", "stride", "dilation"))
+            size = "filt_size" if hasattr(module, "filt_size") else "kernel_size"
+            kernel, stride, spread = (_pair(getattr(module, one, 1)) for one in (size, "stride", "dilation"))
             kernel = [spread[axis] * (kernel[axis] - 1) + 1 for axis in (0, 1)]
             padding = _padding(module, images.shape[2:], result.shape[2:], kernel, stride)
             first = tuple(first[axis] + step[axis] * ((kernel[axis] - 1) / 2 - padding[axis]) for axis in (0, 1))

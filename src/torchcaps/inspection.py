@@ -208,7 +208,10 @@ class Inspection:
 
     def figure(self, count: int = 3) -> "Figure":
         """Draw the image, all scores, the reconstruction, and the `support` for the ``count`` top-scoring classes."""
-        from matplotlib.figure import Figure
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("a figure needs matplotlib: pip install 'torchcaps[train]'") from error
 
         passes, classes = self.support.shape[:2]
         best = self.scores.argsort(descending=True)[: min(count, classes)].tolist()

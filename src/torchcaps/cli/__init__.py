@@ -79,7 +79,9 @@ def _run(interrupt: "_OneInterrupt") -> int:
         from torchcaps.cli.commands import app
 
         return app(standalone_mode=False) or 0
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if error.name == "torchcaps.kernels._cpu":
+            return _refuse(str(error))
         if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
             raise
         return _refuse(f"the command torchcaps needs {error.name}: pip install 'torchcaps[train]'")

@@ -12,7 +12,14 @@ from torch.autograd import forward_ad
 
 from torchcaps.kernels.flops import let_flops_be_counted
 
-_cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
+try:
+    _cpu: Any = import_module(f"{__name__}._cpu") if find_spec(f"{__name__}._cpu") else None
+except ImportError as error:
+    raise ImportError(
+        f"the fused kernels cannot be loaded ({error}): install torchcaps again on this machine, or set "
+        "TORCHCAPS_NO_KERNELS=1 during the installation to install only the reference implementation",
+        name=f"{__name__}._cpu",
+    ) from error
 _TRITON = find_spec("triton") is not None
 MOST_NUMBERS = 64
 CPU_DTYPES = (torch.float32, torch.float64)
