@@ -196,14 +196,16 @@ def test_only_some_of_the_splits_may_be_read_from_files(photos, tmp_path):
     assert counts_seen(tmp_path / "run", splits.train) == {"train": len(splits.train), "validation": 0}
 
 
-def test_images_on_disk_are_compared_with_the_training_images_without_decoding(succeeds, photos, tmp_path):
+def test_images_on_disk_whose_files_were_used_in_training_are_found_without_decoding(succeeds, photos, tmp_path):
     succeeds(*training(photos, tmp_path / "run"))
     shutil.copytree(photos, tmp_path / "again" / "train")
     shutil.copytree(photos, tmp_path / "again" / "test")
     images = loaded(tmp_path / "again", "none")[0].test
-    for name in images.files.names:
-        Path(name).unlink()
+    seen = np.any([*seen_in_training(tmp_path / "run", images).values()], axis=0)
+    for index in np.flatnonzero(seen):
+        Path(images.files.names[index]).unlink()
     assert counts_seen(tmp_path / "run", images) == {"train": 18, "validation": 2}
+    assert len(images) > seen.sum() == 20
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -9,7 +9,7 @@ import safetensors.numpy
 from jaxtyping import Bool
 from safetensors import SafetensorError
 
-from torchcaps.data import Images, image_digests
+from torchcaps.data import Images, ImagesOnDisk, image_digests
 from torchcaps.errors import DataWarning, unreadable
 from torchcaps.run_folder import DIGESTS
 
@@ -17,7 +17,8 @@ from torchcaps.run_folder import DIGESTS
 def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
     """Find which of the given images are in the training split of a run, and which are in its validation split.
 
-    An image is found by the checksum of its file or of its pixels, whichever the run stores.
+    An image is found by the checksum of its file or of its pixels, whichever the run stores. Images on disk are decoded
+    only if the checksums of their files do not find them.
 
     Returns:
         For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
@@ -32,12 +33,20 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
     path = folder / DIGESTS
     try:
         known = safetensors.numpy.load(path.read_bytes())
-        digests = {}
-        if images.files is not None and {"train files", "validation files"} <= known.keys():
-            digests[" files"] = images.files.digests
-        if {"train", "validation"} <= known.keys():
-            digests[""] = image_digests(images)
-        if not digests:
+        seen = {name: np.zeros(len(images), bool) for name in ("train", "validation")}
+        files = images.files if {"train files", "validation files"} <= known.keys() else None
+        by_pixels = seen.keys() <= known.keys()
+        if files is not None:
+            for name in seen:
+                seen[name] |= np.isin(files.digests, known[f"{name} files"])
+        if by_pixels:
+            rest = np.arange(len(images))
+            if isinstance(images, ImagesOnDisk):
+                rest = np.flatnonzero(~(seen["train"] | seen["validation"]))
+            found = image_digests(images.subset(rest.tolist()))
+            for name in seen:
+                seen[name][rest] |= np.isin(found, known[name])
+        if files is None and not by_pixels:
             warnings.warn(
                 f"the given images cannot be compared with the training images of {folder}: the run stores checksums of"
                 " image files, but the given images were not read from files; give images that are read from files",
@@ -45,10 +54,7 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
                 stacklevel=2,
             )
             return {}
-        return {
-            name: np.any([np.isin(found, known[name + kind]) for kind, found in digests.items()], axis=0)
-            for name in ("train", "validation")
-        }
+        return seen
     except (OSError, LookupError, SafetensorError) as error:
         raise unreadable(path, error, "restore it from a copy") from error
 
