@@ -95,6 +95,25 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
 
 
 @needs_timm
+@pytest.mark.parametrize("backbone", ["test_resnet", "test_efficientnet", "deit_tiny_distilled_patch16_224"])
+def test_weights_of_a_network_with_other_classes_are_loaded(backbone, tmp_path):
+    import timm
+
+    network = timm.create_model(backbone, num_classes=7)
+    safetensors.torch.save_file(network.state_dict(), tmp_path / "seven.safetensors")
+    model = TimmCapsNet((3, 224, 224), 4, backbone=backbone)
+    model.load_backbone(str(tmp_path / "seven.safetensors"))
+    theirs = network.state_dict()
+    loaded = [
+        torch.equal(weights, theirs[name.removeprefix("model.")])
+        for name, weights in model.backbone.state_dict().items()
+        if name.removeprefix("model.") in theirs
+    ]
+    assert len(loaded) > 20
+    assert all(loaded)
+
+
+@needs_timm
 def test_layers_behind_the_feature_map_are_left_out():
     import timm
 

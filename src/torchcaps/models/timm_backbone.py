@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
@@ -103,7 +103,7 @@ class TimmCapsNet(nn.Module, Pretrained):
 
         Arguments:
             source: ``timm`` for the weights that timm publishes for the backbone on the Hugging Face Hub, or the path
-                of a .safetensors file with the weights of the whole timm network.
+                of a .safetensors file with the weights of the whole timm network, for any number of classes.
 
         Raises:
             BadInput: timm publishes no weights for the backbone, the Hub cannot be reached, or the file cannot be read
@@ -115,9 +115,10 @@ class TimmCapsNet(nn.Module, Pretrained):
             raise BadInput(
                 f"{file} is not a .safetensors file: give a file with the weights of {name}, or 'timm' to download them"
             )
-        overlay = {"file": str(file), "hf_hub_id": None, "url": ""}
+        classes = _classes_in(file, name)
+        overlay = {"file": str(file), "hf_hub_id": None, "url": "", **classes}
         options = {**self._recreate, "pretrained": True, "pretrained_cfg_overlay": overlay}
-        whole = {key: value for key, value in options.items() if key not in FEATURES}
+        whole = {key: value for key, value in options.items() if key not in FEATURES} | classes
         _created(name, whole, str(file))  # timm checks the names of the weights only for a whole network
         self.backbone.load_state_dict(_created(name, options, str(file)).state_dict())
         return f"the backbone has the weights of {described}"
@@ -222,6 +223,17 @@ def _created(backbone: str, options: dict[str, Any], source: str = "") -> nn.Mod
             raise BadInput(f"{source} has no weights for {backbone} ({first_line(error)}): {cure}") from error
         cure = "use another backbone or image size"
         raise BadInput(f"timm cannot create {backbone} with {options} ({first_line(error)}): {cure}") from error
+
+
+def _classes_in(file: Path, backbone: str) -> dict[str, int]:
+    """Return the number of classes of a network of timm in a file, for `timm.create_model`; empty if it is unknown."""
+    classifiers = getattr(_timm().get_pretrained_cfg(backbone), "classifier", None) or ()
+    names = (classifiers,) if isinstance(classifiers, str) else classifiers
+    with suppress(SafetensorError, OSError), safe_open(file, "pt") as opened:
+        for name in (f"{name}.weight" for name in names):
+            if name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                return {"num_classes": opened.get_slice(name).get_shape()[0]}
+    return {}
 
 
 def _download(backbone: str) -> tuple[str, Path]:
