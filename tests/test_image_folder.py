@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from image_trees import refused, save, tree, warned
-from torchcaps.data import cut, load_image_folder, load_splits, read_image
+from torchcaps.data import cut, image_digests, load_image_folder, load_splits, read_image
 from torchcaps.data.image_file import FORMATS
 from torchcaps.data.image_folder import images_below
 from torchcaps.errors import BadInput
@@ -276,6 +276,10 @@ def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
     assert captured.out == ""
     load_image_folder(tmp_path, progress=False)
     assert capsys.readouterr().err == ""
+    on_disk = load_splits(str(tmp_path), tmp_path, cache="none").test
+    capsys.readouterr()
+    assert len(image_digests(on_disk.subset([0, 1] * 1_001))) == 2_002
+    assert "comparing images" in capsys.readouterr().err
 
 
 def test_load_splits_accepts_a_folder_and_its_options(tmp_path):

@@ -1,13 +1,15 @@
 """Compute checksums of the images of a run, to detect later whether the images have changed."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt64
+from torch import Tensor
 
+from torchcaps.data.image_files import tracked
 from torchcaps.data.images import Images, ImagesOnDisk, Splits
 
 SPLITS = ("train", "validation", "test")
@@ -30,7 +32,10 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
     """
     shape = repr(images.image_shape).encode()
     digests = b""
-    for indices in torch.arange(len(images), device="cpu").split(AT_ONCE):
+    parts: Iterable[Tensor] = torch.arange(len(images), device="cpu").split(AT_ONCE)
+    if isinstance(images, ImagesOnDisk):
+        parts = tracked(parts, "comparing images", len(images))
+    for indices in parts:
         rows = images.batch(indices).contiguous().numpy().reshape(len(indices), -1)
         digests += b"".join(hashlib.blake2b(row.data, digest_size=8, key=shape).digest() for row in rows)
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)

@@ -1,9 +1,10 @@
 """Encoded images, such as image files, that are decoded when they are used."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from torchcaps.data.image_file import decode, file_bytes
 from torchcaps.errors import BadInput
+
+Item = TypeVar("Item")
+MANY = 2_000
+"""A progress bar is drawn if there are more images than this."""
 
 
 @runtime_checkable
@@ -98,6 +103,16 @@ class ImageFiles:
                 )
             pixels[row] = image
         return pixels
+
+
+def tracked(items: Iterable[Item], text: str, images: int) -> Iterable[Item]:
+    """Draw a progress bar on standard error while items are read, if they stand for more than `MANY` images."""
+    if images <= MANY or find_spec("rich") is None:
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, text, console=Console(stderr=True))
 
 
 def shown(path: Path | str) -> str:

@@ -6,7 +6,6 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -15,15 +14,13 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torchcaps.data.image_file import Facts, decode, header, height_and_width
-from torchcaps.data.image_files import ImageFiles, Source
+from torchcaps.data.image_files import ImageFiles, Source, tracked
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
 from torchcaps.errors import BadInput, DataWarning, printable
 from torchcaps.process_memory import free_memory
 
 Cache = Literal["auto", "memory", "none"]
 
-MANY = 2_000
-"""A progress bar is drawn if there are more images than this."""
 DISTORTION = 1.05
 """A warning gives the number of images whose aspect ratio is changed by more than this factor."""
 SHARE = 0.5
@@ -186,12 +183,7 @@ def _contents(
     source: Source, indices: Iterable[int], digests: np.ndarray, progress: bool
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the index and the content of each encoded image at `indices`, and write its checksum to `digests`."""
-    if progress and len(source) > MANY and find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.progress import track
-
-        indices = track(indices, "reading images", console=Console(stderr=True))
-    for index in indices:
+    for index in tracked(indices, "reading images", len(source)) if progress else indices:
         content = source.read(index)
         digests[index] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
         yield index, content
