@@ -1,6 +1,7 @@
 """Initial weights of capsule layers, of matrix capsules and of capsule heads: their spread, set by options or sizes."""
 
 import json
+import warnings
 from copy import deepcopy
 from functools import partial
 
@@ -21,6 +22,7 @@ from torchcaps import (
     MatrixCapsNet,
     Routing,
     RoutingMap,
+    SelfRoutingCapsNet,
     SharedCaps,
     margin_loss,
 )
@@ -170,3 +172,29 @@ def test_a_loaded_network_knows_the_initial_values_of_its_rules(tmp_path):
         del saved["options"]["initial_beta_a"]  # files of earlier versions lack it
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert MatrixCapsNet.from_pretrained(tmp_path).first_capsules.routing.initial_beta_a == 0
+
+
+def test_a_rule_that_inherits_options_without_accepting_all_of_them_is_saved(tmp_path, monkeypatch):
+    class Strict(EMRouting):
+        def __init__(self, parent_types: int, iterations: int = 2) -> None:
+            super().__init__(parent_types, iterations)
+
+        @property
+        def saved_options(self):
+            found = super().saved_options
+            return {name: found[name] for name in ("parent_types", "iterations", "initial_beta_a")}
+
+    monkeypatch.setitem(ROUTINGS, "strict", Strict)
+    CapsNet((1, 17, 17), 5, routing="strict").save_pretrained(tmp_path)
+    assert isinstance(CapsNet.from_pretrained(tmp_path).class_capsules.routing, Strict)
+
+
+def test_layers_of_pytorch_can_be_fused():
+    """`torch.ao.quantization` finds layers by their exact class."""
+    model = SelfRoutingCapsNet((1, 28, 28), 5).eval()
+    images = torch.rand(2, 1, 28, 28)
+    before = model(images).scores
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.ao.quantization.fuse_modules(model, [["features.0", "features.1", "features.2"]], inplace=True)
+    torch.testing.assert_close(model(images).scores, before)

@@ -1,5 +1,6 @@
 """Networks of timm with a capsule head. If timm is not installed, only the error message is tested."""
 
+import re
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ import safetensors.torch
 import torch
 
 from test_models import HAS_TIMM
-from torchcaps import BadInput, Classifier, TimmCapsNet
+from torchcaps import BadInput, Classifier, DataWarning, TimmCapsNet
 from torchcaps.losses import activation_logit_cross_entropy
 
 needs_timm = pytest.mark.skipif(not HAS_TIMM, reason="timm cannot be imported")
@@ -114,35 +115,44 @@ def test_weights_of_a_network_with_other_classes_are_loaded(backbone, tmp_path):
 
 
 @needs_timm
-def test_layers_behind_the_feature_map_are_left_out():
-    import timm
-
-    network = timm.create_model("test_efficientnet").eval()
-    model = TimmCapsNet((3, 64, 64), 4, backbone="test_efficientnet").eval()
-    theirs, own = network.state_dict(), model.state_dict()
-    for name in own:
-        if name.startswith("backbone."):
-            own[name].copy_(theirs[name.removeprefix("backbone.model.")])
-    images = torch.rand(2, 3, 64, 64)
-    maps = network.forward_intermediates((images - model.mean) / model.std, intermediates_only=True)
-    *_, features = (one for one in maps if one.shape[-2:] == (4, 4))
-    torch.testing.assert_close(model(images).scores, model.head(features).scores)
-    model.train()(images).scores.sum().backward()
-    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
-
-
-@needs_timm
 @pytest.mark.parametrize(
     ("backbone", "stride", "shape", "says"),
     [
-        ("vit_tiny_patch16_224", 16, (3, 60, 40), r"first 48×32 pixels of images of 60×40: .* 64×48 .*=\[64,48\]\)"),
-        ("mixer_s16_224", 16, (1, 30, 30), r"first 16×16 pixels of images of 30×30: .* 32×32 .*=32\)"),
-        ("convnext_atto", 8, (3, 62, 62), r"first 60×60 pixels of images of 62×62: .* 64×64 .*=64\)"),
+        ("vit_tiny_patch16_224", 16, (3, 60, 40), r"first 48×32 pixels of images of 60×40; .* 64×48 .*=\[64,48\]\)"),
+        ("mixer_s16_224", 16, (1, 30, 30), r"first 16×16 pixels of images of 30×30; .* 32×32 .*=32\)"),
+        ("convnext_atto", 8, (3, 62, 62), r"first 60×60 pixels of images of 62×62; .* 64×64 .*=64\)"),
+        ("inception_v3", 16, (3, 96, 96), r"pixels of images of 96×96$"),
     ],
 )
-def test_images_of_which_the_last_rows_or_columns_would_be_ignored_are_refused(backbone, stride, shape, says):
-    with pytest.raises(BadInput, match=says):
-        TimmCapsNet(shape, 3, backbone=backbone, stride=stride)
+def test_a_warning_says_which_rows_and_columns_the_backbone_ignores(backbone, stride, shape, says):
+    with pytest.warns(DataWarning, match=says) as caught:
+        model = TimmCapsNet(shape, 3, backbone=backbone, stride=stride).eval()
+    height, width = map(int, re.search(r"first (\d+)×(\d+)", str(caught[0].message)).groups())
+    images = torch.rand(2, *shape)
+    images[1] = images[0]
+    images[1, :, height:] = images[1, :, :, width:] = 0
+    scores = model(images).scores
+    torch.testing.assert_close(scores[0], scores[1])
+
+
+@needs_timm
+def test_new_initial_weights_are_those_of_a_new_network_of_timm():
+    model = TimmCapsNet((3, 32, 32), 3, backbone="test_vit")
+    stds = {name: weights.std().item() for name, weights in model.backbone.named_parameters()}
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.fill_(7)
+    model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+    assert not any((weights == 7).all() for weights in model.parameters())
+    for name, weights in model.backbone.named_parameters():
+        assert weights.std().item() == pytest.approx(stds[name], rel=0.5), name
+
+
+@needs_timm
+def test_a_network_of_timm_can_be_created_in_inference_mode():
+    with torch.inference_mode():
+        model = TimmCapsNet((3, 32, 32), 3, backbone="test_resnet")
+    assert all(weights.requires_grad for weights in model.parameters())
 
 
 @needs_timm

@@ -1,6 +1,6 @@
 """Faster convolutions: the memory format of their weights, and convolution computed as a matrix product."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -10,6 +10,8 @@ from torch.nn import functional
 from torchcaps.checks import check_padding, check_sizes
 from torchcaps.kernels import in_torch_func
 
+Network = TypeVar("Network", bound=nn.Module)
+
 
 def use_channels_last(model: nn.Module) -> None:
     """Convert the weights of all convolutions of a model to the memory format channels_last."""
@@ -18,28 +20,19 @@ def use_channels_last(model: nn.Module) -> None:
             module.weight.data = module.weight.data.clone(memory_format=torch.channels_last)
 
 
-class KaimingConv2d(nn.Conv2d):
-    """2D convolution followed by ReLU or a similar function, with the initial weights of He et al. 2015.
+def kaiming_(module: Network, zero_bias: bool = False) -> Network:
+    """Draw the weights of all convolutions of a module as in He et al. 2015, for ReLU, and return the module.
 
     Arguments:
-        arguments, options: as for `torch.nn.Conv2d`.
-        zero_bias: initialise the bias with 0 instead of the random numbers of `torch.nn.Conv2d`.
-
-    Example:
-        >>> KaimingConv2d(3, 16, kernel_size=3, zero_bias=True)(torch.randn(1, 3, 8, 8)).shape
-        torch.Size([1, 16, 6, 6])
+        module: a convolution, or a module that contains convolutions.
+        zero_bias: set their biases to 0; otherwise, the biases stay as they are.
     """
-
-    def __init__(self, *arguments: Any, zero_bias: bool = False, **options: Any) -> None:
-        self._zero_bias = zero_bias
-        super().__init__(*arguments, **options)
-
-    def reset_parameters(self) -> None:
-        """Draw new initial weights."""
-        super().reset_parameters()
-        nn.init.kaiming_normal_(self.weight, nonlinearity="relu")
-        if self._zero_bias and self.bias is not None:
-            nn.init.zeros_(self.bias)
+    for convolution in module.modules():
+        if isinstance(convolution, nn.Conv2d):
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            if zero_bias and convolution.bias is not None:
+                nn.init.zeros_(convolution.bias)
+    return module
 
 
 class Im2colConv2d(nn.Conv2d):

@@ -94,7 +94,7 @@ def unreadable(path: object, error: Exception, cure: str) -> BadInput:
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of an error, or the name of its class if it has no message.
 
-    If the first line ends with a colon, the second line is included.
+    If the first line ends with a colon, the second line is included, with at most 160 characters.
 
     Example:
         >>> first_line(ValueError("no weights\\nin line 3")), first_line(KeyError())
@@ -103,7 +103,7 @@ def first_line(error: BaseException) -> str:
         'errors in weights: no bias'
     """
     first, *more = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{first} {more[0].strip()}" if first.endswith(":") and more else first
+    return f"{first} {caption(more[0].strip(), most=160)}" if first.endswith(":") and more else first
 
 
 def caption(text: str, most: int = 24) -> str:

@@ -82,7 +82,8 @@ def _run(interrupt: "_OneInterrupt") -> int:
     except ImportError as error:
         if error.name == "torchcaps.kernels._cpu":
             return _refuse(str(error))
-        if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
+        needed = ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock")
+        if not isinstance(error, ModuleNotFoundError) or error.name not in needed:
             raise
         return _refuse(f"the command torchcaps needs {error.name}: pip install 'torchcaps[train]'")
     except Interrupted:

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.convolution import Im2colConv2d, KaimingConv2d
+from torchcaps.convolution import Im2colConv2d, kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -91,6 +91,11 @@ class CapsNet(nn.Module, Pretrained):
         )
         self.decoder = Decoder(num_classes, class_pose_size, shape) if decoder else None
 
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the convolutions of the stem, if the network has one."""
+        if self.options["stem"]:
+            kaiming_(self.convolution)
+
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None
     ) -> Prediction:
@@ -109,7 +114,7 @@ def _stem(below: int, channels: int) -> nn.Sequential:
     for above, kernel_size, stride in zip(
         (channels // 4, channels // 2, channels // 2, channels), (5, 3, 3, 3), (1, 2, 1, 2), strict=True
     ):
-        convolution = KaimingConv2d(below, above, kernel_size, stride, padding=kernel_size // 2, bias=False)
+        convolution = kaiming_(nn.Conv2d(below, above, kernel_size, stride, padding=kernel_size // 2, bias=False))
         layers += [convolution, nn.BatchNorm2d(above), nn.ReLU()]
         below = above
     return nn.Sequential(*layers)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths, squash, wide
-from torchcaps.convolution import KaimingConv2d
+from torchcaps.convolution import kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -68,7 +68,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
             )
         layers: list[nn.Module] = []
         for above, kernel_size, stride in zip(channels, (5, 3, 3, 3), (1, 1, 1, 2), strict=True):
-            layers += [KaimingConv2d(below, above, kernel_size, stride), nn.ReLU(), nn.BatchNorm2d(above)]
+            layers += [kaiming_(nn.Conv2d(below, above, kernel_size, stride)), nn.ReLU(), nn.BatchNorm2d(above)]
             below = above
         self.features = nn.Sequential(*layers)
         grid = ((height - 8 - 3) // 2 + 1, (width - 8 - 3) // 2 + 1)
@@ -80,6 +80,10 @@ class EfficientCapsNet(nn.Module, Pretrained):
         std = math.sqrt(2 / (num_classes * types * primary_pose_size))
         self.class_capsules.initialise(partial(truncated_normal_, std=std))
         self.decoder = Decoder(num_classes, class_pose_size, shape) if decoder else None
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the convolutions before the capsules."""
+        kaiming_(self.features)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

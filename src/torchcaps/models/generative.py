@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.checks import check_choice
-from torchcaps.convolution import KaimingConv2d
+from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -71,7 +71,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         layers: list[nn.Module] = []
         below = image_channels + 2
         for stride in (1, 2) * 3:
-            convolution = KaimingConv2d(below, channels, 3, stride, padding, zero_bias=True)
+            convolution = kaiming_(nn.Conv2d(below, channels, 3, stride, padding), zero_bias=True)
             layers += [nn.BatchNorm2d(below), convolution, nn.SiLU()]
             below = channels
         self.features = nn.Sequential(*layers, nn.BatchNorm2d(channels))
@@ -92,6 +92,10 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         )
         for layer in (self.parts, self.class_capsules):
             layer.initialise(partial(nn.init.normal_, std=1 / pose_side))
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the convolutions before the capsules."""
+        kaiming_(self.features, zero_bias=True)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.convolution import KaimingConv2d
+from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import ConvCaps, DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -69,7 +69,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         )
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
-            convolution = KaimingConv2d(below, factor * width, 3, stride, padding=1, bias=False)
+            convolution = kaiming_(nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False))
             layers += [convolution, nn.BatchNorm2d(factor * width), nn.ReLU()]
             below = factor * width
         self.features = nn.Sequential(*layers)
@@ -97,6 +97,10 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         self.class_capsules = DenseCaps(
             rows * columns, types, pose_size, num_classes, class_pose_size, routing=deepcopy(routing)
         )
+
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the convolutions before the capsules."""
+        kaiming_(self.features)
 
     def forward(
         self, images: Float[Tensor, "B channels height width"], labels: Int64[Tensor, "B"] | None = None

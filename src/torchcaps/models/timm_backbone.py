@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,14 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.errors import BadInput, first_line
+from torchcaps.errors import BadInput, DataWarning, first_line
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.image_shape import check_image_shape, check_images
-from torchcaps.models.pretrained import CONFIG, WEIGHTS, Pretrained, local_folder
+from torchcaps.models.pretrained import WEIGHTS, Pretrained, local_folder, read_config
 from torchcaps.routing import Routing
-
-FEATURES = ("features_only", "out_indices", "feature_cls")
-"""Arguments of `timm.create_model` for a feature map."""
 
 
 class TimmCapsNet(nn.Module, Pretrained):
@@ -44,10 +42,13 @@ class TimmCapsNet(nn.Module, Pretrained):
             which is copied.
 
     Raises:
-        BadInput: timm is not installed or has no such backbone; the backbone has no feature map with this stride,
-            does not accept images of this size, or would ignore the last rows or columns of them; ``image_shape`` is
-            not (channels, height, width); or the routing or one of its options is unknown.
+        BadInput: timm is not installed or has no such backbone; the backbone has no feature map with this stride
+            or does not accept images of this size; ``image_shape`` is not (channels, height, width); or the routing or
+            one of its options is unknown.
         ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
+
+    Warns:
+        DataWarning: the backbone ignores the last rows or columns of images of this size, such as a part of a patch.
 
     Example:
         >>> network = TimmCapsNet((3, 64, 64), num_classes=5, backbone="resnet18")  # doctest: +SKIP
@@ -72,7 +73,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         super().__init__()
         channels, height, width = self.image_shape = check_image_shape("TimmCapsNet", image_shape, smallest=1)
         # While timm creates a network, it may read values of tensors. Tensors on the meta device have no values.
-        with torch.device("cpu"):
+        with torch.device("cpu"), torch.inference_mode(False):
             self._recreate = _features_of(backbone, stride, (channels, height, width))
             self.backbone = _created(backbone, self._recreate)
             config = self.backbone.default_cfg
@@ -81,11 +82,7 @@ class TimmCapsNet(nn.Module, Pretrained):
                 value = value if len(value) == channels else value.mean().expand(channels)
                 self.register_buffer(name, value[:, None, None].clone())
             self._channels_last = str(getattr(self.backbone, "output_fmt", "NCHW")).endswith("NHWC")
-            features_shape, unused = self._examined((channels, height, width), stride)
-            if unused and type(self.backbone).__name__ != "FeatureGetterNet":  # only this class of timm leaves them out
-                with suppress(BadInput):
-                    getter = {**self._recreate, "feature_cls": "getter"}
-                    self.backbone, self._recreate = _created(backbone, getter), getter
+            features_shape = self._examined((channels, height, width), stride)
         self.freeze_backbone = freeze_backbone
         self.backbone.requires_grad_(not freeze_backbone)
         self.head = CapsuleHead(features_shape, num_classes, types, routing=routing)
@@ -118,7 +115,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         classes = _classes_in(file, name)
         overlay = {"file": str(file), "hf_hub_id": None, "url": "", **classes}
         options = {**self._recreate, "pretrained": True, "pretrained_cfg_overlay": overlay}
-        whole = {key: value for key, value in options.items() if key not in FEATURES} | classes
+        whole = {key: value for key, value in options.items() if key not in ("features_only", "out_indices")} | classes
         _created(name, whole, str(file))  # timm checks the names of the weights only for a whole network
         self.backbone.load_state_dict(_created(name, options, str(file)).state_dict())
         return f"the backbone has the weights of {described}"
@@ -134,14 +131,21 @@ class TimmCapsNet(nn.Module, Pretrained):
         (features,) = self.backbone((images - self.mean) / self.std)
         return features.permute(0, 3, 1, 2) if self._channels_last else features
 
-    def _examined(self, image_shape: tuple[int, int, int], stride: int) -> tuple[tuple[int, ...], bool]:
-        """Return the shape of the feature map, and whether the backbone has weights that do not influence it.
+    def reset_parameters(self) -> None:
+        """Draw new initial weights of the backbone."""
+        with torch.device("cpu"):
+            self.backbone.load_state_dict(_created(self.options["backbone"], self._recreate).state_dict())
+
+    def _examined(self, image_shape: tuple[int, int, int], stride: int) -> tuple[int, ...]:
+        """Return the shape of the feature map.
 
         Raises:
-            BadInput: the backbone does not accept the images, or ignores rows at the bottom or columns at the right,
-                such as a part of a patch.
+            BadInput: the backbone does not accept the images.
+
+        Warns:
+            DataWarning: the backbone ignores rows at the bottom or columns at the right, such as a part of a patch.
         """
-        self.backbone.eval()
+        self.backbone.eval().requires_grad_(False)
         random = torch.Generator().manual_seed(0)
         images = torch.rand(1, *image_shape, generator=random).requires_grad_()
         # Zeros, such as the initial weights of the last BatchNorm in a residual block, would stop the gradients.
@@ -157,20 +161,22 @@ class TimmCapsNet(nn.Module, Pretrained):
                 f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({first_line(error)}): use "
                 f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
-        given = torch.randn(features.shape, generator=random)
-        found = torch.autograd.grad(features, [images, *self.backbone.parameters()], given, allow_unused=True)
+        (gradient,) = torch.autograd.grad(features, images, torch.randn(features.shape, generator=random))
         for weights in zeros:
             nn.init.zeros_(weights)
-        used, size = found[0].ne(0).any(dim=1)[0], image_shape[1:]
+        used, size = gradient.ne(0).any(dim=1)[0], image_shape[1:]
         ends = [int(used.any(dim=1 - axis).nonzero().max()) + 1 if used.any() else size[axis] for axis in (0, 1)]
         if ends != [*size]:
             height, width = (math.ceil(side / stride) * stride for side in size)
             option = height if height == width else f"[{height},{width}]"
-            raise BadInput(
-                f"the backbone would use only the first {ends[0]}×{ends[1]} pixels of images of {size[0]}×{size[1]}: "
-                f"use images of {height}×{width} (data.image_size={option})"
+            cure = f"; images of {height}×{width} (data.image_size={option}) have no such remainder"
+            warnings.warn(
+                f"the backbone uses only the first {ends[0]}×{ends[1]} pixels of images of {size[0]}×{size[1]}"
+                f"{cure if (height, width) != size else ''}",
+                DataWarning,
+                stacklevel=3,
             )
-        return tuple(features.shape[1:]), any(one is None for one in found)
+        return tuple(features.shape[1:])
 
 
 def _timm() -> Any:
@@ -218,7 +224,8 @@ def _created(backbone: str, options: dict[str, Any], source: str = "") -> nn.Mod
     except (AssertionError, RuntimeError, ValueError, TypeError, LookupError, OSError, SafetensorError) as error:
         if source:
             cure = "give a file with the weights of this network for images of this size"
-            if Path(source).with_name(CONFIG).is_file():
+            with suppress(BadInput):
+                read_config(Path(source).parent)
                 cure = f"give the folder {Path(source).parent} to start from a network of torchcaps"
             raise BadInput(f"{source} has no weights for {backbone} ({first_line(error)}): {cure}") from error
         cure = "use another backbone or image size"
