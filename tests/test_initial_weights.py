@@ -198,3 +198,12 @@ def test_layers_of_pytorch_can_be_fused():
         warnings.simplefilter("ignore")
         torch.ao.quantization.fuse_modules(model, [["features.0", "features.1", "features.2"]], inplace=True)
     torch.testing.assert_close(model(images).scores, before)
+
+
+def test_a_subclass_with_arguments_of_its_own_can_be_reset():
+    class Stemmed(CapsNet):
+        def __init__(self) -> None:
+            super().__init__((1, 28, 28), 5, stem=True)
+
+    model, before = _perturbed(Stemmed()), Stemmed().convolution[0].weight.std().item()
+    assert model.apply(_reset).convolution[0].weight.std().item() == pytest.approx(before, rel=0.15)

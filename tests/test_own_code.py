@@ -209,6 +209,26 @@ def test_check_rule_refuses_a_rule_that_divides_by_the_sum_of_inactive_children(
         check_rule(lambda _: Dividing())
 
 
+def test_check_rule_refuses_negative_activations():
+    class Logits(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose, activation.log())
+
+    with pytest.raises(AssertionError, match=r"activations are at least 0. \(an activation is -.*such as sigmoid"):
+        check_rule(lambda _: Logits())
+
+
+def test_check_rule_refuses_a_rule_that_is_wrong_in_training_only():
+    class Dropping(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            return Capsules(pose / (0 if self.training else 1), activation)
+
+    with pytest.raises(AssertionError, match=r"In training mode, values and gradients are finite"):
+        check_rule(lambda _: Dropping())
+
+
 def test_losses_name_the_argument_that_is_wrong():
     target = torch.tensor([0, 1])
     with pytest.raises(ValueError, match=r"scores must be a tensor \[B, classes\].*pass prediction.scores"):

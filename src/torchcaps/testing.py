@@ -149,9 +149,11 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
 
     The test checks these properties:
 
-    - The parents have poses ``[B, P, J, R, N]`` and activations ``[B, P, J]``, and the couplings are ``[B, J, E, C]``.
+    - The parents have poses ``[B, P, J, R, N]`` and activations ``[B, P, J]`` of at least 0, and the couplings are
+      ``[B, J, E, C]``.
     - The order of child sites does not change the parents.
     - In evaluation mode, a sample gives the same result alone as in a batch.
+    - In training mode, values and gradients are finite.
     - If all poses are zero, values and gradients are finite, with float32 and with float64 inputs.
     - If one child or no child is active, values and gradients are finite, with float32 and with float64 inputs.
     - A child with activation 0 has no effect, unless the rule has ``weighs_activations = False``.
@@ -189,6 +191,7 @@ def check_rule(make: Callable[[LayerShape], nn.Module], rows: int = 1, columns: 
             _copied,
             _sites,
             _samples,
+            _training,
             _zero,
             _single,
             _inactive,
@@ -211,7 +214,7 @@ def _run(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> tuple
 
 
 def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
-    """The parents and the couplings have the right shapes."""
+    """The parents and the couplings have the right shapes, and activations are at least 0."""
     (batch, _, types, rows, _), (_, _, parents, _, columns) = case.pose.shape, case.transform.shape
     capsules = (batch, case.routing_map.parent_sites, parents)
     right = {
@@ -219,8 +222,10 @@ def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
         "activation": capsules,
         "couplings": (batch, parents, len(case.routing_map.edges), types),
     }
-    for (name, shape), found in zip(right.items(), _run(rule, case.pose, activation, case), strict=True):
+    results = _run(rule, case.pose, activation, case)
+    for (name, shape), found in zip(right.items(), results, strict=True):
         assert found.shape == shape, f"{name} must be {list(shape)}; got {list(found.shape)}"
+    assert (lowest := results[1].min()) >= 0, f"an activation is {lowest:.3g}: apply a function such as sigmoid"
 
 
 def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:
@@ -250,6 +255,11 @@ def _finite(rule: nn.Module, pose: Tensor, activation: Tensor, case: Case) -> No
         (parents.pose.sum() + parents.activation.sum()).backward()
         for value in (*parents, *(leaf.grad for leaf in leaves if leaf.grad is not None)):
             assert torch.isfinite(value).all(), f"a value or gradient is not finite with {dtype} inputs"
+
+
+def _training(rule: nn.Module, case: Case, activation: Tensor) -> None:
+    """In training mode, values and gradients are finite."""
+    _finite(copy.deepcopy(rule).train(), case.pose, activation, case)
 
 
 def _zero(rule: nn.Module, case: Case, activation: Tensor) -> None:

@@ -36,7 +36,7 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
     if isinstance(images, ImagesOnDisk):
         parts = tracked(parts, "comparing images", len(images))
     for indices in parts:
-        rows = images.batch(indices).contiguous().numpy().reshape(len(indices), -1)
+        rows = images.batch(indices).flatten(1).contiguous().numpy()
         digests += b"".join(hashlib.blake2b(row.data, digest_size=8, key=shape).digest() for row in rows)
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
 

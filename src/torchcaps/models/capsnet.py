@@ -70,6 +70,7 @@ class CapsNet(nn.Module, Pretrained):
     ) -> None:
         super().__init__()
         channels, height, width = shape = self.image_shape = check_image_shape("CapsNet", image_shape, smallest=17)
+        self._has_stem = stem
         if stem:
             if convolution_channels % 4 or im2col:
                 raise ValueError(
@@ -93,7 +94,7 @@ class CapsNet(nn.Module, Pretrained):
 
     def reset_parameters(self) -> None:
         """Draw new initial weights of the convolutions of the stem, if the network has one."""
-        if self.options["stem"]:
+        if self._has_stem:
             kaiming_(self.convolution)
 
     def forward(

@@ -74,6 +74,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         channels, height, width = self.image_shape = check_image_shape("TimmCapsNet", image_shape, smallest=1)
         # While timm creates a network, it may read values of tensors. Tensors on the meta device have no values.
         with torch.device("cpu"), torch.inference_mode(False):
+            self._name = backbone
             self._recreate = _features_of(backbone, stride, (channels, height, width))
             self.backbone = _created(backbone, self._recreate)
             config = self.backbone.default_cfg
@@ -106,7 +107,7 @@ class TimmCapsNet(nn.Module, Pretrained):
             BadInput: timm publishes no weights for the backbone, the Hub cannot be reached, or the file cannot be read
                 or belongs to another network.
         """
-        name = self.options["backbone"]
+        name = self._name
         described, file = (source, Path(source)) if source != "timm" else _download(name)
         if not file.is_file() or file.suffix != ".safetensors":
             raise BadInput(
@@ -134,7 +135,7 @@ class TimmCapsNet(nn.Module, Pretrained):
     def reset_parameters(self) -> None:
         """Draw new initial weights of the backbone."""
         with torch.device("cpu"):
-            self.backbone.load_state_dict(_created(self.options["backbone"], self._recreate).state_dict())
+            self.backbone.load_state_dict(_created(self._name, self._recreate).state_dict())
 
     def _examined(self, image_shape: tuple[int, int, int], stride: int) -> tuple[int, ...]:
         """Return the shape of the feature map.
@@ -169,7 +170,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         if ends != [*size]:
             height, width = (math.ceil(side / stride) * stride for side in size)
             option = height if height == width else f"[{height},{width}]"
-            cure = f"; images of {height}×{width} (data.image_size={option}) have no such remainder"
+            cure = f"; try images of {height}×{width} (data.image_size={option})"
             warnings.warn(
                 f"the backbone uses only the first {ends[0]}×{ends[1]} pixels of images of {size[0]}×{size[1]}"
                 f"{cure if (height, width) != size else ''}",
