@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 import torchcaps
 from conftest import COMMAND, ENVIRONMENT
-from torchcaps import Classifier, __version__
+from torchcaps import Classifier, DataWarning, __version__
+from torchcaps.cli import _warn
 from torchcaps.cli.common import print_table
 from torchcaps.options import meanings
 from torchcaps.recipe import Recipe
@@ -239,3 +241,11 @@ main()
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"error: the fused kernels cannot be loaded ({damaged}: ")
     assert "TORCHCAPS_NO_KERNELS=1" in line
+
+
+def test_a_command_prints_a_warning_only_once(capsys):
+    for _ in range(2):
+        show = partial(_warn, set())
+        for text in ("one", "two", "one"):
+            show(DataWarning(text), DataWarning)
+    assert capsys.readouterr().err == 2 * "warning: one\nwarning: two\n"

@@ -201,11 +201,26 @@ def test_images_on_disk_whose_files_were_used_in_training_are_found_without_deco
     shutil.copytree(photos, tmp_path / "again" / "train")
     shutil.copytree(photos, tmp_path / "again" / "test")
     images = loaded(tmp_path / "again", "none")[0].test
-    seen = np.any([*seen_in_training(tmp_path / "run", images).values()], axis=0)
-    for index in np.flatnonzero(seen):
+    for index in np.flatnonzero(seen_in_training(tmp_path / "run", images)["train"]):
         Path(images.files.names[index]).unlink()
     assert counts_seen(tmp_path / "run", images) == {"train": 18, "validation": 2}
-    assert len(images) > seen.sum() == 20
+
+
+def test_a_validation_image_with_the_pixels_of_a_training_image_is_found_on_disk_too(succeeds, photos, tmp_path):
+    shutil.copytree(photos, tmp_path / "photos" / "train")
+    shutil.copytree(photos, tmp_path / "photos" / "val")
+    for path in (tmp_path / "photos" / "val").rglob("*.png"):
+        Image.open(path).save(path.with_suffix(".bmp"))  # other files with the same pixels
+        path.unlink()
+    shutil.copytree(tmp_path / "photos" / "val", tmp_path / "photos" / "test")
+    succeeds(*training(tmp_path / "photos", tmp_path / "run"))
+    found = [
+        seen_in_training(tmp_path / "run", loaded(tmp_path / "photos", cache)[0].validation)
+        for cache in ("memory", "none")
+    ]
+    for seen in found:
+        assert seen["train"].all()
+        assert seen["validation"].all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

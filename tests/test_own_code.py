@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from torchcaps import CapsuleLayer, Capsules, DenseCaps, MatrixCapsNet, RoutingMap
+from torchcaps import BadInput, CapsNet, CapsuleLayer, Capsules, DenseCaps, MatrixCapsNet, RoutingMap
 from torchcaps.losses import activation_cross_entropy, cross_entropy
 from torchcaps.routing import ROUTINGS, AttentionRouting, Rule, SelfRouting, UniformRouting
 from torchcaps.testing import check_rule
@@ -227,6 +227,16 @@ def test_check_rule_refuses_a_rule_that_is_wrong_in_training_only():
 
     with pytest.raises(AssertionError, match=r"In training mode, values and gradients are finite"):
         check_rule(lambda _: Dropping())
+
+
+def test_saved_options_without_property_are_refused_in_one_line(tmp_path, monkeypatch):
+    class Forgetful(UniformRouting):
+        def saved_options(self):
+            return {}
+
+    monkeypatch.setitem(ROUTINGS, "forgetful", Forgetful)
+    with pytest.raises(BadInput, match="forgetful has an option that cannot be saved"):
+        CapsNet((1, 17, 17), 5, routing="forgetful").save_pretrained(tmp_path)
 
 
 def test_losses_name_the_argument_that_is_wrong():

@@ -84,7 +84,10 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
     safetensors.torch.save_file({"x": torch.zeros(2)}, other)
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes(weights[0].read_bytes()[:1000])
+    scalar = tmp_path / "scalar.safetensors"
+    safetensors.torch.save_file({**weights[1].state_dict(), "fc.weight": torch.tensor(1.0)}, scalar)
     for file, says in (
+        (scalar, r"scalar.safetensors has no weights for test_resnet .*fc.weight"),
         (other, r"other.safetensors has no weights for test_resnet .*Missing key\(s\) in state_dict: \"conv1"),
         (damaged, "damaged.safetensors has no weights for test_resnet"),
         (tmp_path / "none.safetensors", "is not a .safetensors file"),
@@ -137,15 +140,18 @@ def test_a_warning_says_which_rows_and_columns_the_backbone_ignores(backbone, st
 
 @needs_timm
 def test_new_initial_weights_are_those_of_a_new_network_of_timm():
-    model = TimmCapsNet((3, 32, 32), 3, backbone="test_vit")
+    model = TimmCapsNet((1, 32, 32), 3, backbone="test_vit")
+    constants = [buffer.clone() for buffer in (model.mean, model.std, *model.backbone.buffers())]
     stds = {name: weights.std().item() for name, weights in model.backbone.named_parameters()}
     with torch.no_grad():
-        for weights in model.parameters():
+        for weights in [*model.parameters(), *model.buffers()]:
             weights.fill_(7)
     model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
     assert not any((weights == 7).all() for weights in model.parameters())
     for name, weights in model.backbone.named_parameters():
         assert weights.std().item() == pytest.approx(stds[name], rel=0.5), name
+    buffers = (model.mean, model.std, *model.backbone.buffers())
+    assert all(map(torch.equal, buffers, constants))
 
 
 @needs_timm

@@ -17,8 +17,8 @@ from torchcaps.run_folder import DIGESTS
 def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray, " N"]]:
     """Find which of the given images are in the training split of a run, and which are in its validation split.
 
-    An image is found by the checksum of its file or of its pixels, whichever the run stores. Images on disk are decoded
-    only if the checksums of their files do not find them.
+    An image is found by the checksum of its file or of its pixels, whichever the run stores. Images on disk are not
+    decoded if the checksums of their files find them in the training split.
 
     Returns:
         For each image, whether it is in the split, under the keys ``train`` and ``validation``; empty if the images
@@ -40,10 +40,11 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
             for name in seen:
                 seen[name] |= np.isin(files.digests, known[f"{name} files"])
         if by_pixels:
-            rest = np.arange(len(images))
+            rest, compared = np.arange(len(images)), images
             if isinstance(images, ImagesOnDisk):
-                rest = np.flatnonzero(~(seen["train"] | seen["validation"]))
-            found = image_digests(images.subset(rest.tolist()))
+                rest = np.flatnonzero(~seen["train"])
+                compared = images.subset(rest.tolist())
+            found = image_digests(compared)
             for name in seen:
                 seen[name][rest] |= np.isin(found, known[name])
         if files is None and not by_pixels:

@@ -225,7 +225,7 @@ def _shapes(rule: nn.Module, case: Case, activation: Tensor) -> None:
     results = _run(rule, case.pose, activation, case)
     for (name, shape), found in zip(right.items(), results, strict=True):
         assert found.shape == shape, f"{name} must be {list(shape)}; got {list(found.shape)}"
-    assert (lowest := results[1].min()) >= 0, f"an activation is {lowest:.3g}: apply a function such as sigmoid"
+    assert (lowest := results[1].min()) > -1e-6, f"an activation is {lowest:.3g}: apply a function such as sigmoid"
 
 
 def _sites(rule: nn.Module, case: Case, activation: Tensor) -> None:

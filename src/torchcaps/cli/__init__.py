@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -57,7 +58,7 @@ def main() -> None:
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
     show_warning, show_thread = warnings.showwarning, threading.excepthook
-    warnings.showwarning, threading.excepthook = _warn, _thread_failed  # type: ignore[assignment]
+    warnings.showwarning, threading.excepthook = partial(_warn, set()), _thread_failed
     try:
         code = _run(interrupt)
         message = "interrupted" if code == 130 else ""  # typer returns 130 on Ctrl-C
@@ -79,11 +80,8 @@ def _run(interrupt: "_OneInterrupt") -> int:
         from torchcaps.cli.commands import app
 
         return app(standalone_mode=False) or 0
-    except ImportError as error:
-        if error.name == "torchcaps.kernels._cpu":
-            return _refuse(str(error))
-        needed = ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock")
-        if not isinstance(error, ModuleNotFoundError) or error.name not in needed:
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich", "lightning", "torchmetrics", "matplotlib", "tensorboard", "filelock"):
             raise
         return _refuse(f"the command torchcaps needs {error.name}: pip install 'torchcaps[train]'")
     except Interrupted:
@@ -91,7 +89,8 @@ def _run(interrupt: "_OneInterrupt") -> int:
     except Exception as error:
         if interrupt.seen:  # torch.onnx converts a KeyboardInterrupt to an error of its own
             raise KeyboardInterrupt from error
-        if isinstance(error, BadInput | OSError):
+        unusable_kernels = isinstance(error, ImportError) and error.name == "torchcaps.kernels._cpu"
+        if unusable_kernels or isinstance(error, BadInput | OSError):
             return _refuse(str(error))
         if not hasattr(error, "format_message"):
             raise
@@ -138,7 +137,11 @@ class _OneInterrupt:
         raise KeyboardInterrupt
 
 
-def _warn(message: Warning | str, category: type[Warning], *_: Any) -> None:
+def _warn(printed: set[str], message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Print a warning in one line, unless this command has already printed it."""
+    if str(message) in printed:
+        return
+    printed.add(str(message))
     sys.stdout.flush()
     if missing := re.search(MISSING_GLYPH, str(message)):
         warnings.filterwarnings("ignore", MISSING_GLYPH)

@@ -77,11 +77,9 @@ class TimmCapsNet(nn.Module, Pretrained):
             self._name = backbone
             self._recreate = _features_of(backbone, stride, (channels, height, width))
             self.backbone = _created(backbone, self._recreate)
-            config = self.backbone.default_cfg
             for name in ("mean", "std"):
-                value = torch.tensor(config[name])
-                value = value if len(value) == channels else value.mean().expand(channels)
-                self.register_buffer(name, value[:, None, None].clone())
+                self.register_buffer(name, torch.empty(channels, 1, 1))
+            self._set_mean_and_std()
             self._channels_last = str(getattr(self.backbone, "output_fmt", "NCHW")).endswith("NHWC")
             features_shape = self._examined((channels, height, width), stride)
         self.freeze_backbone = freeze_backbone
@@ -133,9 +131,20 @@ class TimmCapsNet(nn.Module, Pretrained):
         return features.permute(0, 3, 1, 2) if self._channels_last else features
 
     def reset_parameters(self) -> None:
-        """Draw new initial weights of the backbone."""
+        """Draw new initial weights of the backbone. Call `load_backbone` again to replace them with trained weights."""
         with torch.device("cpu"):
-            self.backbone.load_state_dict(_created(self._name, self._recreate).state_dict())
+            new = _created(self._name, self._recreate)
+        with torch.no_grad():
+            for part in ("parameters", "buffers"):
+                for own, drawn in zip(getattr(self.backbone, part)(), getattr(new, part)(), strict=True):
+                    own.copy_(drawn)
+        self._set_mean_and_std()
+
+    def _set_mean_and_std(self) -> None:
+        for name in ("mean", "std"):
+            value = torch.tensor(self.backbone.default_cfg[name])
+            value = value if len(value) == len(self.mean) else value.mean()
+            getattr(self, name).copy_(value.view(-1, 1, 1))
 
     def _examined(self, image_shape: tuple[int, int, int], stride: int) -> tuple[int, ...]:
         """Return the shape of the feature map.
@@ -237,7 +246,7 @@ def _classes_in(file: Path, backbone: str) -> dict[str, int]:
     """Return the number of classes of a network of timm in a file, for `timm.create_model`; empty if it is unknown."""
     classifiers = getattr(_timm().get_pretrained_cfg(backbone), "classifier", None) or ()
     names = (classifiers,) if isinstance(classifiers, str) else classifiers
-    with suppress(SafetensorError, OSError), safe_open(file, "pt") as opened:
+    with suppress(SafetensorError, OSError, IndexError), safe_open(file, "pt") as opened:
         for name in (f"{name}.weight" for name in names):
             if name in opened.keys():  # noqa: SIM118 (it is no mapping)
                 return {"num_classes": opened.get_slice(name).get_shape()[0]}
