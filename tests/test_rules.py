@@ -369,10 +369,15 @@ def test_check_rule_finds_wrong_rules():
             return Capsules(pose if self.backend == "reference" else 1.01 * pose, activation)
 
     for rule, law in (
-        (Transposed, "on the dense map: The parents and the couplings have the right shapes, .*pose must be"),
+        (
+            Transposed,
+            "on the dense map: The parents and the couplings have the right shapes, and activations are at least 0. "
+            ".pose must be",
+        ),
         (
             OneActivationPerNumber,
-            "on the dense map: The parents and the couplings have the right shapes, .*OneActivationPerNumber.route",
+            "on the dense map: The parents and the couplings have the right shapes, and activations are at least 0. "
+            ".OneActivationPerNumber.route must",
         ),
         (NotLearning, "on the dense map: Gradients match finite differences, also for the parameters"),
         (FiniteInDoubleOnly, "all poses are zero. .a value or gradient is not finite with torch.float32 inputs"),

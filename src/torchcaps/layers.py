@@ -67,6 +67,7 @@ class CapsuleLayer(TransformModule):
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
         child_pose_shape: rows and columns (R, Q) of a child's pose; (1, Q) by default. Q is the same as in
             ``transform``, so it includes columns that `coordinate_addition` appends.
+        draw: function that draws the transforms in place, now and in `reset_parameters`; None to keep ``transform``.
 
     Raises:
         ValueError: ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.
@@ -83,12 +84,15 @@ class CapsuleLayer(TransformModule):
         transform: Tensor,
         routing: nn.Module | Routing | str,
         child_pose_shape: tuple[int, int] | None = None,
+        draw: Callable[[Tensor], object] | None = None,
     ) -> None:
         super().__init__()
         if transform.ndim != 5:
             raise ValueError(f"transform must be [K, C, J, Q, N]; got {described(transform)}")
         self.routing_map = routing_map
         self.transform = nn.Parameter(transform)
+        if draw is not None:
+            self.initialise(draw)
         transforms, child_types, parent_types, columns, outer = transform.shape
         child_pose_shape = child_pose_shape or (1, columns)
         parent_pose_shape = (child_pose_shape[0], outer)
@@ -151,9 +155,8 @@ class DenseCaps(CapsuleLayer):
         check_sizes(parent_types=parent_types, parent_pose_size=parent_pose_size)
         std = 1.36 * min(parent_types, 10) / (child_sites * child_types * parent_pose_size) ** 0.5
         draw = partial(truncated_normal_, std=std)
-        transform = draw(torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size))
-        super().__init__(RoutingMap.dense(child_sites), transform, routing, (1, child_pose_size))
-        self._draw = draw
+        transform = torch.empty(child_sites, child_types, parent_types, child_pose_size, parent_pose_size)
+        super().__init__(RoutingMap.dense(child_sites), transform, routing, (1, child_pose_size), draw)
 
 
 class ConvCaps(CapsuleLayer):
@@ -204,10 +207,9 @@ class ConvCaps(CapsuleLayer):
         check_sizes(child_types=child_types, parent_types=parent_types, kernel_size=kernel_size)
         size = columns_of(pose_size)
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
-        transform = draw(torch.empty(kernel_size**2, child_types, parent_types, size, size))
+        transform = torch.empty(kernel_size**2, child_types, parent_types, size, size)
         routing_map = RoutingMap.conv(child_grid, kernel_size, stride, padding)
-        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]))
-        self._draw = draw
+        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1]), draw)
 
     @property
     def parent_grid(self) -> tuple[int, int]:
@@ -260,11 +262,10 @@ class ClassCaps(CapsuleLayer):
         check_sizes(child_types=child_types, num_classes=num_classes)
         size = columns_of(pose_size)
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
-        transform = draw(torch.empty(1, child_types, num_classes, size, size))
+        transform = torch.empty(1, child_types, num_classes, size, size)
         routing_map = RoutingMap.shared(len(coordinates))
         more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
-        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more))
-        self._draw = draw
+        super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more), draw)
         self._coordinates = Constant(coordinates.clone())
         self.add_coordinates = add_coordinates
 

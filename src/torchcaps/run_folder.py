@@ -20,6 +20,7 @@ from torch import nn
 from torchcaps.checkpoints import load_best, load_checkpoint
 from torchcaps.data import Splits, difference, fingerprint
 from torchcaps.data.files import atomically, write_json
+from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
 from torchcaps.options import absent, check_kind
@@ -218,7 +219,7 @@ def _digests_of_pixels(folder: Path, now: Mapping[str, np.ndarray]) -> dict[str,
         before = safetensors.numpy.load((folder / DIGESTS).read_bytes())
         return {
             name: before[name]
-            for name, files in ((name, f"{name} files") for name in ("train", "validation", "test"))
+            for name, files in ((name, f"{name} files") for name in SPLITS)
             if {name, files} <= before.keys() and files in now and np.array_equal(before[files], now[files])
         }
     return {}

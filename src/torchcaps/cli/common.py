@@ -31,10 +31,7 @@ Cache = Annotated[
 
 RUN_FILES = ("recipe.json", "metrics.csv", "metrics.json", "last.ckpt", "best.ckpt", "image-digests.safetensors")
 """Files of a run folder that a folder with only weights does not have."""
-NETWORK_FILES = (
-    *RUN_FILES,
-    *("config.json", "model.safetensors"),
-)
+NETWORK_FILES = (*RUN_FILES, "config.json", "model.safetensors")
 """Files of a run or of a saved network, which no other output may replace."""
 WIDTH = 140
 """Width of a table in a pipe or a file, unless it needs more."""

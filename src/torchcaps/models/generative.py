@@ -84,14 +84,13 @@ class GenerativeCapsNet(nn.Module, Pretrained):
                 torch.empty(1, child_types, parent_types, *pose_size),
                 deepcopy(routing),
                 pose_size,
+                partial(nn.init.normal_, std=1 / pose_side),
             )
             for routing_map, child_types, parent_types in (
                 (RoutingMap.shared(children), 1, parts),
                 (RoutingMap.dense(1), parts, num_classes),
             )
         )
-        for layer in (self.parts, self.class_capsules):
-            layer.initialise(partial(nn.init.normal_, std=1 / pose_side))
 
     def reset_parameters(self) -> None:
         """Draw new initial weights of the convolutions before the capsules."""
