@@ -77,20 +77,20 @@ class WrittenVotes:
         return self.routing_map.log_couplings(logits, none_of_the_above=self.none_of_the_above)
 
     def _logits(self, agreement: Agreement) -> Tensor:
-        def at_edges(values: Tensor) -> Tensor:
-            return self.routing_map.at_edges(values.transpose(1, 2))
-
         offset = self._votes
         if agreement.centre is not None:
-            offset = offset - at_edges(agreement.centre).unsqueeze(3)
+            offset = offset - self._at_edges(agreement.centre).unsqueeze(3)
         logits = self._votes.new_zeros(self._votes.shape[:4])
         if agreement.linear is not None:
-            logits = logits + torch.einsum("bjecrn,bjern->bjec", offset, at_edges(agreement.linear))
+            logits = logits + torch.einsum("bjecrn,bjern->bjec", offset, self._at_edges(agreement.linear))
         if agreement.quadratic is not None:
-            logits = logits - torch.einsum("bjecrn,bjern->bjec", offset.square(), at_edges(agreement.quadratic))
+            logits = logits - torch.einsum("bjecrn,bjern->bjec", offset.square(), self._at_edges(agreement.quadratic))
         if agreement.constant is not None:
-            logits = logits + at_edges(agreement.constant).unsqueeze(3)
+            logits = logits + self._at_edges(agreement.constant).unsqueeze(3)
         return logits
+
+    def _at_edges(self, values: Tensor) -> Tensor:
+        return self.routing_map.at_edges(values.transpose(1, 2))
 
     def _shares(self, log_couplings: Tensor) -> Tensor:
         """Compute ``w_ij / Σ_i w_ij`` without underflow; 0 for a parent whose children all have activation 0."""
@@ -101,13 +101,9 @@ class WrittenVotes:
         on = activation >= tiny
         log_activation = torch.where(on, activation, 1).log()
 
-        def without_largest(logs: Tensor, weights: Tensor) -> Tensor:
-            largest = routing_map.largest_at_parents(weights.detach().masked_fill(~on, -torch.inf))
-            return logs - routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
-
         # In two steps, because the sum of both logarithms would round log_activation away if a coupling is tiny.
-        relative = without_largest(log_couplings, log_couplings)
-        relative = without_largest(relative, relative + log_activation)
+        relative = log_couplings - self._largest(log_couplings, on)
+        relative = relative - self._largest(relative + log_activation, on)
         # A child with activation 0 has weight 0, but its activation has a gradient. The clamp bounds this gradient.
         weights = torch.where(on, relative + log_activation, relative.clamp_max(60)).exp()
         weights = weights * torch.where(on, 1, activation)
@@ -115,3 +111,8 @@ class WrittenVotes:
         some = total > tiny**0.5
         inverse = torch.where(some, 1 / torch.where(some, total, 1), 0)
         return weights * routing_map.at_edges(inverse).unsqueeze(3)
+
+    def _largest(self, log_weights: Tensor, on: Tensor) -> Tensor:
+        """Find the largest logarithm among the children of each parent that are ``on``, and return it at the edges."""
+        largest = self.routing_map.largest_at_parents(log_weights.detach().masked_fill(~on, -torch.inf))
+        return self.routing_map.at_edges(largest.nan_to_num(neginf=0.0)).unsqueeze(3)
