@@ -157,13 +157,13 @@ class TimmCapsNet(nn.Module, Pretrained):
         """
         self.backbone.eval().requires_grad_(False)
         random = torch.Generator().manual_seed(0)
-        images = torch.rand(1, *image_shape, generator=random).requires_grad_()
-        # Zeros, such as the initial weights of the last BatchNorm in a residual block, would stop the gradients.
+        images = torch.rand(1, *image_shape, generator=random)
+        # Zeros, such as the initial weights of the last BatchNorm in a residual block, would hide what is used.
         zeros = [weights for weights in self.backbone.parameters() if not weights.any()]
         try:
             for weights in zeros:
                 nn.init.ones_(weights)
-            with torch.enable_grad():
+            with torch.no_grad():
                 features = self._features(images)
         except (AssertionError, RuntimeError, ValueError) as error:
             *_, height, width = self.backbone.default_cfg["input_size"]
@@ -171,12 +171,11 @@ class TimmCapsNet(nn.Module, Pretrained):
                 f"the backbone does not accept images of {image_shape[1]}×{image_shape[2]} ({first_line(error)}): use "
                 f"{height}×{width}, the size with which timm trained the backbone (data.image_size={height})"
             ) from error
-        (gradient,) = torch.autograd.grad(features, images, torch.randn(features.shape, generator=random))
+        size = image_shape[1:]
+        ends = size if self._uses_the_last_pixels(images, features) else self._ends(images, random)
         for weights in zeros:
             nn.init.zeros_(weights)
-        used, size = gradient.ne(0).any(dim=1)[0], image_shape[1:]
-        ends = [int(used.any(dim=1 - axis).nonzero().max()) + 1 if used.any() else size[axis] for axis in (0, 1)]
-        if ends != [*size]:
+        if ends != size:
             height, width = (math.ceil(side / stride) * stride for side in size)
             option = height if height == width else f"[{height},{width}]"
             cure = f"; try images of {height}×{width} (data.image_size={option})"
@@ -187,6 +186,27 @@ class TimmCapsNet(nn.Module, Pretrained):
                 stacklevel=3,
             )
         return tuple(features.shape[1:])
+
+    def _uses_the_last_pixels(self, images: Tensor, features: Tensor) -> bool:
+        """Return whether the features change with the last row and with the last column."""
+        changes = []
+        for axis in (-2, -1):
+            changed = images.clone()
+            changed.select(axis, -1).neg_()
+            with torch.no_grad():
+                changes.append(not torch.equal(self._features(changed), features))
+        return all(changes)
+
+    def _ends(self, images: Tensor, random: torch.Generator) -> tuple[int, ...]:
+        """Return how many rows and columns the backbone uses. This takes much memory, because it needs gradients."""
+        images = images.clone().requires_grad_()
+        with torch.enable_grad():
+            features = self._features(images)
+        (gradient,) = torch.autograd.grad(features, images, torch.randn(features.shape, generator=random))
+        used = gradient.ne(0).any(dim=1)[0]
+        return tuple(
+            int(used.any(dim=1 - axis).nonzero().max()) + 1 if used.any() else images.shape[2 + axis] for axis in (0, 1)
+        )
 
 
 def _timm() -> Any:
