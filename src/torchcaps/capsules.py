@@ -140,12 +140,13 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
 
 
-def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classes"]:
+def one_hot(labels: Int[Tensor, "B"], num_classes: int, name: str = "labels") -> Int[Tensor, "B classes"]:
     """Encode labels as one-hot vectors. Unlike `torch.nn.functional.one_hot`, this works under `torch.func`.
 
     Arguments:
         labels: ``[B]``, integers in [0, num_classes).
         num_classes: number of classes.
+        name: name of the labels in error messages.
 
     Raises:
         ValueError: ``labels`` is not an integer tensor ``[B]``, or a label is not in [0, num_classes). The range is
@@ -156,22 +157,22 @@ def one_hot(labels: Int[Tensor, "B"], num_classes: int) -> Int[Tensor, "B classe
         tensor([[0, 1, 0],
                 [1, 0, 0]])
     """
-    check_labels(labels, num_classes)
+    check_labels(labels, num_classes, name)
     return (labels.long()[:, None] == torch.arange(num_classes, device=labels.device)).long()
 
 
-def check_labels(labels: Tensor, num_classes: int) -> None:
+def check_labels(labels: Tensor, num_classes: int, name: str = "labels") -> None:
     """Check that labels are integers [B] in [0, num_classes). Values are not checked while a graph is traced.
 
     Raises:
         ValueError: ``labels`` is not such a tensor.
     """
     if labels.ndim != 1 or labels.dtype not in INTEGERS:
-        raise ValueError(f"labels must be integers [B], one class index per sample; got {described(labels)}")
+        raise ValueError(f"{name} must be integers [B], one class index per sample; got {described(labels)}")
     if has_values(labels) and len(labels):
         low, high = bounds(labels.long())
         if low < 0 or high >= num_classes:
-            raise ValueError(f"labels must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
+            raise ValueError(f"{name} must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
 
 
 def coordinate_addition(

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
             )
         if of_class.shape != pose.shape[:1]:
             raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
-        visible = pose * one_hot(of_class, self.num_classes).to(pose)[:, None, :, None, None]
+        visible = pose * one_hot(of_class, self.num_classes, "of_class").to(pose)[:, None, :, None, None]
         weight = self.layers[0].weight  # a method, if the layer is quantized
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
         return self.layers(visible.flatten(1).to(dtype)).unflatten(1, self.image_shape)

@@ -65,8 +65,8 @@ class CapsuleLayer(TransformModule):
         routing_map: the graph that connects child sites with parent sites, with the index of a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
-        child_pose_shape: rows and columns (R, Q) of a child's pose; (1, Q) by default. Q is the same as in
-            ``transform``, so it includes columns that `coordinate_addition` appends.
+        child_pose_shape: rows and columns (R, Q) of the poses that the rule receives; (1, Q) by default. Q includes
+            columns that `coordinate_addition` appends in the forward pass; in ``transform``, Q does not include them.
         draw: function that draws the transforms in place, now and in `reset_parameters`; None to keep ``transform``.
 
     Raises:
@@ -121,8 +121,9 @@ class DenseCaps(CapsuleLayer):
     normally distributed with standard deviation 1.36 min(J, 10) / √(S·C·N), truncated at two standard deviations. With
     this formula, uniform couplings and at most ten parents, the initial length of the parents depends on neither the
     number of children nor the number of parents. For the paper's network on MNIST, the standard deviation is 0.1, as in
-    the authors' code. A standard deviation of 0.1 for many children and few parents would saturate the squash. If it
-    grew with more than ten parents, each child would soon choose a single parent, and most parents would stay at 0.
+    the authors' code. A standard deviation of 0.1 for many children and few parents would saturate the squash. The
+    factor min(J, 10) stops growing at ten parents: with a larger standard deviation, each child would soon choose a
+    single parent, and most parents would stay at 0.
 
     Arguments:
         child_sites: number of child sites (S).

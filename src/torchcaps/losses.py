@@ -54,9 +54,11 @@ def margin_loss(
     _check_range("positive_margin", positive_margin, 0 < positive_margin <= 1, "above 0 and at most 1")
     _check_range("negative_margin", negative_margin, 0 <= negative_margin < 1, "at least 0 and below 1")
     _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
-    present = one_hot(target, scores.shape[1]).to(scores) if target.ndim == 1 else target.to(scores)
-    _check_shape("target", present, scores.shape, "scores")
-    if target.ndim != 1:
+    if target.ndim == 1:
+        present = one_hot(_classes(target, scores), scores.shape[1], "target").to(scores)
+    else:
+        present = target.to(scores)
+        _check_shape("target", present, scores.shape, "scores")
         _check_values("target", present, 0.0, 1.0)
     missing = (positive_margin - scores).clamp_min(0).square()
     false = (scores - negative_margin).clamp_min(0).square()
@@ -125,9 +127,9 @@ def spread_loss(
     """
     _check_scores(scores)
     _check_range("margin", margin, 0 < margin <= 1, "above 0 and at most 1")
-    others = 1 - one_hot(target, scores.shape[1]).to(scores)
-    _check_shape("target", others, scores.shape, "scores")
-    of_target = scores.gather(1, target.long()[:, None])
+    target = _classes(target, scores)
+    others = 1 - one_hot(target, scores.shape[1], "target").to(scores)
+    of_target = scores.gather(1, target[:, None])
     return _mean((others * (margin - (of_target - scores)).clamp_min(0).square()).sum(dim=1), weights)
 
 
@@ -174,8 +176,8 @@ def cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]``, or ``label_smoothing`` is out of range.
-        IndexError: a class in ``target`` is not in [0, classes).
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), or ``label_smoothing`` is
+            out of range.
 
     Example:
         >>> import torch
@@ -188,7 +190,7 @@ def cross_entropy(
     return _mean(
         functional.cross_entropy(
             scores,
-            _classes(target, scores),
+            _checked_classes(target, scores),
             reduction=reduction,
             label_smoothing=label_smoothing,
             ignore_index=IGNORE_NONE,
@@ -211,8 +213,7 @@ def activation_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]``.
-        IndexError: a class in ``target`` is not in [0, classes).
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
 
     Example:
         >>> import torch
@@ -221,7 +222,7 @@ def activation_cross_entropy(
     """
     _check_scores(scores)
     logarithms = functional.normalize(wide(scores), p=1, dim=1).clamp_min(1e-12).log()
-    reduction, target = "mean" if weights is None else "none", _classes(target, scores)
+    reduction, target = "mean" if weights is None else "none", _checked_classes(target, scores)
     return _mean(functional.nll_loss(logarithms, target, reduction=reduction, ignore_index=IGNORE_NONE), weights)
 
 
@@ -239,8 +240,7 @@ def activation_logit_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]``.
-        IndexError: a class in ``target`` is not in [0, classes).
+        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
 
     Example:
         >>> import torch
@@ -302,6 +302,11 @@ def _classes(target: Tensor, scores: Tensor) -> Tensor:
             f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}"
         )
     return target.long()
+
+
+def _checked_classes(target: Tensor, scores: Tensor) -> Tensor:
+    check_labels(target := _classes(target, scores), scores.shape[1], "target")
+    return target
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:

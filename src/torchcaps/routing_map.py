@@ -68,7 +68,7 @@ class RoutingMap:
     maps.
 
     Any graph is valid. Edges may be in any order, and several edges may connect the same two sites. A child without
-    parents has no effect. A parent without children has pose 0, or the offset of the rule's LayerNorm or BatchNorm.
+    parents has no effect. A parent without children has pose 0 before the LayerNorm or BatchNorm of the rule, if any.
 
     Arguments:
         edges: integers ``[E, 3]``, rows of (child site, parent site, transform); stored as int64.
@@ -299,17 +299,21 @@ class RoutingMap:
                     f"every dimension of {name} after the first must be at least 1; got {list(tensor.shape)}"
                 )
         check_device("transform", transform, pose)
-        if pose.shape[1] != self.child_sites or transform.shape[0] != self.transforms:
+        if pose.shape[1] != self.child_sites:
             raise ValueError(
-                f"the map has {self.child_sites} child sites and {self.transforms} transforms; pose has "
-                f"{pose.shape[1]} sites and transform has size {transform.shape[0]} in dimension 0: create the map or "
-                f"layer for {pose.shape[1]} child sites and {transform.shape[0]} transforms"
+                f"pose has {pose.shape[1]} child sites (dimension 1), but the routing map has {self.child_sites}: "
+                f"create the layer or the map for {pose.shape[1]} child sites"
+            )
+        if transform.shape[0] != self.transforms:
+            raise ValueError(
+                f"transform has size {transform.shape[0]} in dimension 0, but the routing map has {self.transforms} "
+                f"transforms: create the transform or the map for the same number of transforms"
             )
         if pose.shape[2] != transform.shape[1] or pose.shape[4] != transform.shape[3]:
             raise ValueError(
                 "pose [B, S, C, R, Q] and transform [K, C, J, Q, N] must have the same C and Q; pose has "
                 f"C={pose.shape[2]}, Q={pose.shape[4]} and transform has C={transform.shape[1]}, "
-                f"Q={transform.shape[3]}: create the transform with C={pose.shape[2]}, Q={pose.shape[4]}"
+                f"Q={transform.shape[3]}: create the layer or the transform for C={pose.shape[2]}, Q={pose.shape[4]}"
             )
 
     def log_couplings(

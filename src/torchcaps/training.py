@@ -93,7 +93,8 @@ def fit(
             is the number of cores divided by the number of devices, at least 1; for images in memory it is 0. The
             number of workers does not change the results.
         resume: continue from the folder's last.ckpt; if the folder contains no run, a new run starts. The final weights
-            are bit-identical to the weights of an uninterrupted run.
+            are bit-identical to the weights of an uninterrupted run, unless a GPU operation has no deterministic
+            algorithm; a warning names such an operation.
         on_start: function that is called once before the first epoch, with the module and the number of epochs left.
         on_epoch_end: function that takes the model, in evaluation mode, and is called after every epoch. If it returns
             values, they are written to metrics.csv.

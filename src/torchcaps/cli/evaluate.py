@@ -107,8 +107,8 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"{folder}: training to epoch {one.recipe.epochs} is not finished, so the evaluated weights are "
-                "those that an earlier training saved when it finished; to continue to this epoch, train with --resume",
+                f"{folder}: the evaluated weights were saved before the training to epoch {one.recipe.epochs} began, "
+                "and this training is not finished; to finish it, train with --resume",
                 DataWarning,
                 stacklevel=1,
             )
