@@ -18,7 +18,7 @@ from problems import (
     full_problem,
     random_case,
 )
-from torchcaps import Capsules, MatrixCapsNet, Routing, RoutingMap, dynamic_routing, em_routing
+from torchcaps import Agreement, Capsules, MatrixCapsNet, Routing, RoutingMap, Votes, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu, cpu_instruction_sets
 
 pytestmark = [
@@ -358,3 +358,27 @@ def test_squash_of_huge_sums_has_the_right_tiny_gradient(squash_form):
         dynamic(case, MAPS["dense"], torch.float32, backend="fused", **options), exact, strict=True
     ):
         assert far(found, right) < 1e-3
+
+
+@pytest.mark.parametrize("active", ["first", "last", "all"])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_moments_of_many_children_are_accurate_in_float32(batch, active):
+    """The children of an object in a corner of an image are not typical of the others."""
+    pose, transform, weights = torch.randn(batch, 6000, 2, 1, 4), torch.randn(1, 2, 3, 4, 4), torch.randn(3, 4)
+    pose[:, {"first": slice(10, None), "last": slice(-10), "all": slice(0)}[active]] = 0
+
+    def everything(dtype, backend):
+        leaves = [x.to(dtype).requires_grad_() for x in (pose, transform)]
+        votes = Votes(leaves[0], None, leaves[1], RoutingMap.shared(6000), passes=3, backend=backend)
+        even = votes.moments(variance=False)
+        found = votes.moments()
+        sharp = Agreement(quadratic=3 / (found.variance + 0.01), centre=found.mean, linear=0.1 * found.mean)
+        last = votes.moments(sharp)
+        moments = [even.mean, found.mean, found.variance, last.mass, last.mean, last.variance]
+        loss = (moments[-2] * weights.to(dtype)[:, None]).sum() + (found.variance.log() + moments[-1].log()).sum()
+        return [*moments, *torch.autograd.grad(loss, leaves)]
+
+    exact = everything(torch.float64, "reference")
+    for name, results in on_every_instruction_set(partial(everything, torch.float32, "fused")).items():
+        for index, (found, right) in enumerate(zip(results, exact, strict=True)):
+            assert far(found, right) < (1e-5 if index < 6 else 1e-4), (name, index)  # gradients depend on quotients

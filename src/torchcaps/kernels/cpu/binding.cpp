@@ -107,6 +107,7 @@ Problem problem_of(const Sizes& sizes, std::uintptr_t edge_lists) {
       !all_below(g.parent_edge, g.E) || !begins(g.child_begin, g.S) || !begins(g.parent_begin, g.P))
     throw std::invalid_argument("edge_lists contains a child site, parent site or transform that does not exist: "
                                 "take it from a RoutingMap");
+  for (int p = 0; p < g.P; ++p) g.most_edges = std::max(g.most_edges, g.parent_begin[p + 1] - g.parent_begin[p]);
   std::vector<int> owner(std::size_t(g.K), -1);
   g.own_transforms = true;
   for (int e = 0; e < g.E; ++e) {

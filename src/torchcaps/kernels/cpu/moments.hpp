@@ -24,7 +24,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       Base::weights, Base::first_lanes, Base::uniform_coupling, Base::vote;
   static constexpr bool linear = FORM & LINEAR, quadratic = FORM & QUADRATIC, with_variance = FORM & VARIANCE;
   // Children of a group are processed together, as long as their votes take less than CACHE_BYTES.
-  static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16;
+  static constexpr int CACHE_BYTES = (Layout::by_type ? 80 : 40) * 1024, MOST_TOGETHER = 16, MOST_SAMPLES = 8;
 
  public:
   using Base::Base, Base::H, Base::JB, Base::PB, Base::children, Base::load_quadratic, Base::load_scalar, Base::load_vector,
@@ -56,24 +56,27 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     const Child* pose = children_of(x.pose, tile, pose_size(), arena);
     const Child* activation = activations_of(x, tile, arena);
     V* parents = arena.take<V>(PB * agreement_size());
-    V* sums = zeros(PB * this->template sums_size_of<with_variance>(), arena);
+    const auto sums = this->zero_sums(this->template sums_size_of<with_variance>(), arena);
     const bool uniform_couplings = !out.log_sums;
     V* centres = with_variance && uniform_couplings ? arena.take<V>(PB * numbers()) : nullptr;
     Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * tile;
     if (uniform_couplings) {
-      sum_uniform(pose, activation, sums, centres, arena);
+      sum_uniform(pose, activation, sums.recent, centres, out.variance, arena);
     } else {
       load_agreement(tile, agreement, parents, agreement_size());
       visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int, int children, const V* d, const V* w) {
         this->template add_up_of<with_variance>(group, children, d, w, sums);
       });
+      this->add_earlier(sums);
     }
+    // Largest squared distance between mean and centre, divided by the variance. More would cost the variance its digits.
+    const T most_moved = !out.variance ? -lowest<T> : uniform_couplings ? T(30) : T(1000);
     for (int at = 0; at < PB; ++at) {
-      const V* centre = uniform_couplings || !quadratic ? nullptr : parents + at * agreement_size() + centre_at();
-      if (uniform_couplings && with_variance) centre = centres + at * numbers();
+      const V* centre = centres ? centres + at * numbers() : nullptr;
+      if (!uniform_couplings && quadratic) centre = parents + at * agreement_size() + centre_at();
       const auto place = this->place(tile, at);
       Found found;
-      if (!from_sums(sums + at * this->template sums_size_of<with_variance>(), centre, first_lanes(place.rows), found))
+      if (!from_sums(sums.recent + at * sums.size, centre, first_lanes(place.rows), most_moved, found))
         found = recomputed(pose, activation, parents + at * agreement_size(), log_sums, at);
       store_scalar(found.mass, out.mass, place);
       store_vector(found.mean, out.mean, place);
@@ -117,7 +120,6 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
 
   // Σ w, Σ w d [H], and with SECOND also Σ w d² [H].
   template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
-  static V* zeros(long count, Arena& arena) { return static_cast<V*>(std::memset(arena.take<V>(count), 0, count * sizeof(V))); }
 
   int together(int edges) const {
     const long bytes = std::max(1L, long(edges) * JB * (H + 1) * long(sizeof(V)));
@@ -214,13 +216,11 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   }
 
   // Adds Σ w, Σ w d and, with SECOND, Σ w d² of several children of a group to the sums of their parents.
-  template <bool SECOND> void add_up_of(int group, int children, const V* d, const V* w, V* sums) const {
-    for (int e = g.group_begin(group); e < g.group_end(group); ++e)
+  template <bool SECOND> void add_up_of(int group, int children, const V* d, const V* w, const typename Base::Sums& sums) const {
+    for (int e = g.group_begin(group); e < g.group_end(group); ++e) {
       for (int block = 0; block < JB; ++block, d += children * numbers(), w += children) {
-        V *mass = sums + (long(g.edge_parent[e]) * JB + block) * sums_size_of<SECOND>(), *first = mass + 1, *second = first + numbers();
-        V total = *mass;
-        for (int c = 0; c < children; ++c) total += w[c];
-        *mass = total;
+        V *mass = sums.recent + (long(g.edge_parent[e]) * JB + block) * sums.size, *first = mass + 1, *second = first + numbers();
+        *mass = std::accumulate(w, w + children, *mass);
         for (int h = 0; h < numbers(); h += BLOCK) {
           V one[BLOCK], two[BLOCK];
           for (int i = 0; i < BLOCK; ++i) one[i] = first[h + i], two[i] = SECOND ? second[h + i] : V{};
@@ -238,33 +238,32 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           }
         }
       }
+      this->count_votes(sums, g.edge_parent[e], children);
+    }
   }
 
-  // The sums with equal couplings. With variances, they are centred on the mean of a parent's first votes. A few
+  // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
-  void sum_uniform(const Child* pose, const Child* activation, V* sums, V* centres, Arena& arena) const {
-    Child* site_sums = arena.take<Child>(g.S);
-    std::fill_n(site_sums, g.S, Child{});
+  void sum_uniform(const Child* pose, const Child* activation, V* sums, V* centres, bool centred, Arena& arena) const {
+    Child* site_sums = this->template zeros<Child>(g.S, arena);
     for (long child = 0; child < children(); ++child) site_sums[child / g.C] += activation[child];
-    int most_edges = 0;
     for (int p = 0; p < g.P; ++p) {
-      const int begin = g.parent_begin[p], end = g.parent_begin[p + 1];
-      most_edges = std::max(most_edges, end - begin);
-      Child mass{};
-      for (int i = begin; i < end; ++i) {
+      Child mass{}, rest{};  // Kahan summation: the mean is sensitive to the rounding of the mass
+      for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
         const int e = g.parent_edge[i];
-        mass += uniform_coupling(g.group_of(e)) * site_sums[g.edge_child[e]];
+        const Child added = uniform_coupling(g.group_of(e)) * site_sums[g.edge_child[e]] - rest, before = mass;
+        rest = ((mass += added) - before) - added;
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
         sums[at * this->template sums_size_of<with_variance>()] = Layout::broadcast(mass);
-        if (with_variance) mean_of_first_votes(pose, activation, p, block, centres + at * numbers());
+        if (with_variance) mean_of_some_votes(pose, activation, p, block, centred ? MOST_SAMPLES : 0, centres + at * numbers());
       }
     }
     const long bytes = long(g.C) * inner() * columns() * long(sizeof(Weight));
-    const int step = int(std::max(1L, CACHE_BYTES / bytes));
+    const int step = int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / g.C)));
     for (int block = 0; block < JB; ++block)
-      for (int from = 0; from < most_edges; from += step)
+      for (int from = 0; from < g.most_edges; from += step)
         for (int p = 0; p < g.P; ++p) {
           const long at = long(p) * JB + block;
           add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
@@ -272,13 +271,14 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
         }
   }
 
-  void mean_of_first_votes(const Child* pose, const Child* activation, int p, int block, V* mean) const {
-    constexpr long MOST_VOTES = 4;
-    const long count = std::min(MOST_VOTES, long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C);
+  // Votes at regular intervals, because neighbouring votes may be unlike all others.
+  void mean_of_some_votes(const Child* pose, const Child* activation, int p, int block, long most, V* mean) const {
+    const long votes = long(g.parent_begin[p + 1] - g.parent_begin[p]) * g.C, count = std::min(most, votes);
     std::fill_n(reinterpret_cast<T*>(mean), numbers() * L, T(0));
     V total{};
     for (long i = 0; i < count; ++i) {
-      const int e = g.parent_edge[g.parent_begin[p] + i / g.C], c = int(i % g.C);
+      const long vote_at = (2 * i + 1) * votes / (2 * count);
+      const int e = g.parent_edge[g.parent_begin[p] + vote_at / g.C], c = int(vote_at % g.C);
       const long child = long(g.edge_child[e]) * g.C + c;
       V v[MOST];
       vote(pose + child * pose_size(), weights(g.edge_kernel[e], c, block), v);
@@ -295,10 +295,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     for (int r = 0; r < rows(); r += step) {
       const long at = long(r) * columns();
       V *first = sum + 1 + at, *second = first + numbers(), one[NUMBERS], two[NUMBERS], centre[NUMBERS];
-      for (int h = 0; h < count; ++h) {
-        one[h] = first[h];
-        if (with_variance) two[h] = second[h], centre[h] = centres[at + h];
-      }
+      for (int h = 0; h < count; ++h) one[h] = two[h] = V{}, centre[h] = with_variance ? centres[at + h] : V{};
       for (int i = from; i < to; ++i) {
         const int e = g.parent_edge[i], s = g.edge_child[e];
         const T share = uniform_coupling(g.group_of(e));
@@ -314,13 +311,15 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           }
         }
       }
-      for (int h = 0; h < count; ++h) first[h] = one[h];
-      for (int h = 0; h < count && with_variance; ++h) second[h] = two[h];
+      for (int h = 0; h < count; ++h) {
+        first[h] += one[h];
+        if (with_variance) second[h] += two[h];
+      }
     }
   }
 
   // Computes moments from sums around a centre (null: 0). Returns false if they would be inaccurate.
-  bool from_sums(const V* sum, const V* centre, V mask, Found& found) const {
+  bool from_sums(const V* sum, const V* centre, V mask, T most_moved, Found& found) const {
     const V mass = mask > 0 ? sum[0] : splat(T(1));  // lanes that are not in use must not trigger a recomputation
     if (any(mass < T(10) * SMALL<T>)) return false;
     const V inverse = T(1) / mass;
@@ -333,7 +332,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       found.mean[h] = centre ? centre[h] + first : first;
       if (!with_variance) continue;
       found.variance[h] = larger<T>(sum[1 + numbers() + h] * inverse - moved, V{});
-      lost |= mask * moved > T(1000) * found.variance[h];
+      lost |= mask * moved > most_moved * found.variance[h];
     }
     return !any(lost);
   }

@@ -86,7 +86,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * tile;
     V* parents = arena.take<V>(PB * record_size());
     load_pass(tile, pass, parents);
-    V* sums = zeros(PB * sums_size(), arena);
+    const auto sums = this->zero_sums(this->template sums_size_of<quadratic>(), arena);
     const long most = this->most_visited();
     V *d = arena.take<V>(most * numbers()), *u = arena.take<V>(most), *couplings = arena.take<V>(most);
     const bool wanted = out.constant || out.linear || out.quadratic || out.centre;
@@ -131,6 +131,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         this->template add_up_of<quadratic>(group, children, d, u, sums);
       }
     }
+    this->add_earlier(sums);
     if (wanted) store_agreement_grads(tile, parents, sums, pass.agreement.inverse_temperature, out);
   }
 
@@ -243,10 +244,9 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     for (int k = 0; k < count; ++k) logits[k] = record[constant_at()] + logit[k], moments_grads[k] = moments_grad[k];
   }
 
-  long sums_size() const { return this->template sums_size_of<quadratic>(); }
-  void store_agreement_grads(int tile, const V* parents, const V* sums, T inverse_temperature, const PassGrads<T>& out) const {
+  void store_agreement_grads(int tile, const V* parents, const typename Base::Sums& sums, T inverse_temperature, const PassGrads<T>& out) const {
     for (int at = 0; at < PB; ++at) {
-      const V *record = parents + at * record_size(), *sum = sums + at * sums_size();
+      const V *record = parents + at * record_size(), *sum = sums.recent + at * sums.size;
       const auto place = this->place(tile, at);
       V negative[MOST], centre_grad[MOST];
       for (int h = 0; h < numbers(); ++h) {

@@ -8,6 +8,7 @@ struct Problem {
   // Edges are sorted by child site. Site s has the edges child_begin[s] … child_begin[s + 1] - 1. Parent site p has the
   // edges parent_edge[parent_begin[p]] … parent_edge[parent_begin[p + 1] - 1].
   const int *edge_child, *edge_parent, *edge_kernel, *child_begin, *parent_begin, *parent_edge;
+  int most_edges;       // largest number of edges of a parent site
   bool own_transforms;  // every transform is used by one child site only
   bool types;           // couplings of a child compete among the types at one parent site, not among all its parents
   bool none_of_the_above;

@@ -120,6 +120,29 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
   }
 
  protected:
+  // Sums at the parents, `size` numbers per block of parents. Rounding errors grow with the number of summands. If any
+  // parent has many votes, sums are therefore moved to `earlier` after every MOST_SUMMANDS votes.
+  static constexpr int MOST_SUMMANDS = 128;
+  struct Sums {
+    long size;
+    V *recent, *earlier;
+    int* votes;  // number of votes in `recent`, per parent site
+  };
+  template <class X = V> static X* zeros(long count, Arena& arena) { return static_cast<X*>(std::memset(arena.take<X>(count), 0, count * sizeof(X))); }
+  Sums zero_sums(long size, Arena& arena) const {
+    const bool many = long(g.most_edges) * g.C > 4 * MOST_SUMMANDS;
+    return {size, zeros(PB * size, arena), many ? zeros(PB * size, arena) : nullptr, zeros<int>(g.P, arena)};
+  }
+  void count_votes(const Sums& sums, int p, int votes) const {
+    if (!sums.earlier || (sums.votes[p] += votes) < MOST_SUMMANDS) return;
+    sums.votes[p] = 0;
+    for (long i = p * JB * sums.size; i < (p + 1) * JB * sums.size; ++i)
+      sums.earlier[i] += sums.recent[i], sums.recent[i] = V{};
+  }
+  void add_earlier(const Sums& sums) const {
+    for (long i = 0; sums.earlier && i < PB * sums.size; ++i) sums.recent[i] += sums.earlier[i];
+  }
+
   int rows() const { return ROWS ? ROWS : g.R; }
   int inner() const { return INNER ? INNER : g.Q; }
   int columns() const { return COLUMNS ? COLUMNS : g.N; }
