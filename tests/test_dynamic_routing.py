@@ -164,7 +164,7 @@ def test_unknown_options_are_refused(options):
 @pytest.mark.usefixtures("untyped")
 def test_shapes_that_do_not_match_the_map_are_refused():
     pose, transform, routing_map = random_case(MAPS["dense"], seed=0, dtype=torch.float32)
-    with pytest.raises(ValueError, match="pose has 3 child sites .* routing map has 4"):
+    with pytest.raises(ValueError, match=r"pose has 3 child sites .* routing map has 4"):
         dynamic_routing(pose[:, :3], transform, routing_map)
     with pytest.raises(ValueError, match="C=2"):
         dynamic_routing(pose[:, :, :2], transform, routing_map)

@@ -63,7 +63,8 @@ class Classifier:
         preprocessing: converts the images to the model's input.
 
     Raises:
-        BadInput: a class name is not a string, or the number of class names is not the model's number of classes.
+        BadInput: a class name is not a string or is repeated, or the number of class names is not the model's number of
+            classes.
 
     Example:
         >>> import tempfile
@@ -87,6 +88,8 @@ class Classifier:
         for name in self.class_names:
             if not isinstance(name, str):
                 raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
+            if self.class_names.count(name) > 1:
+                raise BadInput(f"class_names contains {name!r} more than once: give each class its own name")
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:
             raise BadInput(

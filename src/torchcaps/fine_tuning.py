@@ -50,7 +50,7 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
         )
     weights = read_weights(folder / WEIGHTS, saved.weights_sha256)
     own = model.state_dict()
-    same_classes = saved.images is not None and list(saved.images.get("class_names", ())) == list(class_names)
+    same_classes = saved.images is not None and list(saved.images.get("class_names") or ()) == list(class_names)
     of_classes = set() if same_classes else _depending_on_classes(model, recipe)
     fits = [name for name in own if name in weights and weights[name].shape == own[name].shape]
     fits = [name for name in fits if name not in of_classes]

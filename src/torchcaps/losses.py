@@ -54,7 +54,7 @@ def margin_loss(
     _check_range("positive_margin", positive_margin, 0 < positive_margin <= 1, "above 0 and at most 1")
     _check_range("negative_margin", negative_margin, 0 <= negative_margin < 1, "at least 0 and below 1")
     _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
-    if target.ndim == 1:
+    if not isinstance(target, Tensor) or target.ndim == 1:
         present = one_hot(_classes(target, scores), scores.shape[1], "target").to(scores)
     else:
         present = target.to(scores)
@@ -247,6 +247,7 @@ def activation_logit_cross_entropy(
         >>> activation_logit_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([0]))
         tensor(0.6931)
     """
+    _check_scores(scores)
     return cross_entropy(wide(scores).logit(eps=1e-6), target, weights=weights)
 
 
@@ -297,7 +298,7 @@ def check_loss(loss: str, model: str, logits: bool) -> None:
 
 
 def _classes(target: Tensor, scores: Tensor) -> Tensor:
-    if target.shape != scores.shape[:1] or target.dtype not in INTEGERS:
+    if not isinstance(target, Tensor) or target.shape != scores.shape[:1] or target.dtype not in INTEGERS:
         raise ValueError(
             f"target must be integers [{len(scores)}], one class index per sample; got {described(target)}"
         )
@@ -330,6 +331,8 @@ def _check_scores(scores: Any) -> None:
 
 def _check_shape(name: str, tensor: Tensor, shape: torch.Size, owner: str) -> None:
     """Check a shape, because tensors of other shapes could be broadcast without an error."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor; got {described(tensor)}")
     if tensor.shape != shape:
         raise ValueError(f"{name} must fit the shape {list(shape)} of {owner}; got {list(tensor.shape)}")
 

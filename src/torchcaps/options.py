@@ -2,8 +2,8 @@
 
 import inspect
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -126,7 +126,8 @@ def fits(value: Any, kind: Any) -> bool:
             and all(fits(one, of) for one, of in zip(value, kinds, strict=True))
         )
     if kind is float:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        limit: Any = sys.float_info.max  # math.isfinite cannot convert larger integers
+        return isinstance(value, Real) and not isinstance(value, bool) and -limit <= value <= limit
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, kind)

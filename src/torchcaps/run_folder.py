@@ -23,7 +23,7 @@ from torchcaps.data.files import atomically, write_json
 from torchcaps.data.fingerprint import SPLITS
 from torchcaps.environment import ENTRIES, environment
 from torchcaps.errors import BadInput, DataWarning, unreadable
-from torchcaps.options import absent, check_kind
+from torchcaps.options import absent, check_kind, fits
 from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
@@ -296,8 +296,15 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
         split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
-        float(metrics[f"{split}_accuracy_percent"]), int(metrics[f"{split}_images"])
-        int(metrics["epochs_planned"]), int(metrics["test_evaluations"])
+        counts = (
+            metrics[f"{split}_images"],
+            metrics["epochs_planned"],
+            metrics["test_evaluations"],
+            metrics.get("epochs", 0),
+        )
+        valid = split in ("test", "validation") and fits(metrics[f"{split}_accuracy_percent"], float)
+        if not valid or not all(fits(count, int) for count in [*counts, metrics.get("epochs", 0)]):
+            raise ValueError("an entry has another type than expected")
         tuple(map(dict, dict(metrics.get("classes") or {}).values()))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise unreadable(path, error, "delete it and train with --resume") from error

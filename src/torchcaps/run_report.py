@@ -63,7 +63,7 @@ def write_run_report(folder: Path, out: Path) -> None:
         if not metrics or not (folder / "curves.png").is_file():
             save_curves(rows, Path(drawn) / "curves.png")
         for name, text in PICTURES.items():
-            caption = text.format(split=split)
+            caption = _text(text.format(split=split))
             path = (folder if metrics and (folder / name).is_file() else Path(drawn)) / name
             if path.is_file():
                 encoded = base64.b64encode(path.read_bytes()).decode()

@@ -41,22 +41,29 @@ class AtomicCheckpoints(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         return read_checkpoint(Path(path))
 
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)  # Lightning would also remove a folder
+
 
 class RunCheckpoint(ModelCheckpoint):
     """A `ModelCheckpoint` that keeps its best score if the run folder is renamed, copied or mounted elsewhere.
 
     Lightning's own callback forgets the best score if the path of the folder has changed. This class
-    replaces the old folder with the new folder in all saved paths.
+    replaces the old folder with the new folder in all saved paths. It ignores paths of other files, which
+    a changed checkpoint could contain, because Lightning removes the files at these paths.
     """
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         def here(path: str) -> str:
-            return str(Path(self.dirpath or "") / Path(path).name) if path else ""
+            name = Path(path).name
+            return str(Path(self.dirpath or "") / name) if name in ("best.ckpt", "last.ckpt") else ""
 
         moved: dict[str, Any]
         moved = {key: here(state_dict[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
         moved["dirpath"] = self.dirpath
-        moved["best_k_models"] = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        moved["best_k_models"] = {
+            path: score for before, score in state_dict["best_k_models"].items() if (path := here(before))
+        }
         super().load_state_dict({**state_dict, **moved})
 
 

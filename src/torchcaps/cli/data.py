@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from torchcaps.cli.common import DataDir, is_inside, print_table, setting, writable_file
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, nearest, printable
 
 Dataset = Annotated[str, typer.Argument(help="Name of a dataset; see `torchcaps data list`.")]
 
@@ -104,7 +104,7 @@ def data_verify(name: Dataset, data_dir: DataDir = Path("data")) -> None:
         return
     found = dataset.verify(data_dir)
     for file, state in found:
-        print(f"{file}: {state}")
+        print(printable(f"{file}: {state}"))
     if any(state != "ok" for _, state in found):
         cure = f"; `torchcaps data fetch {name}` downloads missing files" if dataset.fetch else ""
         raise BadInput(f"{name} in {data_dir} has missing or damaged files, listed above{cure}")

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli.common import DataDir, splits_for, writable_file
-from torchcaps.errors import BadInput, nearest
+from torchcaps.errors import BadInput, nearest, printable
 from torchcaps.process_memory import keep_freed_memory
 
 
@@ -26,7 +26,7 @@ def inspect(
     classifier = Classifier.from_pretrained(run)
     found = look(classifier, image)
     write_picture(out, found.figure())
-    best = f"{found.class_names[found.best]} ({found.scores[found.best]:.3f}{about_crops(classifier)})"
+    best = f"{printable(found.class_names[found.best])} ({found.scores[found.best]:.3f}{about_crops(classifier)})"
     print(f"{best}; the picture: {out}")
 
 

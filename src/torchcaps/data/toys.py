@@ -159,6 +159,8 @@ def _verified(folder: Path, size: int) -> list[tuple[str, str]]:
     try:
         sums = json.loads((folder / SUMS.format(size)).read_text())
         md5 = {str(file): str(right) for file, right in sums.items()}
+        if md5.keys() != {norb_file("toys", split, size, kind) for split in INSTANCES for kind in KINDS}:
+            raise ValueError("it does not name exactly the rendered files")
     except (ValueError, AttributeError) as error:
         return [(SUMS.format(size), f"damaged ({error}); {again}")]
     return verified(folder, md5, again)

@@ -147,5 +147,6 @@ def once(*_: Any) -> None:
         RuntimeError: always.
     """
     raise RuntimeError(
-        'fused routing can be differentiated only once; use backend="reference" for gradients of gradients'
+        'fused routing can be differentiated only once: for gradients of gradients, set backend to "reference" '
+        "(in a layer: layer.routing.backend)"
     )

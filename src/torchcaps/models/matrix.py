@@ -122,8 +122,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)
-        if stem < 0:
-            raise BadInput(f"stem is {stem}: the number of convolutions must be at least 0")
+        if not 0 <= stem <= 100:
+            raise BadInput(f"stem is {stem}: the number of convolutions must be from 0 to 100")
         if stem_stride not in (1, 2) or stem < stem_stride - 1:
             raise BadInput(f"stem_stride is {stem_stride} and stem is {stem}: use stem_stride 1, or 2 with stem >= 1")
         convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]

@@ -373,15 +373,18 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
         checksum: SHA-256 checksum of the file, in hexadecimal.
 
     Raises:
-        BadInput: the file is damaged.
+        BadInput: the file is damaged, or a weight is not finite.
     """
     try:
         content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != checksum:
             raise BadInput(f"{path} is damaged or does not belong to {CONFIG}: save the network again")
-        return safetensors.torch.load(content)
-    except (OSError, SafetensorError) as error:
+        weights = safetensors.torch.load(content)
+    except (OSError, LookupError, SafetensorError) as error:
         raise unreadable(path, error, "save the network again") from error
+    if spoiled := [name for name, x in weights.items() if x.is_floating_point() and not x.isfinite().all()]:
+        raise BadInput(f"{path}: {spoiled[0]} contains values that are not finite: train the network again")
+    return weights
 
 
 def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Prediction
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
+from torchcaps.errors import BadInput
 from torchcaps.layers import ConvCaps, DenseCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
@@ -67,6 +68,8 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         below, height, width_of_image = self.image_shape = check_image_shape(
             "SelfRoutingCapsNet", image_shape, smallest=5
         )
+        if not 0 <= capsule_layers <= 100:
+            raise BadInput(f"capsule_layers is {capsule_layers}: the number of layers must be from 0 to 100")
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
             convolution = kaiming_(nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False))

@@ -1,0 +1,105 @@
+"""Files that somebody else made or changed do no harm, and are refused in one line."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import SMALL_CAPSNET
+from torchcaps import BadInput, Classifier, PooledCapsNet
+from torchcaps.checkpoints import read_checkpoint, save_sealed
+from torchcaps.data import Preprocessing
+from torchcaps.data.toys import load_toys, verify_toys
+from torchcaps.models import create_model
+from torchcaps.options import fits
+from torchcaps.run_folder import read_metrics
+
+ESCAPE = "\x1b[31mred"
+
+
+@pytest.fixture(scope="module")
+def classifier():
+    return Classifier(PooledCapsNet((1, 20, 20), 2), ("left", "right"), (1, 20, 20), Preprocessing())
+
+
+@pytest.mark.parametrize("changed", ["..", "x/recipe.json", "../mine/precious.txt"])
+def test_a_resumed_run_removes_no_other_files(changed, succeeds, images, tmp_path):
+    words = ["train", "capsnet-images", "--data", images, *SMALL_CAPSNET, "--set", "choose=best", "--out"]
+    folder, mine = tmp_path / "runs" / "a", tmp_path / "runs" / "mine" / "precious.txt"
+    succeeds(*words, folder, "--epochs", 1)
+    mine.parent.mkdir()
+    mine.write_text("precious")
+    checkpoint = read_checkpoint(folder / "last.ckpt")
+    for state in checkpoint["callbacks"].values():
+        if "best_model_path" in state:
+            state |= {"best_model_path": changed, "kth_best_model_path": changed, "best_k_models": {changed: 0.0}}
+    with (folder / "last.ckpt").open("wb") as stream:
+        save_sealed(checkpoint, stream)
+    succeeds(*words, folder, "--epochs", 3, "--resume")
+    assert mine.read_text() == "precious"
+    assert (folder / "recipe.json").is_file()
+    assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"evaluated_split": '"><script>'},
+        {"test_images": float("inf")},
+        {"test_images": "4"},
+        {"test_accuracy_percent": 10**400},
+        {"test_evaluations": "1"},
+        {"epochs": "x"},
+    ],
+)
+def test_metrics_of_other_types_are_refused(change, tmp_path):
+    metrics = {"test_accuracy_percent": 50.0, "test_images": 4, "epochs_planned": 1, "test_evaluations": 1}
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+    assert read_metrics(tmp_path)["evaluated_split"] == "test"
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics | change))
+    with pytest.raises(BadInput, match="is damaged"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("sums", [{}, {"../../../etc/hostname": "0" * 32}])
+def test_toys_without_the_checksum_of_every_file_are_refused(sums, tmp_path):
+    (tmp_path / "toys").mkdir()
+    (tmp_path / "toys" / "toys-48x48-md5.json").write_text(json.dumps(sums))
+    with pytest.raises(BadInput, match="does not name exactly the rendered files"):
+        load_toys(tmp_path)
+    assert "hostname" not in str(verify_toys(tmp_path))
+
+
+def test_repeated_class_names_are_refused(classifier):
+    with pytest.raises(BadInput, match="class_names contains 'left' more than once"):
+        replace(classifier, class_names=("left", "left"))
+
+
+def test_weights_that_are_not_finite_are_refused(classifier, tmp_path):
+    spoiled = PooledCapsNet((1, 20, 20), 2)
+    with torch.no_grad():
+        next(spoiled.parameters())[0] = torch.nan
+    replace(classifier, model=spoiled).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="values that are not finite"):
+        Classifier.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("model", "option"), [("matrix-capsnet", "stem"), ("self-routing-capsnet", "capsule_layers")])
+def test_networks_with_a_billion_layers_are_refused(model, option):
+    with pytest.raises(BadInput, match=f"{option} is 1000000000: .* from 0 to 100"):
+        create_model(model, image_shape=(1, 28, 28), num_classes=2, **{option: 10**9})
+
+
+def test_numbers_that_no_float_can_represent_are_refused(refused, images, tmp_path):
+    assert not fits(10**400, float)
+    words = ("train", "cnn-images", "--data", images, "--out", tmp_path / "run", "--dry-run")
+    assert "weight_decay" in refused(*words, "--set", f"weight_decay=1{'0' * 400}")
+
+
+def test_control_characters_in_class_names_do_not_reach_the_terminal(classifier, succeeds, images, tmp_path):
+    replace(classifier, class_names=(ESCAPE, ESCAPE + "der")).save_pretrained(tmp_path / "weights")
+    image = next(images.glob("left/*.png"))
+    output = succeeds("inspect", tmp_path / "weights", image, "--out", tmp_path / "seen.png")
+    assert "red" in output
+    assert "\x1b" not in output
