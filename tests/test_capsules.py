@@ -45,3 +45,9 @@ def test_gradients_of_squash_equal_finite_differences():
 def test_an_unknown_form_of_squash_is_refused():
     with pytest.raises(ValueError, match="sabour, su, exponential, unit, none"):
         squash(torch.ones(1, 2), "relu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_makes_no_length_larger_than_1(dtype):
+    pose = 30 * torch.randn(20_000, 1, 16, dtype=dtype)
+    assert lengths(squash(pose, "exponential")).max() <= 1

@@ -9,7 +9,17 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import check_against_reference
 from problems import MAPS, full_problem
-from torchcaps import ROUTINGS, Agreement, Capsules, RoutingMap, Votes, dynamic_routing, em_routing
+from torchcaps import (
+    ROUTINGS,
+    Agreement,
+    Capsules,
+    Routing,
+    RoutingMap,
+    SharedCaps,
+    Votes,
+    dynamic_routing,
+    em_routing,
+)
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.routing import LayerShape
@@ -348,3 +358,16 @@ def test_none_of_the_above_with_competition_among_types_equals_plain_loops(routi
                         torch.testing.assert_close(couplings[b, j, e, c], coupling, rtol=1e-9, atol=1e-12)
                         expected[b, p, j] += coupling * activation[b, s, c]
         torch.testing.assert_close(mass, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_masked_children_have_no_effect(name):
+    """docs/concepts.md says how to mask children: with activation 0, or with pose 0 if the rule ignores activations."""
+    rule = Routing(name, normalise_data=False) if name == "em" else name
+    layer = SharedCaps(8, 5, 16, routing=rule).eval()
+    pose, activation = torch.randn(2, 50, 4, 1, 8), torch.rand(2, 50, 4)
+    masked = activation if getattr(layer.routing, "weighs_activations", True) else pose
+    masked[:, 20:] = 0
+    found, right = layer(Capsules(pose, activation)), layer(Capsules(pose[:, :20], activation[:, :20]))
+    torch.testing.assert_close(found.pose, right.pose, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.activation, right.activation, rtol=1e-4, atol=1e-5)

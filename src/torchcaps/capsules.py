@@ -136,7 +136,9 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     if form == "unit":
         return pose / length.clamp_min(1e-12)
     if form == "exponential":
-        return pose * torch.where(length > 0, -torch.expm1(-length) / torch.where(length > 0, length, 1), 1)
+        most = 1 - 4 * torch.finfo(length.dtype).eps  # so that rounding makes no length larger than 1
+        squashed = (-torch.expm1(-length)).clamp_max(most)
+        return pose * torch.where(length > 0, squashed / torch.where(length > 0, length, 1), 1)
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
 
 

@@ -121,8 +121,8 @@ def em_routing(
     the layer; otherwise the activations of a layer with few parents would saturate. (Gritzman's code counts only the
     children of one parent and the parent types of one site.) All parents of a child compete for the child.
 
-    A child with activation 0 has no effect. A parent whose children all have activation 0 has mean 0 and cost 0. The
-    result has the widest dtype of pose, activation and transform. Autocast does not change it, provided that
+    Only mean_data counts children with activation 0. A parent whose children all have activation 0 has mean 0 and cost
+    0. The result has the widest dtype of pose, activation and transform. Autocast does not change it, provided that
     ``backward`` is called outside the autocast context.
 
     Arguments:
