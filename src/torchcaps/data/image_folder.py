@@ -34,9 +34,10 @@ def load_image_folder(
     """Read a folder with one subfolder of images per class as `(train, test)`.
 
     Two layouts are accepted. With `root/train/<class>/*` and `root/test/<class>/*`, the two folders are the splits.
-    With a single tree, `root/<class>/*`, the fraction `test_fraction` of each class is held out as the test split. The
-    sorted names of the class folders are the class names. This function does not read images in `root/val/` (or
-    `valid/`, `validation/`); `load_splits` does.
+    With a single tree, `root/<class>/*`, the fraction `test_fraction` of each class is held out as the test split. If
+    there is `root/val/` (or `valid/`, `validation/`) but no `root/test/`, the test split is held out from
+    `root/train/`. The sorted names of the class folders are the class names. This function does not read images in
+    `root/val/`; `load_splits` does.
 
     Files that end in bmp, gif, jpeg, jpg, png, tif, tiff or webp are read in the order of their names. Images are
     rotated upright by their EXIF orientation, transparent pixels are blended with black, and only the first frame or
@@ -49,7 +50,7 @@ def load_image_folder(
             10,000. None keeps the sizes, which must then be the same for all images.
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
         seed: for a single tree, seed for choosing the test images, 0 or greater.
-        test_fraction: for a single tree, fraction of each class to hold out, above 0 and below 1.
+        test_fraction: without test images, fraction of each class to hold out, above 0 and below 1.
         progress: draw a progress bar on standard error if there are more than 2,000 files.
     Raises:
         BadInput: the folder has neither layout; there are fewer than two classes; a class has no images; a class of a
@@ -89,6 +90,11 @@ def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageLis
     lengths = [sum(map(len, tree.values())) for tree in trees.values()]
     rows = dict(zip(trees, torch.arange(len(files), device="cpu").split(lengths), strict=True))
     remarks = [*_remarks_on_folders(root, skipped, ignored, class_names)]
+    if (root / "train") in folders.values() and "test" not in folders:
+        remarks.append(
+            f"{root}: test/ contains no class folders, so a part of the images in train/ (data.test_fraction) is held "
+            "out for the test; to choose the test images yourself, add test/"
+        )
     return ImageList(str(root), Paths(files), torch.tensor(labels, device="cpu"), class_names, rows, remarks)
 
 
@@ -98,19 +104,18 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
     if not halves:
         return {"train": root}, []
     held_out = [root / name for name in VALIDATION if (root / name).is_dir() and _has_images(root / name)]
-    if len(halves) == 1:
+    if halves == ["test"] or (halves == ["train"] and not held_out):
         other = {"train": "test", "test": "train"}[halves[0]]
-        cure = f"add a folder per class to {other}/"
-        if other == "test" and held_out:
-            cure += f", or rename {held_out[0].name}/ to test/: validation images are then held out from train/"
-        raise BadInput(f"{root}: {halves[0]}/ contains class folders but {other}/ does not; {cure}")
+        raise BadInput(
+            f"{root}: {halves[0]}/ contains class folders but {other}/ does not; add a folder per class to {other}/"
+        )
     if len(held_out) > 1:
         raise BadInput(
             f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one of them"
         )
     known = ("train", "test", *VALIDATION)
     ignored = [folder for folder in folders_in(root) if folder.name not in known and _has_images(folder)]
-    folders = {"train": root / "train", "test": root / "test"}
+    folders = {half: root / half for half in halves}
     return folders | ({"validation": held_out[0]} if held_out else {}), ignored
 
 
