@@ -14,6 +14,7 @@ from torchcaps import (
     DynamicRouting,
     EMRouting,
     MatrixCapsNet,
+    PoseNorm,
     PrimaryCaps,
     RoutingMap,
     SharedCaps,
@@ -294,3 +295,13 @@ def test_labels_out_of_range_are_refused(labels):
 def test_options_of_losses_out_of_range_are_refused(loss, options, message):
     with pytest.raises(ValueError, match=message):
         loss(torch.rand(2, 3), torch.tensor([0, 1]), **options)
+
+
+def test_poses_of_another_size_are_refused():
+    matrices = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
+    with pytest.raises(ValueError, match=r"parents are 4×4, .* for poses of 4 elements: create AttentionRouting\(16\)"):
+        SharedCaps(4, 3, 4, routing="attention")(matrices)
+    with pytest.raises(
+        ValueError, match=r"4 types and poses of 4×4, .* for 80 elements per site: create PoseNorm"
+    ):
+        PoseNorm(5, (4, 4))(matrices)

@@ -114,6 +114,9 @@ class PoseNorm(nn.Module):
         pose_size: length of a pose (Q), or its rows and columns (R, Q).
         affine: learn a scale and an offset for every pose element.
 
+    Raises:
+        ValueError: the capsules do not have ``types`` types and ``pose_size`` elements per pose.
+
     Example:
         >>> import torch
         >>> PoseNorm(4, (2, 3))(Capsules(torch.randn(2, 9, 4, 2, 3), torch.rand(2, 9, 4))).pose.shape
@@ -128,5 +131,11 @@ class PoseNorm(nn.Module):
     def forward(self, capsules: Capsules) -> Capsules:
         """Normalise the poses; the activations stay the same."""
         pose = capsules.pose
+        _, _, types, rows, columns = pose.shape
+        if types * rows * columns != self.norm.num_features:
+            raise ValueError(
+                f"the capsules have {types} types and poses of {rows}×{columns}, but this PoseNorm was created for "
+                f"{self.norm.num_features} elements per site: create PoseNorm({types}, ({rows}, {columns}))"
+            )
         numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
         return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)

@@ -73,6 +73,12 @@ class AttentionRouting(Rule):
     def route(self, votes: Votes) -> Capsules:
         """Compute the parents: poses normalised by LayerNorm, and activations in (0, 1)."""
         check_iterations(self.iterations)
+        rows, columns = votes.parent_shape[3:]
+        if rows * columns != self.pose_size:
+            raise ValueError(
+                f"the poses of the parents are {rows}×{columns}, but this rule was created for poses of "
+                f"{self.pose_size} elements: create AttentionRouting({rows * columns}), or give the layer the pose shape of the children"
+            )
         agreement = None
         for _ in range(self.iterations):
             found = votes.moments(agreement, variance=False)
