@@ -301,7 +301,5 @@ def test_poses_of_another_size_are_refused():
     matrices = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
     with pytest.raises(ValueError, match=r"parents are 4×4, .* for poses of 4 elements: create AttentionRouting\(16\)"):
         SharedCaps(4, 3, 4, routing="attention")(matrices)
-    with pytest.raises(
-        ValueError, match=r"4 types and poses of 4×4, .* for 80 elements per site: create PoseNorm"
-    ):
+    with pytest.raises(ValueError, match=r"4 types and poses of 4×4, .* for 80 elements per site: create PoseNorm"):
         PoseNorm(5, (4, 4))(matrices)

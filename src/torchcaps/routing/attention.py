@@ -77,7 +77,8 @@ class AttentionRouting(Rule):
         if rows * columns != self.pose_size:
             raise ValueError(
                 f"the poses of the parents are {rows}×{columns}, but this rule was created for poses of "
-                f"{self.pose_size} elements: create AttentionRouting({rows * columns}), or give the layer the pose shape of the children"
+                f"{self.pose_size} elements: create AttentionRouting({rows * columns}), or give the layer the pose "
+                "shape of the children"
             )
         agreement = None
         for _ in range(self.iterations):
