@@ -153,9 +153,10 @@ def test_a_finished_run_can_be_trained_for_more_epochs(call, refused, images, fi
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_whose_margin_depends_on_the_number_of_epochs_refuses_more_epochs(tmp_path):
+def test_a_run_whose_margin_depends_on_the_number_of_epochs_refuses_more_epochs(tmp_path, capsys):
     recipe = replace(tiny(1), loss="spread", margin_schedule="linear", loss_options={})
     fit(recipe, SPLITS, tmp_path / "run")
+    assert "  margin 0.90  validation" in capsys.readouterr().out
     with pytest.raises(BadInput, match="margin rises linearly over all epochs"):
         fit(replace(recipe, epochs=2), SPLITS, tmp_path / "run", resume=True)
 

@@ -116,11 +116,10 @@ class Layer:
 def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     """Context manager that records every pass of every routing rule of a model.
 
-    It returns a list of `Layer`, filled in the order in which the rules first run. If a rule runs several times, as in
-    concurrent attention routing, the passes of all its runs are recorded in the same `Layer`. If a rule runs on its own
-    parents, because a model uses one layer twice, the second run is recorded as another `Layer`. Passes of other
-    threads are not recorded. If another thread is already recording, this thread waits until the other thread has
-    finished.
+    It returns a list of `Layer`, filled in the order in which the rules first run. If a rule runs several times, the
+    passes of all its runs are recorded in the same `Layer`. If a rule runs on its own parents, because a model uses one
+    layer twice, the second run is recorded as another `Layer`. Passes of other threads are not recorded. If another
+    thread is already recording, this thread waits until the other thread has finished.
 
     Arguments:
         model: network with routing rules.

@@ -141,8 +141,10 @@ class EpochLog(Callback):
         left = float(row["seconds"]) * ((trainer.max_epochs or 0) - trainer.current_epoch - 1)
         weighted = getattr(module, "class_weights", None) is not None
         recall = f"mean recall {float(row['validation_recall_percent']):.2f} %  " if weighted else ""
+        margins = cast(list[float], getattr(module, "margins_per_epoch", list)())
+        margin = f"margin {margins[trainer.current_epoch]:.2f}  " if margins else ""  # the loss rises with the margin
         print(
-            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  "
+            f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  {margin}"
             f"validation {float(row['validation_accuracy_percent']):.2f} %  {recall}"
             f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
             flush=True,
