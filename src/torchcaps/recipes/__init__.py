@@ -14,11 +14,13 @@ from torchcaps.options import described, fits, kinds_of, meanings
 from torchcaps.recipe import Recipe
 from torchcaps.recipes.matrix_capsules import (
     cnn_baseline_smallnorb,
+    cnn_baseline_smallnorb_paper,
     cnn_baseline_toys,
     cnn_baseline_toys_paper,
     matrix_capsnet_mnist,
     matrix_capsnet_mnist_paper,
     matrix_capsnet_smallnorb,
+    matrix_capsnet_smallnorb_paper,
     matrix_capsnet_toys,
     matrix_capsnet_toys_paper,
     variational_capsnet_smallnorb,
@@ -76,6 +78,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "pooled-cnn-mnist": pooled_cnn_mnist,
     "pooled-capsnet-mnist": pooled_capsnet_mnist,
     "matrix-capsnet-smallnorb": matrix_capsnet_smallnorb,
+    "matrix-capsnet-smallnorb-paper": matrix_capsnet_smallnorb_paper,
     "matrix-capsnet-toys": matrix_capsnet_toys,
     "matrix-capsnet-toys-paper": matrix_capsnet_toys_paper,
     "matrix-capsnet-mnist": matrix_capsnet_mnist,
@@ -90,6 +93,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "generative-capsnet-smallnorb": generative_capsnet_smallnorb,
     "generative-capsnet-toys": generative_capsnet_toys,
     "cnn-baseline-smallnorb": cnn_baseline_smallnorb,
+    "cnn-baseline-smallnorb-paper": cnn_baseline_smallnorb_paper,
     "cnn-baseline-toys": cnn_baseline_toys,
     "cnn-baseline-toys-paper": cnn_baseline_toys_paper,
 }

@@ -31,7 +31,7 @@ def with_variational_bayes(recipe: Recipe) -> Recipe:
     return replace(recipe, model_options=options, routing_options={}, batch_norm_images=BATCH_NORM_IMAGES)
 
 
-def matrix_capsnet_smallnorb() -> Recipe:
+def matrix_capsnet_smallnorb_paper() -> Recipe:
     """Matrix capsules on smallNORB: Hinton, Sabour & Frosst 2018, section 5.
 
     Optimiser, loss, batch size and weight decay follow the authors, who multiply the learning rate by 0.96 every 20,000
@@ -43,7 +43,7 @@ def matrix_capsnet_smallnorb() -> Recipe:
     brightness and contrast are from the authors' code, which changes the brightness before it standardises the images.
     """
     return Recipe(
-        name="matrix-capsnet-smallnorb",
+        name="matrix-capsnet-smallnorb-paper",
         model="matrix-capsnet",
         data="smallnorb",
         loss="spread",
@@ -81,7 +81,7 @@ def matrix_capsnet_toys() -> Recipe:
     (``data.render_seed=2``). No network was trained on the toys of that rendering.
     """
     return replace(
-        matrix_capsnet_smallnorb(),
+        matrix_capsnet_smallnorb_paper(),
         name="matrix-capsnet-toys",
         data="toys",
         model_options={"widths": [64, 16, 16, 16], "stem": 3, "stem_stride": 2, "normalise": True},
@@ -99,12 +99,20 @@ def matrix_capsnet_toys() -> Recipe:
     )
 
 
-def matrix_capsnet_toys_paper() -> Recipe:
-    """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb`.
+def matrix_capsnet_smallnorb() -> Recipe:
+    """Matrix capsules on smallNORB with the settings of `matrix_capsnet_toys`, which were chosen on rendered toys.
 
-    The description of `matrix_capsnet_smallnorb` says how these settings differ from the paper's settings.
+    `matrix_capsnet_smallnorb_paper` has the paper's settings.
     """
-    return replace(matrix_capsnet_smallnorb(), name="matrix-capsnet-toys-paper", data="toys")
+    return replace(matrix_capsnet_toys(), name="matrix-capsnet-smallnorb", data="smallnorb")
+
+
+def matrix_capsnet_toys_paper() -> Recipe:
+    """Matrix capsules on the rendered toys, with the settings of `matrix_capsnet_smallnorb_paper`.
+
+    The description of `matrix_capsnet_smallnorb_paper` says how these settings differ from the paper's settings.
+    """
+    return replace(matrix_capsnet_smallnorb_paper(), name="matrix-capsnet-toys-paper", data="toys")
 
 
 def matrix_capsnet_mnist() -> Recipe:
@@ -132,15 +140,15 @@ def matrix_capsnet_mnist() -> Recipe:
 
 
 def matrix_capsnet_mnist_paper() -> Recipe:
-    """Matrix capsules on MNIST: `matrix_capsnet_smallnorb` with two routing iterations and shifts of up to 2 pixels.
+    """Matrix capsules on MNIST, with the settings of `matrix_capsnet_smallnorb_paper` and two routing iterations.
 
-    Training takes 8 epochs, and the learning rate decays every 100 steps. Two more routing options differ from
-    `matrix_capsnet_smallnorb`, because all positions in the blank margin of an image cast similar votes: the variance
-    floor is Gritzman's 1e-4 instead of 0.01, and the initial β_a is -25 instead of -15 (see `EMRouting`). Both
-    values were chosen on images of the training split.
+    Images are shifted by up to 2 pixels. Training takes 8 epochs, and the learning rate decays every 100 steps. Two
+    more routing options differ from `matrix_capsnet_smallnorb_paper`, because all positions in the blank margin of an
+    image cast similar votes: the variance floor is Gritzman's 1e-4 instead of 0.01, and the initial β_a is -25 instead
+    of -15 (see `EMRouting`). Both values were chosen on images of the training split.
     """
     return replace(
-        matrix_capsnet_smallnorb(),
+        matrix_capsnet_smallnorb_paper(),
         name="matrix-capsnet-mnist-paper",
         data="mnist",
         routing_options={"iterations": 2, "variance_floor": 1e-4, "initial_beta_a": -25.0},
@@ -190,11 +198,11 @@ def variational_capsnet_toys() -> Recipe:
     return replace(variational_capsnet_smallnorb(), name="variational-capsnet-toys", data="toys")
 
 
-def cnn_baseline_smallnorb() -> Recipe:
+def cnn_baseline_smallnorb_paper() -> Recipe:
     """CNN baseline on smallNORB with 4.2M parameters: Hinton, Sabour & Frosst 2018, section 5."""
     return replace(
-        matrix_capsnet_smallnorb(),
-        name="cnn-baseline-smallnorb",
+        matrix_capsnet_smallnorb_paper(),
+        name="cnn-baseline-smallnorb-paper",
         model="matrix-baseline-cnn",
         loss="cross_entropy",
         margin_schedule="none",
@@ -216,6 +224,11 @@ def cnn_baseline_toys() -> Recipe:
     )
 
 
+def cnn_baseline_smallnorb() -> Recipe:
+    """CNN baseline on smallNORB with the settings of `cnn_baseline_toys`."""
+    return replace(cnn_baseline_toys(), name="cnn-baseline-smallnorb", data="smallnorb")
+
+
 def cnn_baseline_toys_paper() -> Recipe:
-    """CNN baseline on the rendered toys with the settings of `cnn_baseline_smallnorb`."""
-    return replace(cnn_baseline_smallnorb(), name="cnn-baseline-toys-paper", data="toys")
+    """CNN baseline on the rendered toys with the settings of `cnn_baseline_smallnorb_paper`."""
+    return replace(cnn_baseline_smallnorb_paper(), name="cnn-baseline-toys-paper", data="toys")
