@@ -190,7 +190,7 @@ def em_routing_in_loops(
         coupling = {one: 1 / len(rivals[one]) for one in vote}
         mean = {}
         for t in range(iterations):
-            heat = inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
+            scale = inverse_temperature * (1 - 0.95 ** (t + 1) if temperature_schedule == "rising" else 1)
             routed = {one: coupling[one] * a[child[one][0]][child[one][1]] for one in vote}
             everything = sum(routed.values())
             variance, active = {}, {}
@@ -212,7 +212,7 @@ def em_routing_in_loops(
                     for h in range(rows * columns)
                 ]
                 cost = sum((beta_u[one[1]] + math.log(math.sqrt(x))) * data / mean_data for x in variance[one])
-                active[one] = 1 / (1 + math.exp(-heat * (beta_a[one[1]] - cost)))
+                active[one] = 1 / (1 + math.exp(-scale * (beta_a[one[1]] - cost)))
                 if parent_activation == "mixing":
                     active[one] = data / everything if everything else 0.0
             used = dict(coupling)

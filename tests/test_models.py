@@ -269,10 +269,14 @@ def test_every_model_is_trained_and_saved_with_every_rule(name, rule, tmp_path):
 
 def test_given_options_of_a_rule_apply_to_every_layer_and_the_model_sets_all_others(tmp_path):
     model = create_model("matrix-capsnet", routing=Routing("em", iterations=2), class_temperature_factor=0.25)
-    for layer, heat in ((model.first_capsules, 1.0), (model.second_capsules, 1.0), (model.class_capsules, 0.25)):
+    for layer, inverse_temperature in (
+        (model.first_capsules, 1.0),
+        (model.second_capsules, 1.0),
+        (model.class_capsules, 0.25),
+    ):
         options = layer.routing.saved_options
         assert [options[name] for name in ("iterations", "variance_floor")] == [2, 0.01]
-        assert options["inverse_temperature"] == heat
+        assert options["inverse_temperature"] == inverse_temperature
         assert (layer.routing.beta_a == -15).all()
     pooled = PooledCapsNet(routing=Routing("dynamic", squash_form="none")).class_capsules.routing
     own = {"iterations": 3, "logits": "latest", "squash_form": "none", "inner_squash_form": "unit"}

@@ -56,10 +56,7 @@ std::vector<std::string> instruction_sets() {
 
 void use(const std::string& name) {
   for (const Target* target : usable())
-    if (name == target->name) {
-      chosen = target;
-      return;
-    }
+    if (name == target->name) return void(chosen = target);
   throw std::invalid_argument("instruction_set is \"" + name + "\", but this processor or build does not support it: "
                               "use one of instruction_sets()");
 }
