@@ -69,7 +69,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       });
       this->add_earlier(sums);
     }
-    // Largest squared distance between mean and centre, divided by the variance. More would cost the variance its digits.
+    // If the squared distance between mean and centre is this many times the variance, the variance loses its digits.
     const T most_moved = !out.variance ? -lowest<T> : uniform_couplings ? T(30) : T(1000);
     for (int at = 0; at < PB; ++at) {
       const V* centre = centres ? centres + at * numbers() : nullptr;
