@@ -170,7 +170,7 @@ def test_a_folder_of_validation_images_is_the_validation_split(name, tmp_path):
     tree(tmp_path / "train", count=3)
     tree(tmp_path / name, count=2, size=(8, 6))
     save(tmp_path / name / "dog" / "1.png", colour=77)
-    with pytest.warns(UserWarning, match=r"test/ contains no class folders, so a part of the images in train/"):
+    with pytest.warns(UserWarning, match=r"validation images but no test images, so a part of the training images"):
         splits = load_splits(str(tmp_path), tmp_path, test_fraction=0.4)
     assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [4, 4, 2]
     tree(tmp_path / "test", count=1)

@@ -136,7 +136,8 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     if form == "unit":
         return pose / length.clamp_min(1e-12)
     if form == "exponential":
-        most = 1 - 4 * torch.finfo(length.dtype).eps  # so that rounding makes no length larger than 1
+        # So that rounding makes no length larger than 1. In half precision, this limit would cost too much accuracy.
+        most = 1 - 4 * torch.finfo(length.dtype).eps if length.itemsize >= 4 else 1.0
         squashed = (-torch.expm1(-length)).clamp_max(most)
         return pose * torch.where(length > 0, squashed / torch.where(length > 0, length, 1), 1)
     return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))

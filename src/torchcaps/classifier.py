@@ -85,11 +85,13 @@ class Classifier:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_shape", tuple(self.image_shape))
+        seen: set[str] = set()
         for name in self.class_names:
             if not isinstance(name, str):
                 raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
-            if self.class_names.count(name) > 1:
-                raise BadInput(f"class_names contains {name!r} more than once: give each class its own name")
+            if name in seen:
+                raise BadInput(f"class_names contains {str(name)!r} more than once: give each class its own name")
+            seen.add(name)
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:
             raise BadInput(

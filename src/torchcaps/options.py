@@ -2,8 +2,8 @@
 
 import inspect
 import json
+import math
 import re
-import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -126,11 +126,17 @@ def fits(value: Any, kind: Any) -> bool:
             and all(fits(one, of) for one, of in zip(value, kinds, strict=True))
         )
     if kind is float:
-        limit: Any = sys.float_info.max  # math.isfinite cannot convert larger integers
-        return isinstance(value, Real) and not isinstance(value, bool) and -limit <= value <= limit
+        return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
     if kind is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, kind)
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can represent
+        return False
 
 
 def described(kind: Any) -> str:

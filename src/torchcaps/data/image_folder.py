@@ -49,14 +49,14 @@ def load_image_folder(
         image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
             10,000. None keeps the sizes, which must then be the same for all images.
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
-        seed: for a single tree, seed for choosing the test images, 0 or greater.
+        seed: without test images, seed for choosing them, 0 or greater.
         test_fraction: without test images, fraction of each class to hold out, above 0 and below 1.
         progress: draw a progress bar on standard error if there are more than 2,000 files.
     Raises:
-        BadInput: the folder has neither layout; there are fewer than two classes; a class has no images; a class of a
-            single tree has only one image; a class is in only one of train/ and test/; the images have different sizes
-            and `image_size` is None; a file cannot be read; an argument is out of its range; or the images do not fit
-            into memory.
+        BadInput: the folder has neither layout; there are fewer than two classes; a class has no images; there are no
+            test images and a class has only one image; a class is in only one of train/ and test/; the images have
+            different sizes and `image_size` is None; a file cannot be read; an argument is out of its range; or the
+            images do not fit into memory.
     Warns:
         DataWarning: files or folders are skipped; a file has several frames; resizing changes the aspect ratio by more
             than 5 %; 16-bit images are nearly black; or two class names look the same.
@@ -90,11 +90,6 @@ def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageLis
     lengths = [sum(map(len, tree.values())) for tree in trees.values()]
     rows = dict(zip(trees, torch.arange(len(files), device="cpu").split(lengths), strict=True))
     remarks = [*_remarks_on_folders(root, skipped, ignored, class_names)]
-    if (root / "train") in folders.values() and "test" not in folders:
-        remarks.append(
-            f"{root}: test/ contains no class folders, so a part of the images in train/ (data.test_fraction) is held "
-            "out for the test; to choose the test images yourself, add test/"
-        )
     return ImageList(str(root), Paths(files), torch.tensor(labels, device="cpu"), class_names, rows, remarks)
 
 

@@ -69,6 +69,11 @@ class ImageList:
         if train is None or not len(train):
             raise BadInput(f"{self.name}: has no training images (its splits: {', '.join(self.rows)}); add some")
         if test is None:
+            if held_out is not None:
+                self.remarks.append(
+                    f"{self.name}: there are validation images but no test images, so a part of the training images "
+                    "(data.test_fraction) is held out for the test; to choose the test images, add a test split"
+                )
             for label, count in enumerate(self.labels[train].bincount(minlength=len(self.class_names)).tolist()):
                 if count == 1:
                     only = self.source.name(int(train[self.labels[train] == label]))

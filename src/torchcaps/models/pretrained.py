@@ -373,7 +373,7 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
         checksum: SHA-256 checksum of the file, in hexadecimal.
 
     Raises:
-        BadInput: the file is damaged, or a weight is not finite.
+        BadInput: the file is damaged, or a weight is NaN.
     """
     try:
         content = path.read_bytes()
@@ -382,8 +382,8 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
         weights = safetensors.torch.load(content)
     except (OSError, LookupError, SafetensorError) as error:
         raise unreadable(path, error, "save the network again") from error
-    if spoiled := [name for name, x in weights.items() if x.is_floating_point() and not x.isfinite().all()]:
-        raise BadInput(f"{path}: {spoiled[0]} contains values that are not finite: train the network again")
+    if spoiled := [name for name, x in weights.items() if x.is_floating_point() and x.float().isnan().any()]:
+        raise BadInput(f"{path}: {spoiled[0]} contains NaN, so the network cannot predict: train it again")
     return weights
 
 

@@ -176,6 +176,16 @@ template <class T> inline Vector<T> log_volume(const Vector<T>* variances, int c
   return T(0.5) * (logarithm(product) + exponent * T(0.693147180559945309) + beyond);
 }
 
+// Kahan summation, which compensates rounding errors.
+template <class X> struct Compensated {
+  X sum, rest;
+  void add(X x) {
+    const X added = x - rest, before = sum;
+    sum += added, rest = (sum - before) - added;
+    rest = rest - rest == X{} ? rest : X{};  // it is not finite if the sum is infinite
+  }
+};
+
 // a · b, also if the result is below the smallest normal number and the processor flushes such numbers to 0.
 template <class V> __attribute__((noinline)) inline V product_below_normal(V a, V b) {
 #ifdef __SSE__

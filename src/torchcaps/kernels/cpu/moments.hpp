@@ -70,7 +70,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       this->add_earlier(sums);
     }
     // If the squared distance between mean and centre is this many times the variance, the variance loses its digits.
-    const T most_moved = !out.variance ? -lowest<T> : uniform_couplings ? T(30) : T(1000);
+    const T most_moved = !uniform_couplings ? T(1000) : out.variance ? T(30) : -lowest<T>;
     for (int at = 0; at < PB; ++at) {
       const V* centre = centres ? centres + at * numbers() : nullptr;
       if (!uniform_couplings && quadratic) centre = parents + at * agreement_size() + centre_at();
@@ -245,29 +245,30 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_uniform(const Child* pose, const Child* activation, V* sums, V* centres, bool centred, Arena& arena) const {
-    Child* site_sums = this->template zeros<Child>(g.S, arena);
-    for (long child = 0; child < children(); ++child) site_sums[child / g.C] += activation[child];
+    auto site_sums = this->template zeros<Compensated<Child>>(g.S, arena);  // the mean is sensitive to rounding of the mass
+    for (long child = 0; child < children(); ++child) site_sums[child / g.C].add(activation[child]);
     for (int p = 0; p < g.P; ++p) {
-      Child mass{}, rest{};  // Kahan summation: the mean is sensitive to the rounding of the mass
+      Compensated<Child> mass{};
       for (int i = g.parent_begin[p]; i < g.parent_begin[p + 1]; ++i) {
         const int e = g.parent_edge[i];
-        const Child added = uniform_coupling(g.group_of(e)) * site_sums[g.edge_child[e]] - rest, before = mass;
-        rest = ((mass += added) - before) - added;
+        mass.add(uniform_coupling(g.group_of(e)) * site_sums[g.edge_child[e]].sum);
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
-        sums[at * this->template sums_size_of<with_variance>()] = Layout::broadcast(mass);
+        sums[at * this->template sums_size_of<with_variance>()] = Layout::broadcast(mass.sum);
         if (with_variance) mean_of_some_votes(pose, activation, p, block, centred ? MOST_SAMPLES : 0, centres + at * numbers());
       }
     }
-    const long bytes = long(g.C) * inner() * columns() * long(sizeof(Weight));
-    const int step = int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / g.C)));
-    for (int block = 0; block < JB; ++block)
+    const int types = std::min(g.C, Base::MOST_SUMMANDS);
+    const long bytes = long(types) * inner() * columns() * long(sizeof(Weight));
+    const int step = int(std::max(1L, std::min<long>(CACHE_BYTES / bytes, Base::MOST_SUMMANDS / types)));
+    for (long i = 0, turns = (g.C + types - 1) / types; i < JB * turns; ++i)
       for (int from = 0; from < g.most_edges; from += step)
         for (int p = 0; p < g.P; ++p) {
+          const int block = int(i / turns), c0 = int(i % turns) * types;
           const long at = long(p) * JB + block;
           add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
-                     block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
+                     c0, std::min(c0 + types, g.C), block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
         }
   }
 
@@ -288,7 +289,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     for (int h = 0; h < numbers(); ++h) mean[h] = total > SMALL<T> ? mean[h] / total : V{};
   }
 
-  void add_uniform(const Child* pose, const Child* activation, int from, int to, int block, V* sum, const V* centres) const {
+  void add_uniform(const Child* pose, const Child* activation, int from, int to, int c0, int c1, int block, V* sum, const V* centres) const {
     constexpr int TOGETHER = ROWS % 2 == 0 && COLUMNS ? 2 : 0;  // rows whose sums stay in registers
     constexpr int NUMBERS = TOGETHER ? TOGETHER * COLUMNS : MOST;
     const int step = TOGETHER ? TOGETHER : rows(), count = step * columns();
@@ -299,7 +300,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       for (int i = from; i < to; ++i) {
         const int e = g.parent_edge[i], s = g.edge_child[e];
         const T share = uniform_coupling(g.group_of(e));
-        for (int c = 0; c < g.C; ++c) {
+        for (int c = c0; c < c1; ++c) {
           const Child weight = share * activation[long(s) * g.C + c];
           V d[NUMBERS];
           this->vote_rows(pose + (long(s) * g.C + c) * pose_size() + r * inner(), weights(g.edge_kernel[e], c, block), step, d,
