@@ -72,11 +72,9 @@ def test_toys_without_the_checksum_of_every_file_are_refused(sums, tmp_path):
     assert "hostname" not in str(verify_toys(tmp_path))
 
 
-@pytest.mark.usefixtures("untyped")
-def test_repeated_class_names_are_refused(classifier):
-    with pytest.raises(BadInput, match="class_names contains 'left' more than once"):
-        replace(classifier, class_names=("left", "left"))
-    assert len(replace(classifier, class_names=np.array(["left", "right"])).class_names) == 2
+def test_images_of_a_class_name_that_the_network_repeats_are_refused(classifier, refused, images, tmp_path):
+    replace(classifier, class_names=("left", "left")).save_pretrained(tmp_path)
+    assert "several classes named left" in refused("evaluate", tmp_path, "--data", images)
 
 
 def test_weights_that_are_nan_are_refused(classifier, tmp_path):

@@ -63,8 +63,7 @@ class Classifier:
         preprocessing: converts the images to the model's input.
 
     Raises:
-        BadInput: a class name is not a string or is repeated, or the number of class names is not the model's number of
-            classes.
+        BadInput: a class name is not a string, or the number of class names is not the model's number of classes.
 
     Example:
         >>> import tempfile
@@ -85,13 +84,9 @@ class Classifier:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image_shape", tuple(self.image_shape))
-        seen: set[str] = set()
         for name in self.class_names:
             if not isinstance(name, str):
                 raise BadInput(f"class_names must be strings; got {described(name)}: convert it with str()")
-            if name in seen:
-                raise BadInput(f"class_names contains {str(name)!r} more than once: give each class its own name")
-            seen.add(name)
         classes = getattr(self.model, "options", {}).get("num_classes", len(self.class_names))
         if len(self.class_names) != classes:
             raise BadInput(

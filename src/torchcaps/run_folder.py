@@ -296,14 +296,10 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     try:
         metrics = json.loads(path.read_text(encoding="utf-8"))
         split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
-        counts = (
-            metrics[f"{split}_images"],
-            metrics["epochs_planned"],
-            metrics["test_evaluations"],
-            metrics.get("epochs", 0),
-        )
+        counts = [metrics[name] for name in (f"{split}_images", "epochs_planned", "test_evaluations")]
+        counts.append(metrics.get("epochs", 0))
         valid = split in ("test", "validation") and fits(metrics[f"{split}_accuracy_percent"], float)
-        if not valid or not all(fits(count, int) for count in [*counts, metrics.get("epochs", 0)]):
+        if not valid or not all(fits(count, int) for count in counts):
             raise ValueError("an entry has another type than expected")
         tuple(map(dict, dict(metrics.get("classes") or {}).values()))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:

@@ -270,8 +270,8 @@ def load_test_images(
     Returns:
         The images of the test split, and True; or all images, and False, if there is no test split.
     Raises:
-        BadInput: there is no folder or table with this name; the network does not have a class of the images; or an
-            image cannot be read.
+        BadInput: there is no folder or table with this name; the network does not have a class of the images, or has
+            several classes with its name; or an image cannot be read.
     Warns:
         DataWarning: as for `load_splits`.
     """
@@ -286,6 +286,11 @@ def load_test_images(
         chosen = torch.arange(len(images.labels), device="cpu") if has_test else None
     else:
         raise BadInput(f"{folder_or_table}: no folder or table exists at this path; give an existing path")
+    if repeated := [name for name in images.class_names if [*class_names].count(name) > 1]:
+        raise BadInput(
+            f"{folder_or_table}: the network has several classes named {repeated[0]}, so the classes of the images are "
+            "ambiguous: give each class of the network its own name"
+        )
     if unknown := [name for name in images.class_names if name not in class_names]:
         raise BadInput(
             f"{folder_or_table} has the class {unknown[0]}, but the network was trained on {', '.join(class_names)}: "

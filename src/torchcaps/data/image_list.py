@@ -52,7 +52,8 @@ class ImageList:
     def split(self, test_fraction: float, seed: int, validation: tuple[float, int] | None) -> list[Tensor]:
         """Return the indices of the training, validation and test images.
 
-        Validation and test images are held out from the training images if the list has no such splits.
+        Validation and test images are held out from the training images if the list has no such splits. A remark is
+        added if there are validation images but no test images.
 
         Arguments:
             test_fraction: fraction of each class to hold out for testing if there is no test split.

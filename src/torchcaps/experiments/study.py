@@ -264,12 +264,12 @@ class Study:
         return self.data or "toys"
 
     def toys(self, name: str) -> str:
-        """Return the name of a recipe with the paper's settings: ``NAME-toys-paper`` or ``NAME-smallnorb``.
+        """Return the name of a recipe with the paper's settings: ``NAME-toys-paper`` or ``NAME-smallnorb-paper``.
 
         Raises:
             BadInput: `data` is neither None, ``toys`` nor ``smallnorb``.
         """
-        return f"{name}-smallnorb" if self.toys_or_smallnorb() == "smallnorb" else f"{name}-toys-paper"
+        return f"{name}-{self.toys_or_smallnorb()}-paper"
 
     def toy_recipe(self, network: str, seed: int, *, images: int, epochs: int) -> Recipe:
         """Return the recipe of `network` (``CNN``, ``capsules`` or ``uniform couplings``) with the paper's settings."""
