@@ -103,9 +103,9 @@ class Recipe:
         batch_size: images per step, over all devices together.
         epochs: number of epochs. Each epoch is one pass over all training images.
         batch_norm_images: number of training images, with augmentation, on which the BatchNorm statistics are computed
-            before each validation; at most the number of training images. Validation, test
-            and saved weights use these statistics instead of the running averages of the training. 0 keeps the running
-            averages. Networks without BatchNorm do not change.
+            before each validation; at most the number of training images. Validation, test and saved weights use these
+            statistics instead of the running averages of the training. 0 keeps the running averages. Networks without
+            BatchNorm do not change.
         patience: training stops after this number of epochs without a better validation accuracy; 0 is off. With
             ``class_weights="balanced"``, the mean recall of the classes is used instead of the accuracy. If a
             training that stopped early is resumed with more epochs, the count of epochs without improvement starts at 0

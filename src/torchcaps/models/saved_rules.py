@@ -26,9 +26,8 @@ def _described(rule: nn.Module) -> dict[str, Any] | None:
     """Return the rule's name in `ROUTINGS` and its options; None if the rule has no name or no ``saved_options``."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
     options = getattr(rule, "saved_options", None)
-    if isinstance(
-        options, Mapping
-    ):  # the class can inherit options of later versions that its constructor does not have
+    if isinstance(options, Mapping):
+        # The class can inherit options of later versions that its constructor does not have.
         known = inspect.signature(type(rule)).parameters
         options = {
             option: value for option, value in options.items() if option in known or option not in LATER["routing"]

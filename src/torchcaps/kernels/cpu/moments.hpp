@@ -61,7 +61,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     V* centres = with_variance && uniform_couplings ? arena.take<V>(PB * numbers()) : nullptr;
     Child* log_sums = uniform_couplings ? nullptr : reinterpret_cast<Child*>(out.log_sums) + log_sums_size() * tile;
     if (uniform_couplings) {
-      sum_uniform(pose, activation, sums.recent, centres, out.variance, arena);
+      sum_uniform(pose, activation, sums, centres, out.variance, arena);
     } else {
       load_agreement(tile, agreement, parents, agreement_size());
       visit_groups(pose, activation, parents, log_sums, arena, [&](int group, int, int children, const V* d, const V* w) {
@@ -244,7 +244,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
 
   // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
-  void sum_uniform(const Child* pose, const Child* activation, V* sums, V* centres, bool centred, Arena& arena) const {
+  void sum_uniform(const Child* pose, const Child* activation, const typename Base::Sums& sums, V* centres, bool centred, Arena& arena) const {
     auto site_sums = this->template zeros<Compensated<Child>>(g.S, arena);  // the mean is sensitive to rounding of the mass
     for (long child = 0; child < children(); ++child) site_sums[child / g.C].add(activation[child]);
     for (int p = 0; p < g.P; ++p) {
@@ -255,7 +255,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
       }
       for (int block = 0; block < JB; ++block) {
         const long at = long(p) * JB + block;
-        sums[at * this->template sums_size_of<with_variance>()] = Layout::broadcast(mass.sum);
+        sums.recent[at * sums.size] = Layout::broadcast(mass.sum);
         if (with_variance) mean_of_some_votes(pose, activation, p, block, centred ? MOST_SAMPLES : 0, centres + at * numbers());
       }
     }
@@ -268,7 +268,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           const int block = int(i / turns), c0 = int(i % turns) * types;
           const long at = long(p) * JB + block;
           add_uniform(pose, activation, g.parent_begin[p] + from, std::min(g.parent_begin[p] + from + step, g.parent_begin[p + 1]),
-                     c0, std::min(c0 + types, g.C), block, sums + at * this->template sums_size_of<with_variance>(), centres + at * numbers());
+                     c0, std::min(c0 + types, g.C), block, sums.recent + at * sums.size, centres + at * numbers());
         }
   }
 
