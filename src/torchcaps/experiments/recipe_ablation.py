@@ -28,6 +28,8 @@ CHANGES: dict[str, dict[str, str]] = {
     "no BatchNorm on primary capsules": {"model.normalise": "false"},
     "spread loss": {"loss": "spread", "margin_schedule": "linear"},
     "exponential schedule of the paper's recipe": {"schedule": "exponential", "warm_up_epochs": "0"},
+    "no warm-up": {"warm_up_epochs": "0"},
+    "T = 2 in the first epoch, then T = 3": {"early_iterations": "2", "early_epochs": "1"},
     "variational Bayes": {f"model.{name}": str(value).lower() for name, value in VARIATIONAL.items()},
     "uniform routing": {"model.routing": "uniform"},
 }
