@@ -109,9 +109,14 @@ class CapsuleLayer(TransformModule):
     def _constants(self) -> list[Constant]:
         return [self.routing_map.constant, self.routing_map.edge_lists, self.routing_map.place_by_child]
 
-    def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
-        """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``."""
-        return self.routing(children, self.transform, self.routing_map, return_couplings=return_couplings)
+    def forward(
+        self, children: Capsules, return_couplings: bool = False, **options: Any
+    ) -> Capsules | tuple[Capsules, Tensor]:
+        """Compute the parents ``[B, P, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, E, C]``.
+
+        The rule gets all other ``options``, such as ``parents`` of `AttentionRouting`.
+        """
+        return self.routing(children, self.transform, self.routing_map, return_couplings=return_couplings, **options)
 
 
 class DenseCaps(CapsuleLayer):
@@ -278,7 +283,9 @@ class ClassCaps(CapsuleLayer):
         """Coordinates ``[S, 2]`` on the layer's device."""
         return self._coordinates.on(self.transform.device)
 
-    def forward(self, children: Capsules, return_couplings: bool = False) -> Capsules | tuple[Capsules, Tensor]:
+    def forward(
+        self, children: Capsules, return_couplings: bool = False, **options: Any
+    ) -> Capsules | tuple[Capsules, Tensor]:
         """Compute the parents ``[B, 1, J, R, N]`` and, with ``return_couplings``, the couplings ``[B, J, S, C]``."""
         check_capsules(children)
         pose: Tensor = children.pose
@@ -287,7 +294,7 @@ class ClassCaps(CapsuleLayer):
         if self.add_coordinates:
             pose, transform = coordinate_addition(pose, transform, self.coordinates)
         children = Capsules(pose, children.activation)
-        return self.routing(children, transform, self.routing_map, return_couplings=return_couplings)
+        return self.routing(children, transform, self.routing_map, return_couplings=return_couplings, **options)
 
 
 def columns_of(pose_size: tuple[int, int]) -> int:

@@ -34,6 +34,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "preprocessing": ("flip", "elastic"),
     "capsnet": ("stem",),
     "matrix-capsnet": ("stem_stride",),
+    "attention-capsnet": ("concurrent",),
     "routing": ("initial_beta_a",),
 }
 """For each kind of saved settings, the options that the first version of the file format lacked.

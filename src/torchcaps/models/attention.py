@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int64
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
 from torchcaps.decoder import prediction_of
+from torchcaps.errors import BadInput
 from torchcaps.layers import CapsuleLayer, ConvCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
@@ -30,8 +32,17 @@ class AttentionCapsNet(nn.Module, Pretrained):
     for each position. A linear layer, shared by the classes, maps the pose of a class capsule to a logit. In this
     implementation, the sigmoid of this logit is the activation of the class capsule and the score of the class. The
     loss `activation_logit_cross_entropy` computes the logits from the scores; it is the paper's softmax cross-entropy
-    of the logits, as long as all logits are between -13.8 and 13.8. Each layer runs all of its routing iterations
-    before the next layer starts ("sequential" routing in the paper).
+    of the logits, as long as all logits are between -13.8 and 13.8.
+
+    With sequential routing, each layer runs all of its routing iterations before the next layer starts. Concurrent
+    routing, the paper's algorithm 2, routes all layers at the same time. Its first iteration computes the layers one
+    after the other, with uniform couplings. In every later iteration, each layer computes its parents from the
+    children and the parents of the previous iteration::
+
+        p^(l+1) = LayerNorm(Σ_i V_ij(p^l) / number of parents of child i)      for l = 1, 2, 3, one after the other
+        repeat `iterations` - 1 times, with all p on the right from the previous iteration:
+            c_ij = softmax over the parents of child i (V_ij(p^l) · p_j^(l+1) / √D)
+            p^(l+1) = LayerNorm(Σ_i c_ij V_ij(p^l))                            for l = 1, 2, 3
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses
@@ -46,9 +57,12 @@ class AttentionCapsNet(nn.Module, Pretrained):
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer. For ``"attention"``, the default of ``competition`` is ``"types"``, as in the
             authors' code: the couplings of a child sum to 1 over the parent types at each parent site.
+        concurrent: route all layers at the same time, as in the authors' code, instead of one after the other. The
+            number of iterations is that of the last layer. Only `AttentionRouting` supports this.
 
     Raises:
-        BadInput: the image is too small, or the routing or one of its options is unknown.
+        BadInput: the image is too small, the routing or one of its options is unknown, or ``concurrent`` is True and a
+            rule is not `AttentionRouting`.
         ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
             other sizes.
 
@@ -66,6 +80,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         types: int = 32,
         pose_side: int = 4,
         routing: nn.Module | Routing | str = ATTENTION,
+        concurrent: bool = False,
     ) -> None:
         super().__init__()
         image_channels, height, width = self.image_shape = check_image_shape(
@@ -86,6 +101,12 @@ class AttentionCapsNet(nn.Module, Pretrained):
         sites = math.prod(self.second_capsules.parent_grid)
         transform = torch.empty(sites, types, num_classes, pose_side, pose_side)
         self.class_capsules = CapsuleLayer(RoutingMap.dense(sites), transform, deepcopy(routing), pose_size)
+        self.concurrent = concurrent
+        if concurrent and not isinstance(self.class_capsules.routing, AttentionRouting):
+            raise BadInput(
+                f"concurrent is true, but the routing is {type(self.class_capsules.routing).__name__}: use the routing "
+                "'attention', or concurrent=False"
+            )
         for lower in (self.first_capsules, self.second_capsules):
             if isinstance(lower.routing, AttentionRouting):
                 lower.routing.score.requires_grad_(False)  # the next layer does not use the activations
@@ -102,6 +123,13 @@ class AttentionCapsNet(nn.Module, Pretrained):
         capsules = self.primary_capsules(self.features(images))
         pose = capsules.pose.to(self.class_capsules.transform.dtype).flatten(3)
         pose = self.primary_norm(pose).view(capsules.pose.shape)
-        capsules = self.second_capsules(self.first_capsules(Capsules(pose, capsules.activation)))
-        capsules = self.class_capsules(capsules)
-        return prediction_of(capsules)
+        layers = self.first_capsules, self.second_capsules, self.class_capsules
+        once = {"iterations": 1} if self.concurrent else {}
+        later = cast(int, self.class_capsules.routing.iterations) - 1 if self.concurrent else 0
+        found = [Capsules(pose, capsules.activation)]
+        for layer in layers:
+            found.append(layer(found[-1], **once))
+        for _ in range(later):
+            each = zip(layers, found, found[1:], strict=False)
+            found[1:] = [layer(children, parents=parents, **once) for layer, children, parents in each]
+        return prediction_of(found[-1])

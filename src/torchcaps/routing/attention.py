@@ -70,9 +70,17 @@ class AttentionRouting(Rule):
         """Create the rule for a layer, using the pose size of the layer's parents."""
         return cls(math.prod(layer.parent_pose_shape), **options)
 
-    def route(self, votes: Votes) -> Capsules:
-        """Compute the parents: poses normalised by LayerNorm, and activations in (0, 1)."""
-        check_iterations(self.iterations)
+    def route(self, votes: Votes, parents: Capsules | None = None, iterations: int | None = None) -> Capsules:
+        """Compute the parents: poses normalised by LayerNorm, and activations in (0, 1).
+
+        Arguments:
+            votes: the votes of the children.
+            parents: parents of an earlier call, from whose poses the first iteration computes its couplings; None for
+                uniform couplings.
+            iterations: number of iterations of this call; None for ``self.iterations``.
+        """
+        iterations = self.iterations if iterations is None else iterations
+        check_iterations(iterations)
         rows, columns = votes.parent_shape[3:]
         if rows * columns != self.pose_size:
             raise ValueError(
@@ -81,7 +89,14 @@ class AttentionRouting(Rule):
                 "shape of the children"
             )
         agreement = None
-        for _ in range(self.iterations):
+        if parents is not None:
+            if parents.pose.shape != votes.parent_shape:
+                raise ValueError(
+                    f"the poses of parents must have shape {[*votes.parent_shape]} to fit the votes; got "
+                    f"{[*parents.pose.shape]}: give parents that this rule has computed for the same layer and batch"
+                )
+            agreement = Agreement(linear=parents.pose / math.sqrt(self.pose_size))
+        for _ in range(iterations):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
             if self.norm is not None:

@@ -90,7 +90,9 @@ class GenerativeRouting(Rule):
         """Create the rule for a layer, using the sizes of the layer's transforms."""
         return cls(layer.transforms, layer.child_types, layer.parent_types, **options)
 
-    def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False) -> Any:
+    def forward(
+        self, children: Any, transform: Any, routing_map: Any, return_couplings: Any = False, **options: Any
+    ) -> Any:
         """Append columns with the values of β to the votes, then compute the parents as `Rule.forward` does."""
         check_capsules(children)
         check_children(pose := children.pose, transform, routing_map)
@@ -112,7 +114,8 @@ class GenerativeRouting(Rule):
         betas = functional.pad(betas, (transform.shape[4], 0))
         transform = functional.pad(transform.to(dtype), (0, betas.shape[4] - transform.shape[4]))
         children = Capsules(torch.cat([pose.to(dtype), factors.expand(*pose.shape[:4], 2)], dim=4), children.activation)
-        return super().forward(children, torch.cat([transform, betas], dim=3), routing_map, return_couplings)
+        transform = torch.cat([transform, betas], dim=3)
+        return super().forward(children, transform, routing_map, return_couplings, **options)
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""

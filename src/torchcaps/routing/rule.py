@@ -80,13 +80,25 @@ class Rule(nn.Module):
 
     @overload
     def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[False] = False
+        self,
+        children: Capsules,
+        transform: Tensor,
+        routing_map: RoutingMap,
+        return_couplings: Literal[False] = False,
+        **options: Any,
     ) -> Capsules: ...
     @overload
     def forward(
-        self, children: Capsules, transform: Tensor, routing_map: RoutingMap, return_couplings: Literal[True]
+        self,
+        children: Capsules,
+        transform: Tensor,
+        routing_map: RoutingMap,
+        return_couplings: Literal[True],
+        **options: Any,
     ) -> tuple[Capsules, Tensor]: ...
-    def forward(self, children: Any, transform: Any, routing_map: Any, return_couplings: bool = False) -> Any:
+    def forward(
+        self, children: Any, transform: Any, routing_map: Any, return_couplings: bool = False, **options: Any
+    ) -> Any:
         """Compute the parents of a layer.
 
         Arguments:
@@ -95,6 +107,7 @@ class Rule(nn.Module):
             transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
             routing_map: the graph that connects child sites with parent sites.
             return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
+            options: further arguments of `route`, if the rule has any, such as ``parents`` of `AttentionRouting`.
 
         Raises:
             ValueError: ``children`` or ``transform`` does not fit the map; or the activation does not fit the pose. A
@@ -117,7 +130,7 @@ class Rule(nn.Module):
                 passes=self.passes,
                 backend=self.backend,
             )
-            parents = self.route(votes)
+            parents = self.route(votes, **options)
             if not _are_capsules(parents):
                 found = ", ".join(map(described, parents)) if isinstance(parents, tuple) else described(parents)
                 raise TypeError(
