@@ -61,9 +61,8 @@ void use(const std::string& name) {
                               "use one of instruction_sets()");
 }
 
-template <class T> const Kernels<T>& kernels();
-template <> const Kernels<float>& kernels<float>() { return chosen->in_float; }
-template <> const Kernels<double>& kernels<double>() { return chosen->in_double; }
+const Kernels<float>& kernels(float) { return chosen->in_float; }
+const Kernels<double>& kernels(double) { return chosen->in_double; }
 
 using Addresses = std::vector<std::uintptr_t>;
 template <class T> T* at(const Addresses& x, std::size_t i) { return reinterpret_cast<T*>(x.at(i)); }
@@ -152,22 +151,22 @@ template <class T> void define(nb::module_& m, const char* dtype) {
     const MomentsOut<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4), at<T>(x, 5),
                             at<T>(x, 6), T(numbers[0])};
     if (out.log_volume && !out.variance) throw std::invalid_argument("log_volume needs variance: request the variance too");
-    kernels<T>().moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
+    kernels(T()).moments(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), out);
   });
   define("couplings", [](const Problem& g, const Addresses& given, const Addresses& agreement, const Addresses& x, const Numbers& numbers) {
     expect(agreement, 4), expect(x, 1);
-    kernels<T>().couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), at<T>(x, 0));
+    kernels(T()).couplings(g, children_at<T>(given), agreement_at<T>(agreement, 0, numbers), at<T>(x, 0));
   });
   define("moments_backward", [](const Problem& g, const Addresses& given, const Addresses& record, const Addresses& x, const Numbers&) {
     expect(record, ENTRIES), expect(x, 5);
     const PassGrads<T> out{at<T>(x, 0), at<T>(x, 1), at<T>(x, 2), at<T>(x, 3), at<T>(x, 4)};
-    kernels<T>().moments_backward(g, children_at<T>(given), record_at<T>(record, 0), out);
+    kernels(T()).moments_backward(g, children_at<T>(given), record_at<T>(record, 0), out);
   });
   define("votes_backward", [](const Problem& g, const Addresses& given, const Addresses& records, const Addresses& x, const Numbers&) {
     expect(x, 3), expect(records, records.size() / ENTRIES * ENTRIES);
     std::vector<Record<T>> passes;
     for (std::size_t first = 0; first < records.size(); first += ENTRIES) passes.push_back(record_at<T>(records, first));
-    kernels<T>().votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
+    kernels(T()).votes_backward(g, children_at<T>(given), passes.data(), int(passes.size()), {at<T>(x, 0), at<T>(x, 1), at<T>(x, 2)});
   });
 }
 

@@ -40,12 +40,6 @@ template <class T> inline Vector<T> smaller(Vector<T> a, Vector<T> b) { return b
 #define TORCHCAPS_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, typename Lane<T>::bits{__VA_ARGS__})
 #endif
 
-// The even (ODD = 0) or odd (ODD = 1) lanes of the concatenation of two vectors.
-template <class T, int ODD, int... I>
-inline Vector<T> every_other(Vector<T> a, Vector<T> b, std::integer_sequence<int, I...>) {
-  return TORCHCAPS_SHUFFLE(a, b, (2 * I + ODD)...);
-}
-
 // BIT is a power of two. Lane I of the result comes from b if I has this bit, and from a otherwise. kept_lanes takes
 // lane I of b or a, crossed_lanes takes lane I ^ BIT.
 template <class T, int BIT, int... I>
@@ -73,18 +67,16 @@ template <class T> inline Vector<T> largest_across(Vector<T>* x) {
   return across<T>(x, [](Vector<T> a, Vector<T> b) { return (a < b) | (b != b) ? b : a; });
 }
 
-// Transposes L vectors in place. Each iteration moves the lowest bit of an element's index to the top.
-template <class T> inline void transpose(Vector<T>* x) {
-  constexpr int L = lanes<T>;
-  const auto each = std::make_integer_sequence<int, L>();
-  for (int turn = 1; turn < L; turn *= 2) {
-    Vector<T> y[L];
-    for (int i = 0; i < L / 2; ++i) {
-      y[i] = every_other<T, 0>(x[2 * i], x[2 * i + 1], each);
-      y[L / 2 + i] = every_other<T, 1>(x[2 * i], x[2 * i + 1], each);
-    }
-    for (int i = 0; i < L; ++i) x[i] = y[i];
+// Transposes L vectors in place. Each call exchanges BIT between the number of a vector and the number of a lane.
+template <class T, int BIT = lanes<T> / 2> inline void transpose(Vector<T>* x) {
+  const auto each = std::make_integer_sequence<int, lanes<T>>();
+  for (int i = 0; i < lanes<T>; ++i) {
+    if (i & BIT) continue;
+    const Vector<T> a = x[i], b = x[i + BIT];
+    x[i] = kept_lanes<T, BIT>(a, crossed_lanes<T, BIT>(b, b, each), each);
+    x[i + BIT] = kept_lanes<T, BIT>(crossed_lanes<T, BIT>(a, a, each), b, each);
   }
+  if constexpr (BIT > 1) transpose<T, BIT / 2>(x);
 }
 
 // e^x to about 1 ulp; results below the smallest normal number are 0. The polynomials of exponential and logarithm are

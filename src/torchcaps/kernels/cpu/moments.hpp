@@ -53,8 +53,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   long log_sums_size() const { return 2L * g.groups() * g.C; }
 
   void forward(int tile, const Children<T>& x, const Agreement<T>& agreement, const MomentsOut<T>& out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
-    const Child* activation = activations_of(x, tile, arena);
+    const Child* pose = this->load_children(x.pose, tile, 0, g.S, g.C * pose_size(), arena);
+    const Child* activation = this->load_children(x.activation, tile, 0, g.S, g.C, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     const auto sums = this->zero_sums(this->template sums_size_of<with_variance>(), arena);
     const bool uniform_couplings = !out.log_sums;
@@ -89,8 +89,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
 
   // [B, J, E, C]
   void couplings(int tile, const Children<T>& x, const Agreement<T>& agreement, T* out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
-    const Child* activation = activations_of(x, tile, arena);
+    const Child* pose = this->load_children(x.pose, tile, 0, g.S, g.C * pose_size(), arena);
+    const Child* activation = this->load_children(x.activation, tile, 0, g.S, g.C, arena);
     V* parents = arena.take<V>(PB * agreement_size());
     load_agreement(tile, agreement, parents, agreement_size());
     Child* log_sums = arena.take<Child>(log_sums_size());
@@ -108,15 +108,6 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   struct Found {
     V mass, largest, log_mass, mean[MOST], variance[MOST];
   };
-
-  const Child* children_of(const T* from, int tile, long each, Arena& arena) const {
-    V* room = Layout::by_type ? nullptr : arena.template take<V>(children() * each);
-    return this->load_children(from, tile, 0, g.S, g.C * each, room);
-  }
-  const Child* activations_of(const Children<T>& x, int tile, Arena& arena) const {
-    if (x.activation) return children_of(x.activation, tile, 1, arena);
-    return this->ones(children(), arena);
-  }
 
   // Σ w, Σ w d [H], and with SECOND also Σ w d² [H].
   template <bool SECOND> long sums_size_of() const { return 1 + (SECOND ? 2 : 1) * numbers(); }
@@ -162,13 +153,10 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   void visit_groups(const Child* pose, const Child* activation, const V* parents, Child* log_sums, Arena& arena, Use use) const {
     const long most = most_visited();
     V *d = arena.take<V>(most * numbers()), *w = arena.take<V>(most);
+    std::fill_n(log_sums, log_sums_size(), Child{});  // of groups without edges
     for (int group = 0; group < g.groups(); ++group) {
       const int begin = g.group_begin(group), end = g.group_end(group), s = g.group_site(group);
-      if (begin == end) {
-        for (int part = 0; part < 2; ++part)
-          std::fill_n(log_sums + (long(part) * g.groups() + group) * g.C, g.C, Child{});
-        continue;
-      }
+      if (begin == end) continue;
       const int step = together(end - begin);
       for (int c0 = 0; c0 < g.C; c0 += step) {
         const int children = std::min(step, g.C - c0);

@@ -26,7 +26,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
       Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
       Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
-      Base::quadratic_at, Base::linear_at, Base::constant_at, Base::children_of, Base::activations_of;
+      Base::quadratic_at, Base::linear_at, Base::constant_at;
   // Children that each sweep processes together, so that they share the reads of a parent.
   static constexpr int CHILDREN = 4;
   static constexpr T SMALL_LOG_MASS = -40, MOST_LOG_SHARE = 60;
@@ -41,26 +41,22 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   long mean_at() const { return agreement_size(); }
   long mean_grad_at() const { return mean_at() + numbers(); }
   long variance_grad_at() const { return mean_grad_at() + numbers(); }
-  long log_mass_at() const { return variance_grad_at() + (with_variance ? numbers() : 0); }
-  long inverse_at() const { return log_mass_at() + 1; }
-  long mass_grad_at() const { return log_mass_at() + 2; }
-  long offset_at() const { return log_mass_at() + 3; }
-  long small_mass_at() const { return log_mass_at() + 4; }
-  long largest_at() const { return log_mass_at() + 5; }
-  long record_size() const { return log_mass_at() + 6; }
+  enum Scalar { LARGEST, LOG_MASS, INVERSE_MASS, MASS_GRAD, OFFSET, SMALL_MASS, SCALARS };
+  long at_scalar(Scalar scalar) const { return variance_grad_at() + (with_variance ? numbers() : 0) + scalar; }
+  long record_size() const { return at_scalar(SCALARS); }
   void load_pass(int tile, const Record<T>& pass, V* records) const {
     this->load_agreement(tile, pass.agreement, records, record_size());
     for (int at = 0; at < PB; ++at, records += record_size()) {
       const auto place = this->place(tile, at);
       load_vector(pass.mean, place, records + mean_at());
       load_vector(pass.mean_grad, place, records + mean_grad_at());
-      records[largest_at()] = load_scalar(pass.largest, place);
-      records[log_mass_at()] = load_scalar(pass.log_mass, place);
-      records[mass_grad_at()] = load_scalar(pass.mass_grad, place);
-      const V whole = records[largest_at()] + records[log_mass_at()];
-      records[inverse_at()] = exponential(-whole);
-      records[small_mass_at()] = splat(T(any(whole < SMALL_LOG_MASS)));
-      records[offset_at()] = V{};
+      records[at_scalar(LARGEST)] = load_scalar(pass.largest, place);
+      records[at_scalar(LOG_MASS)] = load_scalar(pass.log_mass, place);
+      records[at_scalar(MASS_GRAD)] = load_scalar(pass.mass_grad, place);
+      const V whole = records[at_scalar(LARGEST)] + records[at_scalar(LOG_MASS)];
+      records[at_scalar(INVERSE_MASS)] = exponential(-whole);
+      records[at_scalar(SMALL_MASS)] = splat(T(any(whole < SMALL_LOG_MASS)));
+      records[at_scalar(OFFSET)] = V{};
       if (with_variance) load_variance_grad(pass, place, records);
     }
   }
@@ -75,13 +71,13 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         grad[h] += (half == T(0)) | (square < TINY<T>) ? V{} : half / square;
       }
     }
-    for (int h = 0; h < numbers(); ++h) record[offset_at()] += variance[h] * grad[h];
+    for (int h = 0; h < numbers(); ++h) record[at_scalar(OFFSET)] += variance[h] * grad[h];
   }
 
   // For one tile: γ of each child, and the gradients of the agreement.
   void agreement_grads(int tile, const Children<T>& x, const Record<T>& pass, const PassGrads<T>& out, Arena& arena) const {
-    const Child* pose = children_of(x.pose, tile, pose_size(), arena);
-    const Child* activation = activations_of(x, tile, arena);
+    const Child* pose = this->load_children(x.pose, tile, 0, g.S, g.C * pose_size(), arena);
+    const Child* activation = this->load_children(x.activation, tile, 0, g.S, g.C, arena);
     const Child* log_sums = reinterpret_cast<const Child*>(pass.log_sums) + log_sums_size() * tile;
     Child* gammas = reinterpret_cast<Child*>(out.coupling_grads) + long(g.groups()) * g.C * tile;
     V* parents = arena.take<V>(PB * record_size());
@@ -160,10 +156,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
     const long size = pose_size(), poses_size = g.C * size;
     const Child **poses = arena.take<const Child*>(count), **activations = arena.take<const Child*>(count);
     for (int tile = 0; tile < count; ++tile) {
-      V* room = Layout::by_type ? nullptr : arena.take<V>(poses_size + g.C);
-      poses[tile] = this->load_children(x.pose, first_tile + tile, s, s + 1, poses_size, room);
-      activations[tile] = x.activation ? this->load_children(x.activation, first_tile + tile, s, s + 1, g.C, room + poses_size)
-                                       : this->ones(g.C, arena);
+      poses[tile] = this->load_children(x.pose, first_tile + tile, s, s + 1, poses_size, arena);
+      activations[tile] = this->load_children(x.activation, first_tile + tile, s, s + 1, g.C, arena);
     }
     const int begin = g.child_begin[s], end = g.child_begin[s + 1];
     V* totals = zeros(long(count) * g.C + L, arena);
@@ -213,12 +207,12 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   };
   WeightGrad weight_grad(Child a, const V* record, V moments_grad, V c, V log_c) const {
     const Child scale = gradient_scale(a);
-    V share = scale * c * record[inverse_at()];
-    if (record[small_mass_at()][0] != 0) {
-      const V log_share = (log_c - record[largest_at()]) - record[log_mass_at()], log_scaled_share = log_share + logarithm(Layout::broadcast(scale));
+    V share = scale * c * record[at_scalar(INVERSE_MASS)];
+    if (record[at_scalar(SMALL_MASS)][0] != 0) {
+      const V log_share = (log_c - record[at_scalar(LARGEST)]) - record[at_scalar(LOG_MASS)], log_scaled_share = log_share + logarithm(Layout::broadcast(scale));
       share = exponential(Layout::broadcast(a) < TINY<T> ? smaller<T>(log_share, splat(MOST_LOG_SHARE)) : log_scaled_share);
     }
-    return {share, share * (moments_grad - record[offset_at()]) + scale * c * record[mass_grad_at()]};
+    return {share, share * (moments_grad - record[at_scalar(OFFSET)]) + scale * c * record[at_scalar(MASS_GRAD)]};
   }
 
   // For `count` children, at most CHILDREN: logits, moments_grads Σ e (mean_grad + variance_grad e), and d.
@@ -301,7 +295,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
         V share{}, logit_grad{};
         if (i < children) {
           const V log_c = pass.log_sums ? log_coupling(record[constant_at()] + logit[i], pass.log_sums, softmax + i)
-                                        : splat(record[small_mass_at()][0] != 0 ? std::log(uniform_value) : T(0));
+                                        : splat(record[at_scalar(SMALL_MASS)][0] != 0 ? std::log(uniform_value) : T(0));
           const V c = pass.log_sums ? exponential(log_c) : splat(uniform_value);
           const auto [of_vote, c_u] = weight_grad(activation[c0 + i], record, moments_grad[i], c, log_c);
           share = scaled_activation[i] * of_vote;

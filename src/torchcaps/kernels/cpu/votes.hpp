@@ -103,20 +103,15 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
     const V holds_parent = first_lanes(at.rows), half = splat(T(0.5) * from.inverse_temperature);
     for (int h = 0; h < numbers(); ++h) to[h] = holds_parent > 0 ? half / (to[h] + from.floor) : V{};
   }
-  // The numbers of the children of sites first … last - 1, `each` per site. By type they stay in place, by sample they
-  // are copied into lanes in `room`.
-  const Child* load_children(const T* from, int tile, int first, int last, long each, V* room) const {
-    const long start = long(tile) * (Layout::by_type ? 1 : L) * g.S * each + first * each;
-    if constexpr (Layout::by_type) return from + start;
-    else {
-      load_lanes(from + start, g.S * each, samples_of(tile), int((last - first) * each), room);
-      return room;
-    }
-  }
-  static Child* ones(long count, Arena& arena) {
-    Child* x = arena.take<Child>(count);
-    std::fill_n(reinterpret_cast<T*>(x), count * long(sizeof(Child) / sizeof(T)), T(1));
-    return x;
+  // The numbers of the children of sites first … last - 1, `each` per site; a null tensor is 1. By type they stay in
+  // place, by sample they are copied into lanes.
+  const Child* load_children(const T* from, int tile, int first, int last, long each, Arena& arena) const {
+    const long start = long(tile) * (Layout::by_type ? 1 : L) * g.S * each + first * each, count = (last - first) * each;
+    if (Layout::by_type && from) return reinterpret_cast<const Child*>(from + start);
+    Child* to = arena.take<Child>(count);
+    if (!from) std::fill_n(to, count, Child{} + T(1));
+    else if constexpr (!Layout::by_type) load_lanes(from + start, g.S * each, samples_of(tile), int(count), to);
+    return to;
   }
 
  protected:
