@@ -121,19 +121,21 @@ class GenerativeRouting(Rule):
         """Compute the poses μ_j and the activations f(logit_j) of the last iteration."""
         check_iterations(self.iterations)
         agreement = ignore_all = None
-        for _ in range(self.iterations):
-            mass, mean, variance = votes.moments(agreement)
-            assert variance is not None
+        for later in reversed(range(self.iterations)):  # number of later iterations
+            mass, mean, variance = votes.moments(agreement, variance=later > 0)
             more = 2 if mean.shape[3] == 1 else 1
             if ignore_all is None:
                 ignore_all = mass * mean[..., -1, -1]
             logit = mass * mean[..., 0, -more] - ignore_all
             kept = (mass / (mass + self.mass_floor))[..., None, None]
-            pose, moved = kept * mean[..., :-more], (1 - kept) * mean[..., :-more]
-            variance = kept * (variance[..., :-more] + moved.square()) + self.variance_floor
+            pose = kept * mean[..., :-more]
+            if variance is None:
+                break
+            moved = kept * (1 - kept).square() * mean[..., :-more].square()
+            precision = (kept * variance[..., :-more] + moved + self.variance_floor).reciprocal()
             agreement = Agreement(
-                functional.logsigmoid(logit) - 0.5 * variance.log().sum(dim=(3, 4)),
-                quadratic=functional.pad(0.5 / variance, (0, more)),
+                functional.logsigmoid(logit) + 0.5 * precision.log().sum(dim=(3, 4)),
+                quadratic=functional.pad(0.5 * precision, (0, more)),
                 centre=functional.pad(pose, (0, more)),
             )
         return Capsules(pose, logit.sigmoid())

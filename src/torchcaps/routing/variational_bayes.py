@@ -110,11 +110,8 @@ class VariationalBayesRouting(Rule):
             log_part = digamma(counted) - digamma(counted.sum(dim=2, keepdim=True))
             log_precision = sum_of_digammas((freedom + 1 - numbers) / 2, numbers)
             log_precision = log_precision + numbers * math.log(2) - scale.log().sum(dim=(3, 4))
-            agreement = Agreement(
-                constant=log_part + (log_precision - numbers / counted) / 2,
-                quadratic=freedom[..., None, None] / (2 * scale),
-                centre=centre,
-            )
+            constant = log_part + (log_precision - numbers / counted) / 2
+            agreement = Agreement(constant, centre=centre, variance=scale / freedom[..., None, None])
         entropy = (numbers * math.log(2 * math.pi * math.e) - log_precision) / 2
         beta_a, beta_u = self.beta_a.to(mass.dtype), self.beta_u.to(mass.dtype)
         logit = normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
