@@ -100,8 +100,21 @@ def efficient_capsnet_mnist() -> Recipe:
 
 
 def efficient_capsnet_fashion_mnist() -> Recipe:
-    """Efficient-CapsNet on Fashion-MNIST with the settings of `efficient_capsnet_mnist`."""
-    return replace(efficient_capsnet_mnist(), name="efficient-capsnet-fashion-mnist", data="fashion-mnist")
+    """Efficient-CapsNet on Fashion-MNIST with flips and shifts, in 20 epochs.
+
+    All other settings are those of `efficient_capsnet_mnist`, without its rotation, squeeze and erased squares: in
+    training runs of three epochs, validation accuracy was 90.1 with them and 91.7 with flips and shifts.
+    """
+    return replace(
+        efficient_capsnet_mnist(),
+        name="efficient-capsnet-fashion-mnist",
+        data="fashion-mnist",
+        flip=True,
+        rotation=0.0,
+        squeeze=0.0,
+        erase=0,
+        epochs=20,
+    )
 
 
 def cnn_baseline_mnist() -> Recipe:
