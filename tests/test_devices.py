@@ -1,5 +1,6 @@
 """Settings of PyTorch, devices and GPU memory during training and evaluation, as far as a CPU can show them."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -218,25 +219,43 @@ def test_labels_are_checked_with_one_transfer():
 
 
 @pytest.mark.parametrize("add_coordinates", [False, True])
-def test_a_moved_layer_copies_all_constants_that_routing_uses(add_coordinates, monkeypatch):
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_created_or_moved_layer_copies_all_constants_that_routing_uses(moved, add_coordinates, monkeypatch):
     layer = ClassCaps(torch.rand(4, 2), 3, 2, (2, 2), add_coordinates)
     copied, used, on = [], [], Constant.on
     monkeypatch.setattr(Constant, "on", lambda constant, device: copied.append(constant) or on(constant, device))
-    layer.to("cpu")
+    layer = layer.to("cpu") if moved else ClassCaps(torch.rand(4, 2), 3, 2, (2, 2), add_coordinates)
     monkeypatch.setattr(Constant, "on", lambda constant, device: used.append(constant) or on(constant, device))
     layer(Capsules(torch.rand(1, 4, 3, 2, 2), torch.rand(1, 4, 3)), return_couplings=True)
     assert len({*map(id, used)}) > add_coordinates
     assert {*map(id, used)} <= {*map(id, copied)}
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((6, 1), False), ((7, 0), True), ((9, 0), True)])
-def test_triton_is_not_chosen_on_gpus_that_it_does_not_support(capability, fits, monkeypatch):
+def test_a_copied_constant_keeps_its_copies_on_other_devices():
+    constant = Constant(torch.arange(3))
+    constant._copies[torch.device("meta")] = torch.arange(3, device="meta")
+    assert copy.deepcopy(constant).on("meta") is constant.on("meta")
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "compiling", "fits"),
+    [
+        ((6, 1), None, False, False),
+        ((7, 0), None, False, True),
+        ((9, 0), None, True, True),
+        ((9, 4), "6.4", False, False),
+        ((9, 4), "6.4", True, False),
+    ],
+)
+def test_triton_is_not_chosen_on_gpus_that_it_does_not_support(capability, hip, compiling, fits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     monkeypatch.setattr(kernels, "_TRITON", True)
-    kernels._is_supported.cache_clear()
+    kernels._has_capability.cache_clear()
     with FakeTensorMode():
         pose, transform = torch.empty(1, 2, 3, 1, 4, device="cuda"), torch.empty(2, 3, 2, 4, 4, device="cuda")
         found = kernels.obstacle(pose, transform, torch.float32)
-    kernels._is_supported.cache_clear()
+    kernels._has_capability.cache_clear()
     assert found == (None if fits else "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher")

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash
+    from torchcaps.capsules import Capsules, Prediction, coordinate_addition, lengths, squash, squashed
     from torchcaps.classifier import Answer, Classifier
     from torchcaps.data import Preprocessing
     from torchcaps.decoder import Decoder
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "capsules": ("Capsules", "Prediction", "coordinate_addition", "lengths", "squash"),
+    "capsules": ("Capsules", "Prediction", "coordinate_addition", "lengths", "squash", "squashed"),
     "classifier": ("Answer", "Classifier"),
     "data": ("Preprocessing",),
     "errors": ("BadInput", "DataWarning", "Diverged"),
@@ -137,6 +137,7 @@ __all__ = [
     "reconstruction_loss",
     "spread_loss",
     "squash",
+    "squashed",
 ]
 
 

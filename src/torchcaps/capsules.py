@@ -32,6 +32,8 @@ from torch.utils._pytree import _register_namedtuple
 from torchcaps.checks import INTEGERS, bounds, described, has_values
 
 SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
+SQUASH_CONSTANT = {"sabour": 1.0, "su": 0.5}
+"""The constant c in ``|s|² / (c + |s|²)``, the length of a squashed pose."""
 
 
 class Capsules(NamedTuple):
@@ -136,11 +138,38 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
     if form == "unit":
         return pose / length.clamp_min(1e-12)
     if form == "exponential":
+        return pose * torch.where(length > 0, _squashed_length(length, form) / torch.where(length > 0, length, 1), 1)
+    return pose * (length / (SQUASH_CONSTANT[form] + length.square()))
+
+
+def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
+    """Squash each pose. The activation of a capsule is the length of its squashed pose.
+
+    This function computes the length from |s|, because for long poses, the float32 gradient of ``lengths(squash(s))``
+    consists of rounding errors only.
+
+    Arguments:
+        pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions.
+        form: a form of `squash`.
+
+    Example:
+        >>> squashed(torch.tensor([[3.0, 4.0]])).activation
+        tensor(0.9615)
+    """
+    short = squash(pose, form)
+    return Capsules(short, lengths(short) if form in ("none", "unit") else _squashed_length(lengths(pose), form))
+
+
+def _squashed_length(length: Tensor, form: SquashForm) -> Tensor:
+    """Return the length of a squashed pose, given its length before squashing."""
+    is_long = length > 1
+    far, near = torch.where(is_long, length, 1), torch.where(is_long, 1, length)
+    if form == "exponential":
         # So that rounding makes no length larger than 1. In half precision, this limit would cost too much accuracy.
         most = 1 - 4 * torch.finfo(length.dtype).eps if length.itemsize >= 4 else 1.0
-        squashed = (-torch.expm1(-length)).clamp_max(most)
-        return pose * torch.where(length > 0, squashed / torch.where(length > 0, length, 1), 1)
-    return pose * (length / ((1.0 if form == "sabour" else 0.5) + length.square()))
+        return torch.where(is_long, 1 - torch.exp(-far), -torch.expm1(-near)).clamp_max(most)
+    constant = SQUASH_CONSTANT[form]
+    return torch.where(is_long, 1 / (1 + constant / far.square()), near.square() / (constant + near.square()))
 
 
 def one_hot(labels: Int[Tensor, "B"], num_classes: int, name: str = "labels") -> Int[Tensor, "B classes"]:

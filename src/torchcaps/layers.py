@@ -98,6 +98,8 @@ class CapsuleLayer(TransformModule):
         parent_pose_shape = (child_pose_shape[0], outer)
         shape = LayerShape(transforms, child_types, parent_types, child_pose_shape, parent_pose_shape)
         self.routing = rule_for(routing, shape)
+        for constant in CapsuleLayer._constants(self):
+            constant.on(transform.device)
 
     def _apply(self, *arguments: Any, **options: Any) -> "CapsuleLayer":
         """Move the layer and copy its constants to the new device, because compiled calls cannot cache copies."""
@@ -273,6 +275,7 @@ class ClassCaps(CapsuleLayer):
         more = (1 if pose_size[0] > 1 else 2) if add_coordinates else 0
         super().__init__(routing_map, transform, routing, (pose_size[0], pose_size[1] + more), draw)
         self._coordinates = Constant(coordinates.clone())
+        self._coordinates.on(self.transform.device)
         self.add_coordinates = add_coordinates
 
     def _constants(self) -> list[Constant]:

@@ -7,7 +7,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, lengths, squash, wide
+from torchcaps.capsules import Capsules, SquashForm, squash, squashed, wide
 from torchcaps.checks import check_choice, check_padding, check_shape, check_sizes
 from torchcaps.convolution import Im2colConv2d
 
@@ -77,11 +77,11 @@ class PrimaryCaps(nn.Module):
     def forward(self, features: Float[Tensor, "B channels height width"]) -> Capsules:
         """Compute the capsules at every position of the convolution's output; sites are numbered row by row."""
         pose = _at_sites(wide(_normalised(self.pose_norm, self.convolution(features))))
-        pose = squash(pose.unflatten(2, (self.types, *self.pose_shape)).contiguous(), self.squash_form)
+        pose = pose.unflatten(2, (self.types, *self.pose_shape)).contiguous()
         if self.activation is None:
-            return Capsules(pose, lengths(pose))
+            return squashed(pose, self.squash_form)
         logits = wide(_normalised(self.activation_norm, self.activation(features)))
-        return Capsules(pose, _at_sites(logits).sigmoid())
+        return Capsules(squash(pose, self.squash_form), _at_sites(logits).sigmoid())
 
 
 def _pose_shape(pose_size: int | tuple[int, int]) -> tuple[int, int]:

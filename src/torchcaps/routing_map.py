@@ -57,6 +57,9 @@ class Constant:
     def __getstate__(self) -> dict[str, Any]:
         return {"values": self.values, "_copies": {}}
 
+    def __deepcopy__(self, known: Any) -> "Constant":
+        return self  # with its copies on other devices, because compiled calls cannot add them
+
 
 @dataclass(frozen=True, eq=False)
 class RoutingMap:

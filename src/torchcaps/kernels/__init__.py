@@ -84,7 +84,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
         return "this installation was built without the fused kernels"
     if not on_cpu and not _TRITON:
         return "triton is not installed"
-    if not on_cpu and not torch.compiler.is_compiling() and not _is_supported(pose.device.index):
+    # torch.compile cannot trace the question for the capability. Inductor refuses NVIDIA GPUs below 7.0 itself.
+    if not on_cpu and (
+        torch.version.hip is not None or (not torch.compiler.is_compiling() and not _has_capability(pose.device.index))
+    ):
         return "the fused kernels need an NVIDIA GPU of compute capability 7.0 or higher"
     if dtype not in (CPU_DTYPES if on_cpu else GPU_DTYPES):
         return f"there are no fused kernels for {dtype}"
@@ -100,10 +103,10 @@ def obstacle(pose: Tensor, transform: Tensor, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _is_supported(gpu: int) -> bool:
+def _has_capability(gpu: int) -> bool:
     if not torch.cuda.is_available():
         return True  # a fake tensor
-    return torch.version.hip is None and torch.cuda.get_device_capability(gpu) >= (7, 0)
+    return torch.cuda.get_device_capability(gpu) >= (7, 0)
 
 
 def in_torch_func() -> bool:

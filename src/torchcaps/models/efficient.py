@@ -8,7 +8,7 @@ from functools import partial
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, Prediction, lengths, squash, wide
+from torchcaps.capsules import Prediction, squashed, wide
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
@@ -95,6 +95,6 @@ class EfficientCapsNet(nn.Module, Pretrained):
         """
         check_images(images, self.image_shape)
         numbers = wide(self.primary_capsules(self.features(images)))
-        pose = squash(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
-        capsules = self.class_capsules(Capsules(pose, lengths(pose)))
+        capsules = squashed(numbers.flatten(1).unflatten(1, (1, -1, 1, self.pose_size)), "exponential")
+        capsules = self.class_capsules(capsules)
         return prediction_of(capsules, self.decoder, labels)

@@ -100,6 +100,7 @@ class AttentionRouting(Rule):
             found = votes.moments(agreement, variance=False)
             pose = found.mass[..., None, None] * found.mean
             if self.norm is not None:
+                pose = pose - pose.mean(dim=(3, 4), keepdim=True)  # LayerNorm would lose the digits of a large mean
                 pose = _called(self.norm, pose.flatten(3)).view_as(pose)
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
         return Capsules(pose, _called(self.score, pose.flatten(3)).squeeze(3).sigmoid())

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, SquashForm, check_capsules, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squashed
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.routing.rule import LayerShape
@@ -125,8 +125,8 @@ def dynamic_routing(
                 parents = parents + cast(Tensor, agreement.linear)
             agreement = Agreement(linear=parents)
         fitted = votes.moments(agreement, variance=False, constant_couplings=constant)
-        parents = squash(fitted.mass[..., None, None] * fitted.mean, squash_form).to(dtype)
-        capsules = Capsules(parents, lengths(parents))
+        pose, activation = squashed(fitted.mass[..., None, None] * fitted.mean, squash_form)
+        capsules = Capsules(pose.to(dtype), activation.to(dtype))
         return (capsules, earlier.couplings(agreement)) if return_couplings else capsules
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, lengths, squash
+from torchcaps.capsules import Capsules, squashed
 from torchcaps.checks import check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
@@ -79,8 +79,7 @@ class SelfAttentionRouting(Rule):
         linear = nn.functional.pad(plain / math.sqrt(rows * columns), (0, columns))
         found = votes.moments(Agreement(linear=linear), variance=False)
         total = found.mass[..., None, None] * found.mean[..., :columns] + biased
-        pose = squash(total, "exponential")
-        return Capsules(pose, lengths(pose))
+        return squashed(total, "exponential")
 
     @property
     def saved_options(self) -> dict[str, Any]:

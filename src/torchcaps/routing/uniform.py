@@ -2,7 +2,7 @@
 
 from typing import Any, get_args
 
-from torchcaps.capsules import Capsules, SquashForm, lengths, squash
+from torchcaps.capsules import Capsules, SquashForm, squashed
 from torchcaps.checks import check_choice
 from torchcaps.routing.rule import Rule
 from torchcaps.routing.votes import Votes
@@ -44,8 +44,7 @@ class UniformRouting(Rule):
     def route(self, votes: Votes) -> Capsules:
         """Return the squashed sums of evenly weighted votes as poses, and the lengths of these poses as activations."""
         found = votes.moments(variance=False)
-        pose = squash(found.mass[..., None, None] * found.mean, self.squash_form)
-        return Capsules(pose, lengths(pose))
+        return squashed(found.mass[..., None, None] * found.mean, self.squash_form)
 
     @property
     def saved_options(self) -> dict[str, Any]:

@@ -264,14 +264,15 @@ class Votes:
 
     def activation_sums(self) -> Float[Tensor, "B P"]:
         """For each parent site, sum the activations of its children. The mass of a parent is at most this sum."""
-        routing_map, dtype = self.routing_map, self.dtype
-        child, parent, _ = routing_map.edges_on(self._pose.device).unbind(1)
+        routing_map, device = self.routing_map, self._pose.device
+        child, parent, _ = routing_map.edges_on(device).unbind(1)
+        dtype = self.dtype if device.type == "mps" else torch.float64  # each sum adds one number after the other
         if self._activation is None:
             of_sites = self._pose.new_full(self._pose.shape[:2], self._pose.shape[2], dtype=dtype)
         else:
             of_sites = self._activation.to(dtype).sum(dim=2)
         sums = of_sites.new_zeros(of_sites.shape[0], routing_map.parent_sites)
-        return added_at(sums, 1, parent, of_sites[:, child])
+        return added_at(sums, 1, parent, of_sites[:, child]).to(self.dtype)
 
     def couplings(self, agreement: Agreement | None = None) -> Float[Tensor, "B J E C"]:
         """Compute the couplings, in the order of the map's edges.

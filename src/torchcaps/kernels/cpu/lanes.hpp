@@ -256,10 +256,7 @@ class Arena {
   void clear() {
     std::size_t total = 0;
     for (const Block& block : blocks) total += block.size;
-    if (blocks.size() > 1) {
-      blocks.clear();
-      add(total);
-    }
+    if (blocks.size() > 1) blocks.clear(), add(total);
     used = 0;
   }
 };

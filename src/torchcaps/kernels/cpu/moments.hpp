@@ -300,10 +300,8 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
           }
         }
       }
-      for (int h = 0; h < count; ++h) {
-        first[h] += one[h];
-        if (with_variance) second[h] += two[h];
-      }
+      for (int h = 0; h < count; ++h) first[h] += one[h];
+      for (int h = 0; h < count && with_variance; ++h) second[h] += two[h];
     }
   }
 

@@ -57,21 +57,17 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       records[at_scalar(INVERSE_MASS)] = exponential(-whole);
       records[at_scalar(SMALL_MASS)] = splat(T(any(whole < SMALL_LOG_MASS)));
       records[at_scalar(OFFSET)] = V{};
-      if (with_variance) load_variance_grad(pass, place, records);
-    }
-  }
-  void load_variance_grad(const Record<T>& pass, const typename Base::Place& place, V* record) const {
-    V variance[MOST], *grad = record + variance_grad_at();
-    load_vector(pass.variance_grad, place, grad);
-    load_vector(pass.variance, place, variance);
-    if (pass.log_volume_grad) {
+      if (!with_variance) continue;
+      V variance[MOST], *grad = records + variance_grad_at();
+      load_vector(pass.variance_grad, place, grad);
+      load_vector(pass.variance, place, variance);
       const V half = T(0.5) * load_scalar(pass.log_volume_grad, place);  // 0 in lanes without a parent
       for (int h = 0; h < numbers(); ++h) {
         const V square = variance[h] + pass.floor;
         grad[h] += (half == T(0)) | (square < TINY<T>) ? V{} : half / square;
+        records[at_scalar(OFFSET)] += variance[h] * grad[h];
       }
     }
-    for (int h = 0; h < numbers(); ++h) record[at_scalar(OFFSET)] += variance[h] * grad[h];
   }
 
   // For one tile: γ of each child, and the gradients of the agreement.
@@ -103,8 +99,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
               i += count;
             }
           }
-        V total[MOST_TOGETHER];
-        for (int c = 0; c < children; ++c) total[c] = V{};
+        V total[MOST_TOGETHER]{};
         i = 0;
         for (int e = begin; e < end; ++e)
           for (int block = 0; block < JB; ++block) {
