@@ -87,11 +87,33 @@ def test_parents_of_an_earlier_call_continue_the_routing():
     torch.testing.assert_close(last, couplings, rtol=1e-12, atol=1e-13)
 
 
-def test_inspection_shows_every_concurrent_pass():
-    classifier = Classifier(network(3).float().eval(), tuple("abcde"), (1, 17, 15), Preprocessing())
-    support = inspect(classifier, torch.randint(256, (1, 17, 15), dtype=torch.uint8)).support
-    assert support.shape == (3, 5, 17, 15)
-    torch.testing.assert_close(support.sum(dim=(2, 3)), torch.ones(3, 5))
+@pytest.mark.parametrize("iterations", [2, 4])
+def test_inspection_traces_every_concurrent_pass_to_the_passes_below_that_it_depends_on(iterations):
+    """In iteration t, a layer reads the result of iteration t - 1 of the layer below."""
+    model = network(iterations).float().eval()
+    image = torch.randint(256, (1, 17, 15), dtype=torch.uint8)
+    classifier = Classifier(model, tuple("abcde"), (1, 17, 15), Preprocessing())
+    support = inspect(classifier, image).support
+    assert support.shape == (iterations, 5, 17, 15)
+    for number in range(iterations):
+        fewer = Classifier(network(number + 1).float().eval(), tuple("abcde"), (1, 17, 15), Preprocessing())
+        torch.testing.assert_close(support[number], inspect(fewer, image).support[-1])
+
+
+def test_layers_that_cannot_change_the_scores_are_not_computed():
+    model, calls = network(4), []
+    layers = model.first_capsules, model.second_capsules, model.class_capsules
+    for layer in layers:
+        layer.register_forward_hook(lambda module, *_: calls.append(module))
+    model(torch.rand(2, 1, 17, 15, dtype=torch.float64))
+    assert [calls.count(layer) for layer in layers] == [2, 3, 4]
+
+
+def test_a_wrong_number_of_concurrent_iterations_is_refused():
+    model = network(2)
+    model.class_capsules.routing.iterations = 0
+    with pytest.raises(ValueError, match="iterations must be an integer from 1 to 1000; got int 0"):
+        model(torch.rand(2, 1, 17, 15, dtype=torch.float64))
 
 
 def test_a_saved_network_routes_as_before(tmp_path):
@@ -102,12 +124,15 @@ def test_a_saved_network_routes_as_before(tmp_path):
     assert torch.equal(loaded(images).scores, model(images).scores)
 
 
+@pytest.mark.usefixtures("untyped")
 def test_concurrent_routing_with_another_rule_is_refused():
     with pytest.raises(BadInput, match="concurrent is true, but the routing is EMRouting: use the routing 'attention'"):
         create_model("attention-capsnet", concurrent=True, routing="em")
     children = Capsules(torch.randn(2, 6, 3, 1, 4), torch.rand(2, 6, 3))
     with pytest.raises(TypeError, match="parents"):
         DenseCaps(6, 3, 4, 5, 8, routing="uniform")(children, parents=children)
+    with pytest.raises(ValueError, match=r"parents must be Capsules\(pose, activation\); got"):
+        DenseCaps(6, 3, 4, 5, 8, routing="attention")(children, parents=children.pose)
     with pytest.raises(ValueError, match=r"parents must have shape \[2, 1, 5, 1, 8\] .* got \[2, 6, 3, 1, 4\]"):
         DenseCaps(6, 3, 4, 5, 8, routing="attention")(children, parents=children)
 

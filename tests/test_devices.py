@@ -234,7 +234,10 @@ def test_a_created_or_moved_layer_copies_all_constants_that_routing_uses(moved, 
 def test_a_copied_constant_keeps_its_copies_on_other_devices():
     constant = Constant(torch.arange(3))
     constant._copies[torch.device("meta")] = torch.arange(3, device="meta")
-    assert copy.deepcopy(constant).on("meta") is constant.on("meta")
+    copied = copy.deepcopy(constant)
+    assert copied.on("meta").is_meta
+    assert copied._copies.keys() == constant._copies.keys()
+    assert copied.values is not constant.values
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,15 @@ def test_the_length_of_a_squashed_pose_and_its_gradient_are_accurate(form, lengt
     assert torch.equal(squashed(poses, form).pose, squash(poses, form))
 
 
+@pytest.mark.parametrize("form", ["sabour", "su", "exponential"])
+@pytest.mark.parametrize("spoiled", [1e30, float("inf"), float("nan")])
+def test_a_pose_that_overflows_has_no_finite_activation(form, spoiled):
+    poses = torch.tensor([[[spoiled, 1.0]], [[3.0, 4.0]]])
+    found = squashed(poses, form).activation
+    assert found[0].isnan()
+    assert found[1] == squashed(poses[1:], form).activation
+
+
 @pytest.mark.parametrize("form", ["sabour", "su", "exponential", "unit", "none"])
 def test_a_squashed_zero_pose_has_the_gradient_zero(form):
     pose = torch.zeros(2, 1, 4, requires_grad=True)

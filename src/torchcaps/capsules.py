@@ -76,14 +76,14 @@ for _kind in (Capsules, Prediction):  # torch.export.save and torch.export.load 
     _register_namedtuple(_kind, serialized_type_name=f"torchcaps.{_kind.__name__}")
 
 
-def check_capsules(children: Capsules) -> None:
-    """Check that ``children`` is a `Capsules`, not a tensor.
+def check_capsules(capsules: Capsules, name: str = "children") -> None:
+    """Check that an argument is a `Capsules`, not a tensor.
 
     Raises:
-        ValueError: ``children`` is not a `Capsules`.
+        ValueError: ``capsules`` is not a `Capsules`.
     """
-    if not isinstance(children, Capsules):
-        raise ValueError(f"children must be Capsules(pose, activation); got {described(children)}")
+    if not isinstance(capsules, Capsules):
+        raise ValueError(f"{name} must be Capsules(pose, activation); got {described(capsules)}")
 
 
 def wide(tensor: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -149,7 +149,8 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
     consists of rounding errors only.
 
     Arguments:
-        pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions.
+        pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. If the squared length of a pose
+            overflows the dtype, its activation is NaN.
         form: a form of `squash`.
 
     Example:
@@ -162,14 +163,16 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
 
 def _squashed_length(length: Tensor, form: SquashForm) -> Tensor:
     """Return the length of a squashed pose, given its length before squashing."""
-    is_long = length > 1
+    is_long, info = length > 1, torch.finfo(length.dtype)
     far, near = torch.where(is_long, length, 1), torch.where(is_long, 1, length)
     if form == "exponential":
         # So that rounding makes no length larger than 1. In half precision, this limit would cost too much accuracy.
-        most = 1 - 4 * torch.finfo(length.dtype).eps if length.itemsize >= 4 else 1.0
-        return torch.where(is_long, 1 - torch.exp(-far), -torch.expm1(-near)).clamp_max(most)
-    constant = SQUASH_CONSTANT[form]
-    return torch.where(is_long, 1 / (1 + constant / far.square()), near.square() / (constant + near.square()))
+        most = 1 - 4 * info.eps if length.itemsize >= 4 else 1.0
+        found = torch.where(is_long, 1 - torch.exp(-far), -torch.expm1(-near)).clamp_max(most)
+        return torch.where(length <= info.max, found, math.nan)
+    constant, far, near = SQUASH_CONSTANT[form], far.square(), near.square()
+    found = torch.where(is_long, 1 / (1 + constant / far), near / (constant + near))
+    return torch.where(far <= info.max, found, math.nan)
 
 
 def one_hot(labels: Int[Tensor, "B"], num_classes: int, name: str = "labels") -> Int[Tensor, "B classes"]:

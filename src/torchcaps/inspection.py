@@ -44,6 +44,14 @@ class Pass(NamedTuple):
     moments: Moments
 
 
+class Run(NamedTuple):
+    """One call of a routing rule: its children, its parents, and the index of its last pass in the `Layer`."""
+
+    children: Capsules
+    parents: Capsules
+    last_pass: int
+
+
 @dataclass
 class Layer:
     """Record of what one capsule layer computed for an image.
@@ -53,17 +61,24 @@ class Layer:
         rule: the routing rule.
         routing_map: graph that connects the layer's child sites with its parent sites.
         passes: the passes of the rule, in order.
-        children, parents: child capsules and parent capsules of the layer.
-        children_changed: whether the rule ran several times, with different children.
+        runs: the calls of the rule, in order.
     """
 
     name: str
     rule: nn.Module
     routing_map: RoutingMap
     passes: list[Pass] = field(default_factory=list)
-    children: Capsules | None = None
-    parents: Capsules | None = None
-    children_changed: bool = False
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def children(self) -> Capsules:
+        """Child capsules of the last call."""
+        return self.runs[-1].children
+
+    @property
+    def parents(self) -> Capsules:
+        """Parent capsules of the last call."""
+        return self.runs[-1].parents
 
     @torch.no_grad()
     def shares(self, number: int) -> Float[Tensor, "J E C"]:
@@ -88,7 +103,6 @@ class Layer:
         """
         if getattr(self.rule, "activation_from_mass", False):
             return self.shares(number)
-        assert self.parents is not None
         found, columns = self.passes[number], self.parents.pose.shape[4]  # a rule may append columns to the votes
         votes = found.votes.materialised()[0, ..., :columns].flatten(3)
         mean = functional.normalize(found.moments.mean[0, ..., :columns].flatten(2), dim=2)
@@ -133,7 +147,7 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         [('class_capsules.routing', 3)]
     """
     layers: list[Layer] = []
-    running: list[Layer] = []
+    running: list[tuple[Layer, Capsules]] = []
     thread, handles = get_ident(), []
 
     def begin(name: str) -> Any:
@@ -144,30 +158,27 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
                 if not same or any(_equal(same[-1].parents, children)):
                     layers.append(Layer(name, module, routing_map))
                     same = layers[-1:]
-                layer = same[-1]
-                layer.children_changed |= layer.children is not None and not all(_equal(layer.children, children))
-                layer.children = children
-                running.append(layer)
+                running.append((same[-1], children))
 
         return hook
 
     def end(module: nn.Module, given: Any, result: Any) -> None:
         if get_ident() == thread:
-            running.pop().parents = result if isinstance(result, Capsules) else result[0]
+            layer, children = running.pop()
+            parents = result if isinstance(result, Capsules) else result[0]
+            layer.runs.append(Run(children, parents, len(layer.passes) - 1))
 
     def observe(*found: Any) -> None:
         if before is not None:
             before(*found)
         if get_ident() == thread and running:
-            running[-1].passes.append(Pass(*found))
+            running[-1][0].passes.append(Pass(*found))
 
     with RECORDING:
         for name, module in model.named_modules():
             if hasattr(module, "for_layer"):
-                handles += [
-                    module.register_forward_pre_hook(begin(name), with_kwargs=True),
-                    module.register_forward_hook(end),
-                ]
+                handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
+                handles.append(module.register_forward_hook(end))
         before, routing_votes.observer = routing_votes.observer, observe
         try:
             yield layers
@@ -307,13 +318,13 @@ def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:
     Raises:
         BadInput: the layers are no such chain.
     """
-    if layers[0].children_changed:
+    if not all(all(_equal(layers[0].children, run.children)) for run in layers[0].runs):
         raise BadInput(
             f"the rule {layers[0].name} ran with different children: inspect a network that runs its first capsule "
             "layer on one input only"
         )
     for number, (lower, upper) in enumerate(pairwise(layers), start=1):
-        below, above = (None if one is None else one.activation[0].numel() for one in (lower.parents, upper.children))
+        below, above = (one.activation[0].numel() for one in (lower.parents, upper.children))
         siblings = any(_equal(other.children, upper.children)[0] for other in layers[:number])
         if below != above or (siblings and not any(_equal(lower.parents, upper.children))):
             raise BadInput(
@@ -333,13 +344,11 @@ def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:
         )
 
 
-def _equal(one: Capsules | None, other: Capsules | None) -> tuple[bool, bool]:
+def _equal(one: Capsules, other: Capsules) -> tuple[bool, bool]:
     """Return whether two groups of capsules have the same activations, and whether they have the same poses.
 
     If one group has poses with more columns, such as coordinates that a layer appends, these columns are not compared.
     """
-    if one is None or other is None:
-        return False, False
     columns = min(one.pose.shape[4], other.pose.shape[4])
     pairs = (one.activation, other.activation), (one.pose[..., :columns], other.pose[..., :columns])
     same = [
@@ -354,27 +363,25 @@ def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:
     """Compute the support for every class at the sites of the first capsules, in each pass of the last layer."""
     last = layers[-1]
     edges = last.routing_map.edges_on(torch.device("cpu"))
-    assert last.children is not None
     maps = []
     for number in range(len(last.passes)):
         support = last.support(number).cpu()
         shape = support.shape[0], *last.children.activation.shape[1:]
         relevance = support.new_zeros(shape).index_add(1, edges[:, 0], support)
+        children = next(run.children for run in last.runs if run.last_pass >= number)
         for layer in reversed(layers[:-1]):
-            relevance = _passed_on(layer, relevance)
+            run = next((run for run in layer.runs if _equal(run.parents, children)[1]), layer.runs[-1])
+            relevance, children = _passed_on(layer, relevance, run.last_pass), run.children
         maps.append(relevance.sum(dim=2))
     return torch.stack(maps).float()
 
 
-def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"]) -> Float[Tensor, "K S C"]:
-    """Distribute the support of each parent of a layer among its children, in proportion to activation · coupling."""
-    assert layer.children is not None
-    assert layer.parents is not None
+def _passed_on(layer: Layer, relevance: Float[Tensor, "K P J"], number: int) -> Float[Tensor, "K S C"]:
+    """Distribute the support of each parent among its children, in proportion to activation · coupling in a pass."""
     edges = layer.routing_map.edges_on(torch.device("cpu"))
-    shares = layer.shares(len(layer.passes) - 1).cpu()
-    relevance = relevance.reshape(
-        len(relevance), *layer.parents.activation.shape[1:]
-    )  # undo the flattening of sites between layers
+    shares = layer.shares(number).cpu()
+    sites = layer.parents.activation.shape[1:]
+    relevance = relevance.reshape(len(relevance), *sites)  # undo the flattening of sites between layers
     given = torch.einsum("kej,jec->kec", relevance[:, edges[:, 1]], shares)
     shape = len(relevance), *layer.children.activation.shape[1:]
     return given.new_zeros(shape).index_add(1, edges[:, 0], given)

@@ -1,6 +1,7 @@
 """The routing map: a graph that connects child sites with parent sites, with a transform for each edge."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,7 +59,9 @@ class Constant:
         return {"values": self.values, "_copies": {}}
 
     def __deepcopy__(self, known: Any) -> "Constant":
-        return self  # with its copies on other devices, because compiled calls cannot add them
+        copied = Constant(deepcopy(self.values, known))
+        copied._copies = deepcopy(self._copies, known)  # compiled calls cannot add them
+        return copied
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
+from torchcaps.checks import check_iterations
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import CapsuleLayer, ConvCaps
@@ -43,6 +44,9 @@ class AttentionCapsNet(nn.Module, Pretrained):
         repeat `iterations` - 1 times, with all p on the right from the previous iteration:
             c_ij = softmax over the parents of child i (V_ij(p^l) · p_j^(l+1) / √D)
             p^(l+1) = LayerNorm(Σ_i c_ij V_ij(p^l))                            for l = 1, 2, 3
+
+    A change of a layer reaches the next layer one iteration later, so layers that cannot change the scores any more are
+    left out. With two iterations, only the last layer is therefore computed twice.
 
     The network has 561,331 parameters on 3×32×32 images with ten classes; the paper reports 0.56 million. The 34
     parameters that compute the activations of the two ConvCaps layers are not trained, because no later layer uses
@@ -125,11 +129,13 @@ class AttentionCapsNet(nn.Module, Pretrained):
         pose = self.primary_norm(pose).view(capsules.pose.shape)
         layers = self.first_capsules, self.second_capsules, self.class_capsules
         once = {"iterations": 1} if self.concurrent else {}
-        later = cast(int, self.class_capsules.routing.iterations) - 1 if self.concurrent else 0
         found = [Capsules(pose, capsules.activation)]
         for layer in layers:
             found.append(layer(found[-1], **once))
-        for _ in range(later):
-            each = zip(layers, found, found[1:], strict=False)
-            found[1:] = [layer(children, parents=parents, **once) for layer, children, parents in each]
+        if self.concurrent:
+            check_iterations(iterations := cast(int, self.class_capsules.routing.iterations))
+            for later in reversed(range(iterations - 1)):  # number of later iterations
+                lowest = max(0, 2 - later)  # layers below it cannot change the scores any more
+                each = zip(layers[lowest:], found[lowest:], found[lowest + 1 :], strict=False)
+                found[lowest + 1 :] = [layer(children, parents=parents, **once) for layer, children, parents in each]
         return prediction_of(found[-1])

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchcaps.capsules import Capsules
+from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import check_choice, check_iterations, check_sizes
 from torchcaps.routing.agreement import COMPETITIONS
 from torchcaps.routing.rule import LayerShape, Rule
@@ -90,6 +90,7 @@ class AttentionRouting(Rule):
             )
         agreement = None
         if parents is not None:
+            check_capsules(parents, "parents")
             if parents.pose.shape != votes.parent_shape:
                 raise ValueError(
                     f"the poses of parents must have shape {[*votes.parent_shape]} to fit the votes; got "
