@@ -145,8 +145,8 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
     """Squash each pose. The activation of a capsule is the length of its squashed pose.
 
-    This function computes the length from |s|, because for long poses, the float32 gradient of ``lengths(squash(s))``
-    consists of rounding errors only.
+    This function computes the length from the length of s, the pose before squashing. For long poses, the float32
+    gradient of ``lengths(squash(s))`` would consist of rounding errors only.
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. If the squared length of a pose
