@@ -130,16 +130,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
         >>> squash(torch.tensor([[3.0, 4.0]]))
         tensor([[0.5769, 0.7692]])
     """
-    if form == "none":
-        return pose
-    if form not in get_args(SquashForm):
-        raise ValueError(f"unknown form {form!r} of squash: use one of {', '.join(get_args(SquashForm))}")
-    length = lengths(pose)[..., None, None]
-    if form == "unit":
-        return pose / length.clamp_min(1e-12)
-    if form == "exponential":
-        return pose * torch.where(length > 0, _squashed_length(length, form) / torch.where(length > 0, length, 1), 1)
-    return pose * (length / (SQUASH_CONSTANT[form] + length.square()))
+    return pose if form == "none" else _scaled(pose, lengths(pose), form)
 
 
 def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
@@ -157,8 +148,23 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
         >>> squashed(torch.tensor([[3.0, 4.0]])).activation
         tensor(0.9615)
     """
-    short = squash(pose, form)
-    return Capsules(short, lengths(short) if form in ("none", "unit") else _squashed_length(lengths(pose), form))
+    if form in ("none", "unit"):
+        short = squash(pose, form)
+        return Capsules(short, lengths(short))
+    length = lengths(pose)
+    return Capsules(_scaled(pose, length, form), _squashed_length(length, form))
+
+
+def _scaled(pose: Tensor, length: Tensor, form: SquashForm) -> Tensor:
+    """Squash each pose, given its length. The form is not ``none``."""
+    if form not in get_args(SquashForm):
+        raise ValueError(f"unknown form {form!r} of squash: use one of {', '.join(get_args(SquashForm))}")
+    length = length[..., None, None]
+    if form == "unit":
+        return pose / length.clamp_min(1e-12)
+    if form == "exponential":
+        return pose * torch.where(length > 0, _squashed_length(length, form) / torch.where(length > 0, length, 1), 1)
+    return pose * (length / (SQUASH_CONSTANT[form] + length.square()))
 
 
 def _squashed_length(length: Tensor, form: SquashForm) -> Tensor:

@@ -102,8 +102,8 @@ def efficient_capsnet_mnist() -> Recipe:
 def efficient_capsnet_fashion_mnist() -> Recipe:
     """Efficient-CapsNet on Fashion-MNIST with flips and shifts, in 20 epochs.
 
-    All other settings are those of `efficient_capsnet_mnist`, without its rotation, squeeze and erased squares: in
-    training runs of three epochs, validation accuracy was 90.1 with them and 91.7 with flips and shifts.
+    All other settings are those of `efficient_capsnet_mnist`, without its rotation, squeeze and erased squares. This
+    augmentation was chosen by the validation accuracy in short training runs.
     """
     return replace(
         efficient_capsnet_mnist(),

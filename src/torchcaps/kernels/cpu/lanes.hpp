@@ -253,6 +253,7 @@ class Arena {
     used += size;
     return reinterpret_cast<X*>(static_cast<char*>(blocks.back().memory.get()) + used - size);
   }
+  template <class X> X* zeros(std::size_t count) { return static_cast<X*>(std::memset(take<X>(count), 0, count * sizeof(X))); }
   void clear() {
     std::size_t total = 0;
     for (const Block& block : blocks) total += block.size;

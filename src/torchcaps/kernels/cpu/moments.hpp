@@ -233,7 +233,7 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
   // The sums with equal couplings. With variances, they are centred on the mean of some votes of a parent. A few
   // transforms at a time are applied for all parents, so that they stay in the L1 cache.
   void sum_uniform(const Child* pose, const Child* activation, const typename Base::Sums& sums, V* centres, bool centred, Arena& arena) const {
-    auto site_sums = this->template zeros<Compensated<Child>>(g.S, arena);  // the mean is sensitive to rounding of the mass
+    auto site_sums = arena.zeros<Compensated<Child>>(g.S);  // the mean is sensitive to rounding of the mass
     for (long child = 0; child < children(); ++child) site_sums[child / g.C].add(activation[child]);
     for (int p = 0; p < g.P; ++p) {
       Compensated<Child> mass{};

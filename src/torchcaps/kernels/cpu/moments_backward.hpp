@@ -25,7 +25,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
   using Child = typename Base::Child;
   using Base::g, Base::L, Base::MOST, Base::rows, Base::inner, Base::columns, Base::numbers, Base::pose_size, Base::weights,
       Base::uniform_coupling, Base::vote, Base::linear, Base::quadratic, Base::with_variance,
-      Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::zeros, Base::agreement_size, Base::centre_at,
+      Base::MOST_TOGETHER, Base::log_coupling, Base::together, Base::agreement_size, Base::centre_at,
       Base::quadratic_at, Base::linear_at, Base::constant_at;
   // Children that each sweep processes together, so that they share the reads of a parent.
   static constexpr int CHILDREN = 4;
@@ -155,8 +155,8 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       activations[tile] = this->load_children(x.activation, first_tile + tile, s, s + 1, g.C, arena);
     }
     const int begin = g.child_begin[s], end = g.child_begin[s + 1];
-    V* totals = zeros(long(count) * g.C + L, arena);
-    V* pose_grads = begin < end ? arena.take<V>(count * poses_size + L) : zeros(count * poses_size + L, arena);
+    V* totals = arena.zeros<V>(long(count) * g.C + L);
+    V* pose_grads = begin < end ? arena.take<V>(count * poses_size + L) : arena.zeros<V>(count * poses_size + L);
     V(*v)[MOST] = reinterpret_cast<V(*)[MOST]>(arena.take<V>(long(count) * CHILDREN * MOST));
     auto factors = reinterpret_cast<Factors*>(arena.take<V>(pass_count * long(sizeof(Factors) / sizeof(V))));
     for (int e = begin; e < end; ++e) {

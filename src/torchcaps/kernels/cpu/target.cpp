@@ -188,9 +188,8 @@ void votes_backward(const Problem& g, const Children<T>& x, const Record<T>* pas
       std::vector<Pass> read(count);
       read_passes(tile, read.data(), arena);
       Arena scratch;
-      // Rounding errors grow with the number of summands, so the sums of a tile are moved to `sum` again and again.
-      const long most_edges = 128L * g.K;
-      T* recent = g.E > most_edges ? static_cast<T*>(std::memset(arena.take<T>(size), 0, size * sizeof(T))) : sum;
+      const long most_edges = long(Kernel::MOST_SUMMANDS) * g.K;  // on average, this number for each transform
+      T* recent = g.E > most_edges ? arena.zeros<T>(size) : sum;
       for (int s = 0, moved = 0; s < g.S; ++s) {
         kernel.votes_grads(s, tile, 1, x, read.data(), count, out, recent, scratch);
         if (recent == sum || (g.child_begin[s + 1] - moved < most_edges && s + 1 < g.S)) continue;

@@ -113,20 +113,19 @@ template <class T, template <class> class LaneLayout, int ROWS, int INNER, int C
     else if constexpr (!Layout::by_type) load_lanes(from + start, g.S * each, samples_of(tile), int(count), to);
     return to;
   }
+  // Rounding errors grow with the number of summands, so long sums are moved elsewhere after this many summands.
+  static constexpr int MOST_SUMMANDS = 128;
 
  protected:
-  // Sums at the parents, `size` numbers per block of parents. Rounding errors grow with the number of summands. If any
-  // parent has many votes, sums are therefore moved to `earlier` after every MOST_SUMMANDS votes.
-  static constexpr int MOST_SUMMANDS = 128;
+  // Sums at the parents, `size` numbers per block of parents. If any parent has many votes, they are moved to `earlier`.
   struct Sums {
     long size;
     V *recent, *earlier;
     int* votes;  // number of votes in `recent`, per parent site
   };
-  template <class X = V> static X* zeros(long count, Arena& arena) { return static_cast<X*>(std::memset(arena.take<X>(count), 0, count * sizeof(X))); }
   Sums zero_sums(long size, Arena& arena) const {
     const bool many = long(g.most_edges) * g.C > 4 * MOST_SUMMANDS;
-    return {size, zeros(PB * size, arena), many ? zeros(PB * size, arena) : nullptr, zeros<int>(g.P, arena)};
+    return {size, arena.zeros<V>(PB * size), many ? arena.zeros<V>(PB * size) : nullptr, arena.zeros<int>(g.P)};
   }
   void count_votes(const Sums& sums, int p, int votes) const {
     if (!sums.earlier || (sums.votes[p] += votes) < MOST_SUMMANDS) return;
