@@ -33,6 +33,7 @@ LATER: dict[str, tuple[str, ...]] = {
     ),
     "preprocessing": ("flip", "elastic"),
     "capsnet": ("stem",),
+    "efficient-capsnet": ("first_kernel_size", "first_stride", "instance_norm"),
     "matrix-capsnet": ("stem_stride",),
     "attention-capsnet": ("concurrent",),
     "routing": ("initial_beta_a",),

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, squashed, wide
+from torchcaps.checks import check_sizes
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
@@ -23,12 +24,16 @@ class EfficientCapsNet(nn.Module, Pretrained):
     Mazzia, Salvetti & Chiaberge 2021, figure 2: convolutions 5×5×32 → 3×3×64 → 3×3×64 → 3×3×128 stride 2, each followed
     by ReLU and BatchNorm → depthwise convolution with a kernel as large as the feature map → 16 primary capsules with 8
     elements each → one 16-D capsule per class. The length of a class capsule is the score of the class. On MNIST the
-    network has 161,824 parameters without the decoder.
+    network has 161,824 parameters without the decoder. For smallNORB, the authors use a larger first kernel and another
+    normalisation: ``first_kernel_size=7``, ``first_stride=2`` and ``instance_norm=True``.
 
     Arguments:
-        image_shape: (channels, height, width); at least 11×11 pixels.
+        image_shape: (channels, height, width); at least 11×11 pixels, or 23×23 with the options for smallNORB.
         num_classes: number of classes.
         channels: output channels of the four convolutions; the last number must be a multiple of ``primary_pose_size``.
+        first_kernel_size: height and width of the first convolution's kernel.
+        first_stride: stride of the first convolution.
+        instance_norm: LeakyReLU (slope 0.3) and InstanceNorm after each convolution, instead of ReLU and BatchNorm.
         primary_pose_size: number of elements of a primary capsule's pose.
         class_pose_size: number of elements of a class capsule's pose.
         decoder: add a decoder that reconstructs the image from a class capsule.
@@ -52,14 +57,18 @@ class EfficientCapsNet(nn.Module, Pretrained):
         image_shape: Sequence[int] = (1, 28, 28),
         num_classes: int = 10,
         channels: Sequence[int] = (32, 64, 64, 128),
+        first_kernel_size: int = 5,
+        first_stride: int = 1,
+        instance_norm: bool = False,
         primary_pose_size: int = 8,
         class_pose_size: int = 16,
         decoder: bool = True,
         routing: nn.Module | Routing | str = "self_attention",
     ) -> None:
         super().__init__()
+        check_sizes(first_kernel_size=first_kernel_size, first_stride=first_stride)
         below, height, width = shape = self.image_shape = check_image_shape(
-            "EfficientCapsNet", image_shape, smallest=11
+            "EfficientCapsNet", image_shape, smallest=first_kernel_size + (8 if instance_norm else 6) * first_stride
         )
         if len(channels) != 4 or channels[3] % primary_pose_size:
             raise ValueError(
@@ -67,12 +76,18 @@ class EfficientCapsNet(nn.Module, Pretrained):
                 f"{primary_pose_size}, such as [32, 64, 64, {16 * primary_pose_size}]"
             )
         layers: list[nn.Module] = []
-        for above, kernel_size, stride in zip(channels, (5, 3, 3, 3), (1, 1, 1, 2), strict=True):
-            layers += [kaiming_(nn.Conv2d(below, above, kernel_size, stride)), nn.ReLU(), nn.BatchNorm2d(above)]
+        kernels = (first_kernel_size, first_stride), (3, 1), (3, 1), (3, 2)
+        for above, (kernel_size, stride) in zip(channels, kernels, strict=True):
+            after = (
+                (nn.LeakyReLU(0.3), nn.InstanceNorm2d(above, affine=True))
+                if instance_norm
+                else (nn.ReLU(), nn.BatchNorm2d(above))
+            )
+            layers += [kaiming_(nn.Conv2d(below, above, kernel_size, stride)), *after]
             below = above
+            height, width = ((side - kernel_size) // stride + 1 for side in (height, width))
         self.features = nn.Sequential(*layers)
-        grid = ((height - 8 - 3) // 2 + 1, (width - 8 - 3) // 2 + 1)
-        self.primary_capsules = nn.Conv2d(below, below, grid, groups=below)
+        self.primary_capsules = nn.Conv2d(below, below, (height, width), groups=below)
         self.pose_size, types = primary_pose_size, below // primary_pose_size
         self.class_capsules = DenseCaps(
             1, types, primary_pose_size, num_classes, class_pose_size, routing=deepcopy(routing)

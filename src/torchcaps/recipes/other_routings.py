@@ -56,6 +56,14 @@ def self_routing_capsnet_cifar10() -> Recipe:
     )
 
 
+def self_routing_capsnet_svhn() -> Recipe:
+    """Self-routing capsules on SVHN with the settings of `self_routing_capsnet_cifar10`, without flips.
+
+    For SVHN, too, the authors use a capsule network based on ResNet-20.
+    """
+    return replace(self_routing_capsnet_cifar10(), name="self-routing-capsnet-svhn", data="svhn", flip=False)
+
+
 def self_routing_capsnet_fashion_mnist() -> Recipe:
     """Self-routing capsules on Fashion-MNIST with shifts and flips.
 
@@ -108,6 +116,11 @@ def attention_capsnet_cifar10() -> Recipe:
         batch_size=128,
         epochs=20,
     )
+
+
+def attention_capsnet_cifar100() -> Recipe:
+    """Capsules with inverted dot-product attention on CIFAR-100, with the settings of `attention_capsnet_cifar10`."""
+    return replace(attention_capsnet_cifar10(), name="attention-capsnet-cifar100", data="cifar-100")
 
 
 def generative_capsnet_smallnorb() -> Recipe:
