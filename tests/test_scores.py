@@ -3,15 +3,17 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from image_trees import tree
 from torchcaps import BadInput, Classifier, create_model
 from torchcaps.confusion import save_confusion
-from torchcaps.data import Images
+from torchcaps.data import Images, Preprocessing
 from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.evaluation import evaluate
 from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, write_scores
@@ -104,6 +106,27 @@ def test_the_calibration_error_of_evaluate_depends_on_the_loss_of_the_training()
         errors.append(found.calibration_error_percent)
         assert errors[-1] == pytest.approx(calibration_error_percent(found.scores, labels, logits=False, loss=loss))
     assert errors[0] != errors[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_top_5_accuracy_is_reported_for_more_than_ten_classes(call, tmp_path):
+    model = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=11).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        list(model.parameters())[-1].copy_(-torch.arange(11.0))  # class 0 has the highest score
+    names = [f"class {number:02}" for number in range(11)]
+    Classifier(model, names, (1, 20, 20), Preprocessing()).save_pretrained(tmp_path / "weights")
+    tree(tmp_path / "photos", names, count=2, size=(20, 20))
+    code, out, error = call("evaluate", tmp_path / "weights", "--data", tmp_path / "photos")
+    assert code == 0, error
+    assert "top-5" in out
+    assert re.search(r"│ 9\.09 +│ 90\.91 +│ 45\.45 +│", out)
+    pixels = torch.zeros(4, 1, 20, 20, dtype=torch.uint8)
+    images = Images(pixels, torch.tensor([0, 4, 5, 10]), tuple(names))
+    assert evaluate(model, images, precision="float32").top_5_percent == 50
+    ten = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=10)
+    assert evaluate(ten, Images(pixels, torch.arange(4), tuple(names[:10]))).top_5_percent is None
 
 
 @pytest.mark.filterwarnings("ignore")

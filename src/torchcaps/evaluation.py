@@ -17,6 +17,7 @@ from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
 from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
+from torchcaps.scores import top_5_percent
 from torchcaps.training_module import TrainingModule
 
 
@@ -28,12 +29,15 @@ class Evaluation(NamedTuple):
         confusion: ``[K, K]``, number of images for each true class (row) and each predicted class (column).
         calibration_error_percent: expected calibration error; None if an image shows several classes.
         scores: ``[N, K]``, the scores of each image; None if an image shows several classes.
+        top_5_percent: percentage of images whose true class has one of the five highest scores; None if there are ten
+            classes or fewer, or if an image shows several classes.
     """
 
     accuracy_percent: float
     confusion: Int64[Tensor, "K K"]
     calibration_error_percent: float | None
     scores: Float[Tensor, "N K"] | None
+    top_5_percent: float | None = None
 
 
 @clear_memory_errors(SMALLER_BATCHES)
@@ -90,7 +94,8 @@ def evaluate(
     finally:
         model.to(device)  # Lightning has moved it to the CPU
     scores = None if module.scored is None else module.scored[:, :-1]
-    return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores)
+    top_5 = None if scores is None or classes <= 10 else top_5_percent(scores, images.labels)
+    return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores, top_5)
 
 
 @contextmanager

@@ -89,6 +89,22 @@ def calibration_error_percent(
     return round(100 * found.item(), 4)
 
 
+def top_5_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> float:
+    """Compute the percentage of images whose true class has one of the five highest scores.
+
+    Arguments:
+        scores: ``[N, K]``, the scores of all images of a split, of at least five classes.
+        labels: ``[N]``, the true classes.
+
+    Example:
+        >>> import torch
+        >>> top_5_percent(torch.eye(6), torch.tensor([0, 1, 2, 3, 4, 5]))
+        100.0
+    """
+    best = scores.topk(5, dim=1).indices
+    return 100 * (best == labels[:, None]).any(dim=1).double().mean().item()
+
+
 def write_scores(path: Path, images: Images, scores: Float[Tensor, "N K"]) -> None:
     """Write a CSV file with one row per image: index, file, true class, predicted class, and the score of each class.
 

@@ -94,10 +94,17 @@ def evaluate(
     # The calibration error depends on the loss of the training.
     error = found.calibration_error_percent if all(one in known for one in runs) else None
     calibration = "-" if error is None else f"{error:.2f}"
-    print_table(
-        ("run", "data", f"{split} images", "accuracy %", "error %", "calibration error %"),
-        [(label, name, f"{len(images):,}", f"{accuracy:.2f}", f"{100 - accuracy:.2f}", calibration)],
-    )
+    top_5 = {} if found.top_5_percent is None else {"top-5 accuracy %": f"{found.top_5_percent:.2f}"}
+    row = {
+        "run": label,
+        "data": name,
+        f"{split} images": f"{len(images):,}",
+        "accuracy %": f"{accuracy:.2f}",
+        "error %": f"{100 - accuracy:.2f}",
+        **top_5,
+        "calibration error %": calibration,
+    }
+    print_table(tuple(row), [tuple(row.values())])
     print_classes(per_class(found.confusion, images.class_names))
     warn_of_one_prediction(found.confusion, images.class_names)
     if csv is not None and found.scores is not None:
