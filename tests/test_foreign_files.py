@@ -58,9 +58,10 @@ def test_metrics_of_other_types_are_refused(change, tmp_path):
     metrics = {"test_accuracy_percent": 50.0, "test_images": 4, "epochs_planned": 1, "test_evaluations": 1}
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
     assert read_metrics(tmp_path)["evaluated_split"] == "test"
-    (tmp_path / "metrics.json").write_text(json.dumps(metrics | change))
-    with pytest.raises(BadInput, match="is damaged"):
-        read_metrics(tmp_path)
+    for damaged in (metrics | change, list(change), str(change), None):
+        (tmp_path / "metrics.json").write_text(json.dumps(damaged))
+        with pytest.raises(BadInput, match="is damaged"):
+            read_metrics(tmp_path)
 
 
 @pytest.mark.parametrize("sums", [{}, {"../../../etc/hostname": "0" * 32}])

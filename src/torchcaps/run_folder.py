@@ -294,7 +294,7 @@ def read_metrics(folder: Path) -> dict[str, Any]:
     """
     path = folder / "metrics.json"
     try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
+        metrics = dict(json.loads(path.read_text(encoding="utf-8")))
         split = metrics.setdefault("evaluated_split", "test")  # metrics.json of earlier versions has no such entry
         counts = [metrics[name] for name in (f"{split}_images", "epochs_planned", "test_evaluations")]
         counts.append(metrics.get("epochs", 0))
