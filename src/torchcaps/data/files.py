@@ -84,6 +84,26 @@ def md5_of(path: Path) -> str:
         raise _unreadable(path, error) from error
 
 
+def content_as_stored(path: Path, md5: str | None = None) -> bytes:
+    """Read a file as stored.
+
+    Arguments:
+        path: the file.
+        md5: the right MD5 of the file; None if it is not known.
+    Raises:
+        BadInput: the file cannot be read, or has another MD5.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if md5 is not None:
+        problem = _compared(hashlib.md5(content, usedforsecurity=False).hexdigest(), md5, what="its md5")
+        if problem != "ok":
+            raise BadInput(f"{path}: {problem}")
+    return content
+
+
 def present(path: Path) -> Path | None:
     """Return `path` if it exists, else `path` with `.gz` appended if that exists, else None."""
     return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
@@ -108,6 +128,24 @@ def verified(folder: Path, md5: Mapping[str, str], cure: str = "") -> list[tuple
     return found
 
 
+def verified_as_stored(folder: Path, md5: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Check the files of a dataset as stored; returns `(file, "ok" or the problem)` for each file.
+
+    Arguments:
+        folder: folder of the files.
+        md5: MD5 of each file as stored, keyed by file name.
+    """
+    found = []
+    for file, right in md5.items():
+        path = folder / file
+        try:
+            problem = _compared(md5_of(path), right, what="its md5") if path.exists() else f"missing from {folder}"
+        except BadInput as error:
+            problem = str(error).removeprefix(f"{path}: ")
+        found.append((file, problem))
+    return found
+
+
 def checked(path: Path, md5: str, cure: str = "") -> str:
     """Return "ok" if the uncompressed content of a file has this MD5, otherwise the problem.
 
@@ -119,10 +157,10 @@ def checked(path: Path, md5: str, cure: str = "") -> str:
     return _compared(uncompressed_md5(path), md5, cure)
 
 
-def _compared(seen: str, right: str, cure: str = "") -> str:
+def _compared(seen: str, right: str, cure: str = "", what: str = "the md5 of its content") -> str:
     if seen == right:
         return "ok"
-    return f"the md5 of its content is {seen}, not {right}; {cure or 'delete it to download it again'}"
+    return f"{what} is {seen}, not {right}; {cure or 'delete it to download it again'}"
 
 
 @contextmanager

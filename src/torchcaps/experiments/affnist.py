@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from torchcaps.data import Images, Splits, shift, shift_offsets
 from torchcaps.data.fingerprint import checksum
+from torchcaps.data.mat_file import read_struct
 from torchcaps.errors import BadInput
-from torchcaps.experiments.mat_file import read_struct
 from torchcaps.experiments.study import RECENT_DIGITS_NOTE, Outcome, Row, Study, accuracy_of, part, some
 from torchcaps.recipe import Recipe
 
