@@ -1,7 +1,7 @@
 """Hinton, Sabour & Frosst 2018, figure 2: distance of the votes from each class capsule, per routing iteration."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -36,7 +36,8 @@ def run(study: Study) -> Outcome:
     splits = study.splits(recipe, images)
     model, metrics = study.trained("capsules-seed0", recipe, splits)
     preprocessing, test = recipe.preprocessing(), splits.test
-    right = scores_of(model, test.pixels, preprocessing).argmax(dim=1) == test.labels
+    predicted = scores_of(model, test.pixels, preprocessing).argmax(dim=1)
+    right = predicted == test.labels
     masks = {"correct": right, "incorrect": ~right}
     chosen = {name: int(mask.nonzero()[0]) for name, mask in masks.items() if mask.any()}
     passes = distances(model, preprocessing.plain(test.pixels[[*chosen.values()]]))
@@ -47,16 +48,20 @@ def run(study: Study) -> Outcome:
             label = int(test.labels[image])
             rows.append(
                 Row(
-                    f"{name}ly classified image, iteration {number + 1}: mean distance of votes to its class capsule",
+                    f"{name}ly classified image, iteration {number + 1}: mean distance of votes from its class capsule",
                     [weighted[label].item()],
                     unit="",
                 )
             )
-    return Outcome(rows, draw(passes, test, chosen, preprocessing), study.notes_on_toys())
+    return Outcome(rows, draw(passes, test, predicted, chosen, preprocessing), study.notes_on_toys())
 
 
 def draw(
-    passes: list[tuple[Tensor, Tensor]], images: Images, chosen: dict[str, int], preprocessing: Preprocessing
+    passes: list[tuple[Tensor, Tensor]],
+    images: Images,
+    predicted: Int64[Tensor, " N"],
+    chosen: dict[str, int],
+    preprocessing: Preprocessing,
 ) -> Figure:
     """Draw, per image, a grid of histograms with one row per routing iteration and one column per class."""
     classes = len(images.class_names)
@@ -69,20 +74,28 @@ def draw(
             axes[row, 0].axis("off")
             for label, name in enumerate(images.class_names):
                 axis = axes[row, label + 1]
-                own = label == int(images.labels[image])
+                colour = "#999999"
+                if label == int(predicted[image]):
+                    colour = "#D55E00"
+                if label == int(images.labels[image]):
+                    colour = "#0072B2"
                 axis.hist(
                     distance[index, label],
                     bins=30,
                     range=(0, distance[index].max().item()),
                     weights=coupling[index, label],
-                    color="#0072B2" if own else "#999999",
+                    color=colour,
                 )
                 axis.set_yticks([])
                 axis.tick_params(labelsize=7)
                 if row == 0:
-                    axis.set_title(name, fontsize=9, color="#0072B2" if own else "black")
+                    axis.set_title(name, fontsize=9, color="black" if colour == "#999999" else colour)
             axes[row, 1].set_ylabel(f"iteration {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown.numpy(), cmap="gray")
         axes[0, 0].set_title(f"{outcome}ly classified", fontsize=9)
-    figure.supxlabel("distance of a vote from the mean of the class capsule, weighted by its coupling", fontsize=9)
+    figure.supxlabel(
+        "distance of a vote from the mean of the class capsule, weighted by its coupling\n"
+        "blue: true class; orange: predicted class, if wrong",
+        fontsize=9,
+    )
     return figure
