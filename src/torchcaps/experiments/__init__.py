@@ -164,6 +164,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         vote_agreement.run,
         "Distance of the votes from each class capsule, per routing iteration",
         "Hinton, Sabour & Frosst 2018, figure 2",
+        standard=True,
     ),
     "em-mnist": Experiment(
         em_mnist.mnist, "Matrix capsules on MNIST", "Hinton, Sabour & Frosst 2018, section 5", draws_seed_0=True
