@@ -85,6 +85,15 @@ def test_a_compressed_array_is_read_up_to_its_declared_length(tmp_path, monkeypa
     assert peak < 1 << 20
 
 
+def test_variables_that_are_not_read_are_not_decompressed(tmp_path):
+    savemat(tmp_path / "y.mat", {"big": np.zeros((1 << 24, 1), np.uint8), "y": np.arange(3)}, do_compression=True)
+    tracemalloc.start()
+    assert read_arrays(tmp_path / "y.mat", ["y"])[0].tolist() == [[0, 1, 2]]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_an_array_that_is_stored_in_a_smaller_dtype_has_the_dtype_of_its_class(tmp_path):
     path = tmp_path / "y.mat"
     path.write_bytes(HEADER + array("y", 6, (3, 2), 2, bytes([1, 2, 3, 4, 5, 10])))

@@ -16,7 +16,7 @@ from torchcaps.confusion import save_confusion
 from torchcaps.data import Images, Preprocessing
 from torchcaps.data.image_files import ImageFiles, Paths
 from torchcaps.evaluation import evaluate
-from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, write_scores
+from torchcaps.scores import BINS, MeanScores, calibration_error_percent, probabilities, top_5_percent, write_scores
 
 
 def calibration_error_in_plain_loops(scores, labels):
@@ -125,6 +125,7 @@ def test_the_top_5_accuracy_is_reported_for_more_than_ten_classes(call, tmp_path
     pixels = torch.zeros(4, 1, 20, 20, dtype=torch.uint8)
     images = Images(pixels, torch.tensor([0, 4, 5, 10]), tuple(names))
     assert evaluate(model, images, precision="float32").top_5_percent == 50
+    assert top_5_percent(torch.zeros(11, 11), torch.arange(11)) == pytest.approx(500 / 11)  # class 0 to 4
     ten = create_model("baseline-cnn", image_shape=(1, 20, 20), num_classes=10)
     assert evaluate(ten, Images(pixels, torch.arange(4), tuple(names[:10]))).top_5_percent is None
 

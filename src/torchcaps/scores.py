@@ -92,6 +92,8 @@ def calibration_error_percent(
 def top_5_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> float:
     """Compute the percentage of images whose true class has one of the five highest scores.
 
+    Of several equal scores, the first ones count as higher, as in `argmax`.
+
     Arguments:
         scores: ``[N, K]``, the scores of all images of a split, of at least five classes.
         labels: ``[N]``, the true classes.
@@ -101,7 +103,7 @@ def top_5_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> 
         >>> top_5_percent(torch.eye(6), torch.tensor([0, 1, 2, 3, 4, 5]))
         100.0
     """
-    best = scores.topk(5, dim=1).indices
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :5]
     return 100 * (best == labels[:, None]).any(dim=1).double().mean().item()
 
 

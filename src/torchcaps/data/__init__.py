@@ -228,13 +228,13 @@ def load_splits(
             `DATASETS[name].options`.
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder or a table; the dataset does not accept an
-            option; `test_fraction` is given, but there is a test split; the images do not have the attribute
-            `validation_attribute`; a value is out of its range; a split has no images; or a file is missing or
-            damaged.
+            option; the images do not have the attribute `validation_attribute`; a value is out of its range; a split
+            has no images; or a file is missing or damaged.
     Warns:
         DataWarning: a class has no training images; one class has more than ten times as many training images as
-            another; files or splits are skipped; resizing changes the aspect ratio of images by more than 5 %; 16-bit
-            images are nearly black; or ``cache="auto"`` chooses "none".
+            another; `test_fraction` is given, but there is a test split; files or splits are skipped; resizing changes
+            the aspect ratio of images by more than 5 %; 16-bit images are nearly black; or ``cache="auto"`` chooses
+            "none".
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -271,8 +271,9 @@ def load_splits(
         columns = {name: options.pop(name) for name in ("image_column", "label_column") if name in options}
         images = list_table(name_or_folder, **columns) if table else list_folder(folder)
         if "test_fraction" in options and "test" in images.rows:
-            raise BadInput(
-                f"test_fraction is {options['test_fraction']}, but {name_or_folder} has a test split: leave it out"
+            images.remarks.append(
+                f"test_fraction is {options['test_fraction']}, but {name_or_folder} has a test split, so test_fraction "
+                "has no effect"
             )
         rows = images.split(options.pop("test_fraction", 0.2), 0, (validation_fraction, seed))
         splits, remarks = read_list(images, rows, **options, cache=cache, processes=processes)

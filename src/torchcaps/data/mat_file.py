@@ -16,6 +16,8 @@ from torchcaps.errors import BadInput
 HEADER_BYTES = 128
 MATRIX, COMPRESSED = 14, 15
 STRUCT = 2
+NAME_BYTES = 1024
+"""Number of bytes at the start of a matrix that contain its flags, its shape and its name."""
 STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 """NumPy dtype of the stored numbers, by element type."""
 CLASSES = {6: "f8", 7: "f4", 8: "i1", 9: "u1", 10: "i2", 11: "u2", 12: "i4", 13: "u4", 14: "i8", 15: "u8"}
@@ -44,7 +46,8 @@ def read_arrays(path: Path, names: Sequence[str], md5: str | None = None) -> lis
     """
     content = content_as_stored(path, md5)
     with _damage_reported(path):
-        found = {name: _numbers(matrix, name) for name, matrix in _variables(content) if name in names}
+        variables = ((name, kind, body) for name, kind, body in _variables(content) if name in names)
+        found = {name: _numbers(_matrix(kind, body), name) for name, kind, body in variables}
         if absent := set(names) - found.keys():
             raise DamagedFile(f"the file contains no array {', '.join(sorted(absent))}")
         return [found[name] for name in names]
@@ -66,10 +69,10 @@ def read_struct(path: Path, name: str, fields: Sequence[str]) -> list[np.ndarray
     """
     content = content_as_stored(path)
     with _damage_reported(path):
-        matrix = next((matrix for own_name, matrix in _variables(content) if own_name == name), None)
-        if matrix is None:
+        found = next(((kind, body) for own_name, kind, body in _variables(content) if own_name == name), None)
+        if found is None:
             raise DamagedFile(f"the file contains no struct {name}")
-        flags, _, _, parts = _parts(matrix)
+        flags, _, _, parts = _parts(_matrix(*found))
         if flags[0] != STRUCT:
             raise DamagedFile(f"{name} is not a struct")
         length = int.from_bytes(_next(parts)[1], "little")
@@ -91,14 +94,18 @@ def _damage_reported(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _variables(content: bytes) -> Iterator[tuple[str, memoryview]]:
-    """Yield the name and the matrix of each variable in a MATLAB file."""
+def _variables(content: bytes) -> Iterator[tuple[str, int, memoryview]]:
+    """Yield the name of each variable in a MATLAB file, and the type and content of its element."""
     if content[HEADER_BYTES - 4 : HEADER_BYTES] != b"\x00\x01IM":
         raise DamagedFile("the header is not the header of a little-endian MATLAB 5 file")
     for kind, body in _elements(memoryview(content)[HEADER_BYTES:]):
-        matrix = _inflated(body) if kind == COMPRESSED else body
-        _, _, name, _ = _parts(matrix)
-        yield bytes(name).decode("latin-1"), matrix
+        _, _, name, _ = _parts(_matrix(kind, body, NAME_BYTES))
+        yield bytes(name).decode("latin-1"), kind, body
+
+
+def _matrix(kind: int, body: memoryview, most: int | None = None) -> memoryview:
+    """Return the matrix of a variable, of which at most the first `most` bytes are decompressed."""
+    return _inflated(body, most) if kind == COMPRESSED else body
 
 
 def _elements(data: memoryview) -> Iterator[tuple[int, memoryview]]:
@@ -131,13 +138,14 @@ def _parts(matrix: memoryview) -> tuple[memoryview, memoryview, memoryview, Iter
     return head[0], head[1], head[2], parts
 
 
-def _inflated(body: memoryview) -> memoryview:
-    """Decompress the matrix in a compressed element, up to its declared length."""
+def _inflated(body: memoryview, most: int | None) -> memoryview:
+    """Decompress the matrix in a compressed element, up to its declared length or up to `most` bytes."""
     inflater = zlib.decompressobj()
     head = inflater.decompress(body[:CHUNK], 8)
     kind, length = struct.unpack("<II", head.ljust(8, b"\0"))
     if kind != MATRIX or len(head) < 8:
         raise DamagedFile("a compressed element contains no matrix")
+    length = length if most is None else min(length, most)
     content = bytearray()
     rest = (body[at : at + CHUNK] for at in range(CHUNK, len(body), CHUNK))
     for chunk in chain([memoryview(inflater.unconsumed_tail)], rest):

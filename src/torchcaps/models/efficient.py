@@ -43,8 +43,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
         ValueError: an option of the rule is out of its range; the rule is a module that was created for a layer with
-            other sizes; ``channels`` does not have four numbers; or the last number of ``channels`` is not a multiple
-            of ``primary_pose_size``.
+            other sizes; ``first_kernel_size`` or ``first_stride`` is below 1; ``channels`` does not have four numbers;
+            or the last number of ``channels`` is not a multiple of ``primary_pose_size``.
 
     Example:
         >>> import torch

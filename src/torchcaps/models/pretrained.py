@@ -279,8 +279,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
         raise BadInput(
             f"{kind} cannot be saved, because its constructor takes * or ** arguments: use only named arguments"
         )
-    routing = saved_rules(model)
-    options = plain_options(kind, model.options)
+    routing, options = saved_rules(model), plain_options(kind, model.options)
     weights = model.state_dict()
     for name in weights:
         if "_orig_mod." in name or "parametrizations." in name:
@@ -290,6 +289,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
                 "model.state_dict()"
             )
     try:
+        check_options(kind, options, kinds_of(type(model)))
         again = _built(type(model), options)
     except BadInput as error:
         raise BadInput(
