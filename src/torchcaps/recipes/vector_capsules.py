@@ -192,7 +192,11 @@ def efficient_capsnet_smallnorb() -> Recipe:
 
 
 def efficient_capsnet_toys() -> Recipe:
-    """Efficient-CapsNet on the rendered toys with the settings of `efficient_capsnet_smallnorb`."""
+    """Efficient-CapsNet on the rendered toys with the settings of `efficient_capsnet_smallnorb`.
+
+    Its learning rate was better than 1e-3 in short training runs, validated on toys of rendering 2
+    (``data.render_seed=2``) that were held out from training.
+    """
     return replace(efficient_capsnet_smallnorb(), name="efficient-capsnet-toys", data="toys")
 
 
