@@ -28,7 +28,7 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
     if min(height, width) < smallest:
         raise BadInput(
             f"images of {height}×{width} are too small for {network}: its kernels need at least "
-            f"{smallest}×{smallest}; resize the images (data.image_size={smallest} or more)"
+            f"{smallest}×{smallest}; make the images larger (with `torchcaps train`: --set data.image_size={smallest})"
         )
     return channels, height, width
 
