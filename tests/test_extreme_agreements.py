@@ -77,19 +77,32 @@ def test_couplings_under_equal_huge_logits_are_equal(backend, routing_map, logit
     torch.testing.assert_close(found, even)
 
 
-@pytest.mark.parametrize("routing_map", ["dense", "conv"])
+@pytest.mark.parametrize("none_of_the_above", [False, True])
+@pytest.mark.parametrize("competition", ["parents", "types"])
+@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("routing_map", ["dense", "shared", "conv", "irregular"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_none_of_the_above_takes_a_child_whose_parents_are_all_excluded(backend, routing_map):
+def test_a_child_whose_parents_are_all_excluded_has_couplings_of_0(
+    backend, routing_map, batch, competition, none_of_the_above
+):
     routing_map = MAPS[routing_map]
-    pose = torch.randn(1, routing_map.child_sites, 2, 1, 3).requires_grad_()
-    transform = torch.randn(routing_map.transforms, 2, 3, 3, 4)
-    votes = Votes(pose, None, transform, routing_map, none_of_the_above=True, backend=backend)
-    excluded = Agreement(constant=torch.full((1, routing_map.parent_sites, 3), -torch.inf))
-    mass, mean, _ = votes.moments(excluded)
-    (mass.sum() + mean.sum()).backward()
-    assert torch.equal(mass, torch.zeros_like(mass))
-    assert pose.grad.isfinite().all()
-    assert torch.equal(votes.couplings(excluded), torch.zeros(1, 3, len(routing_map.edges), 2))
+    pose = torch.randn(batch, routing_map.child_sites, 2, 1, 3).requires_grad_()
+    transform = torch.randn(routing_map.transforms, 2, 3, 3, 4).requires_grad_()
+    options = {"competition": competition, "none_of_the_above": none_of_the_above, "backend": backend}
+    votes = Votes(pose, None, transform, routing_map, **options)
+    constant = torch.zeros(batch, routing_map.parent_sites, 3)
+    constant[0] = -torch.inf
+    linear = torch.randn(batch, routing_map.parent_sites, 3, 1, 4)
+    agreement = Agreement(constant.requires_grad_(), linear)
+    mass, mean, variance = votes.moments(agreement)
+    (mass.sum() + mean.sum() + variance.sum()).backward()
+    for found in (mass[0], mean[0], variance[0], pose.grad[0], constant.grad[0]):
+        assert torch.equal(found, torch.zeros_like(found))
+    assert transform.grad.isfinite().all()
+    with torch.no_grad():
+        couplings = votes.couplings(agreement)
+    assert torch.equal(couplings[0], torch.zeros(3, len(routing_map.edges), 2))
+    assert (couplings[1:] > 0).all()
 
 
 @pytest.mark.parametrize("batch", [1, 16])

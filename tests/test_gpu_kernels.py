@@ -208,6 +208,13 @@ def test_a_parent_with_a_very_negative_logit_has_the_right_gradients(device):
             assert far(one / other.norm(), other / other.norm()) < 1e-5, name
 
 
+@pytest.mark.parametrize("competition", ["parents", "types"])
+def test_a_child_whose_parents_are_all_excluded_equals_the_reference(device, competition):
+    case = problem(MAPS["conv"])
+    case["constant"][0] = -torch.inf
+    compare(device, case, MAPS["conv"], one_pass, competition=competition)
+
+
 def test_gradients_through_a_variance_do_not_underflow(device):
     def rule(votes, agreement):
         _, mean, variance = votes.moments()

@@ -29,7 +29,7 @@ class Agreement(NamedTuple):
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types. A large constant rounds the other terms
             of the logit: in float32, a constant of -1e4 rounds them to multiples of about 1e-3. To exclude a parent,
-            use -∞.
+            use -∞. A child whose parents are all excluded has couplings of 0.
         linear, quadratic, centre, variance: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two
             dimensions.
         variance_floor: constant added to ``variance``, at least 0.
