@@ -195,6 +195,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         health.run,
         "Dead capsules, entropy of couplings and gradients: routing against uniform couplings",
         "Our own experiment, after published criticism of routing",
+        standard=True,
     ),
 }
 """Experiments by name."""

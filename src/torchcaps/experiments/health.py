@@ -104,9 +104,8 @@ def run(study: Study) -> Outcome:
             rows += [
                 Row(f"{label}: dead capsules", [one[layer]["dead"] for one in healths]),
                 Row(
-                    f"{label}: normalised entropy of couplings (1: uniform)",
-                    [one[layer]["entropy"] for one in healths],
-                    unit="",
+                    f"{label}: entropy of the couplings, relative to uniform couplings",
+                    [100 * one[layer]["entropy"] for one in healths],
                 ),
                 Row(f"{label}: gradient norm of the transforms", [one[layer]["gradient"] for one in healths], unit=""),
             ]
