@@ -5,7 +5,20 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from torchcaps import BadInput, CapsNet, CapsuleLayer, Capsules, DenseCaps, MatrixCapsNet, RoutingMap
+from torchcaps import (
+    Agreement,
+    BadInput,
+    CapsNet,
+    CapsuleLayer,
+    Capsules,
+    DenseCaps,
+    DynamicRouting,
+    MatrixCapsNet,
+    ResidualCapsNet,
+    Routing,
+    RoutingMap,
+    testing,
+)
 from torchcaps.losses import activation_cross_entropy, cross_entropy
 from torchcaps.routing import ROUTINGS, AttentionRouting, Rule, SelfRouting, UniformRouting
 from torchcaps.testing import check_rule
@@ -246,3 +259,111 @@ def test_losses_name_the_argument_that_is_wrong():
     for label_smoothing in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="label_smoothing must be at least 0 and at most 1; got"):
             cross_entropy(torch.rand(2, 3), target, label_smoothing)
+
+
+class Nearest(Rule):
+    """Couples each child to one parent only, which no `Agreement` can express."""
+
+    def route(self, votes):
+        all_votes = votes.materialised()
+        couplings = nn.functional.one_hot(all_votes.square().sum(dim=(4, 5)).argmin(dim=1), 3).movedim(-1, 1)
+        weighted = torch.einsum("bjec,bjecrn->bjern", couplings.to(all_votes) * votes.weights(), all_votes)
+        pose = votes.routing_map.sum_at_parents(weighted).transpose(1, 2)
+        return Capsules(pose, pose.square().mean(dim=(3, 4)).tanh())
+
+
+def test_the_couplings_of_a_rule_that_never_calls_moments_are_unknown():
+    one = layer(Nearest())
+    assert one(children()).pose.shape == (2, 1, 3, 1, 5)
+    with pytest.raises(ValueError, match=r"the rule does not call votes.moments: leave out"):
+        one(children(), return_couplings=True)
+
+
+def test_the_class_of_a_rule_can_include_none_of_the_above():
+    class Leaky(UniformRouting):
+        none_of_the_above = True
+
+    for rule, total in ((UniformRouting(), 1), (Leaky(), 0.75)):
+        couplings = layer(rule)(children(), return_couplings=True)[1]
+        torch.testing.assert_close(couplings.sum(dim=1), torch.full((2, 6, 4), float(total)))
+
+
+class Sharpened(UniformRouting):
+    def __init__(self, sharpness: float = 1.0):
+        super().__init__()
+        self.sharpness = sharpness
+        self.temperatures = torch.linspace(0.5, sharpness, 3).tolist()
+
+    @property
+    def saved_options(self):
+        return {}
+
+
+def test_a_rule_whose_saved_options_lack_an_argument_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROUTINGS, "sharpened", Sharpened)
+    small = {"image_shape": (1, 17, 17), "num_classes": 5, "convolution_channels": 4, "primary_types": 2}
+    CapsNet(**small, routing="sharpened").save_pretrained(tmp_path / "default")
+    with pytest.raises(BadInput, match=r"sharpness is 2.0 here, but would be 1.0; return sharpness in saved_options"):
+        CapsNet(**small, routing=Routing("sharpened", sharpness=2.0)).save_pretrained(tmp_path / "sharp")
+
+
+def test_a_constructor_that_computes_with_tensors_can_be_saved_and_loaded(tmp_path, monkeypatch):
+    monkeypatch.setitem(ROUTINGS, "sharpened", Sharpened)
+    ResidualCapsNet((3, 16, 16), 3, (4, 8), routing="sharpened").save_pretrained(tmp_path)
+    loaded = ResidualCapsNet.from_pretrained(tmp_path, routing=Routing("sharpened", sharpness=2.0))
+    assert loaded.head.class_capsules.routing.temperatures == [0.5, 1.25, 2.0]
+
+
+def test_wrong_entries_of_routings_and_missing_sizes_are_named(monkeypatch):
+    class Sized(Rule):
+        def __init__(self, parent_types):
+            super().__init__()
+
+    monkeypatch.setitem(ROUTINGS, "sized", Sized)
+    with pytest.raises(BadInput, match=r"Sized needs parent_types: give it the class method for_layer"):
+        layer("sized")
+    for wrong in (UniformRouting(), nn.Linear):
+        monkeypatch.setitem(ROUTINGS, "wrong", wrong)
+        with pytest.raises(BadInput, match=r"ROUTINGS\['wrong'\] must be a class derived from torchcaps.Rule"):
+            layer("wrong")
+
+
+class PartlyConstant(Rule):
+    def route(self, votes):
+        fixed = votes.detach().moments(variance=False).mean
+        found = votes.moments(Agreement(linear=fixed), variance=False)
+        return Capsules(found.mean, found.mass.tanh())
+
+
+@pytest.fixture
+def without_compilation(monkeypatch):
+    """Leave out the last test of check_rule: Dynamo cannot trace the run-time type checks of these tests."""
+    monkeypatch.setattr(testing, "_compiled", lambda *_: None)
+
+
+@pytest.mark.usefixtures("without_compilation")
+def test_check_rule_can_leave_out_finite_differences():
+    for rule in (PartlyConstant(), DynamicRouting(gradient_passes="last")):
+        check_rule(lambda _, rule=rule: rule, finite_differences=False)
+        with pytest.raises(AssertionError, match="Gradients match finite differences"):
+            check_rule(lambda _, rule=rule: rule)
+
+
+def test_check_rule_needs_a_function():
+    for wrong in (UniformRouting, UniformRouting()):
+        with pytest.raises(TypeError, match=r"make must be a function .*such as lambda layer: MyRule\(\)"):
+            check_rule(wrong)
+
+
+@pytest.mark.usefixtures("without_compilation")
+def test_check_rule_accepts_a_rule_without_moments_and_refuses_swapped_dimensions():
+    check_rule(lambda _: Nearest())
+
+    class Swapped(UniformRouting):
+        def route(self, votes):
+            pose, activation = super().route(votes)
+            sites, types = activation.shape[1:]
+            return Capsules(pose, activation.reshape(-1, types, sites).transpose(1, 2))
+
+    with pytest.raises(AssertionError, match=r"conv map: The order of parent sites changes only the order"):
+        check_rule(lambda _: Swapped())

@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from numbers import Real
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -19,8 +18,9 @@ from torch import nn
 
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import restore_rules, saved_rules
+from torchcaps.models.saved_rules import restore_rules, saved_rules, settings_of
 from torchcaps.options import absent, check_options, kinds_of, plain_options
+from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT = 5
@@ -240,12 +240,13 @@ def read_config(folder: Path) -> SavedConfig:
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
     """Create a network without changing the random state.
 
-    A network of torchcaps is created on the meta device, where its weights use no memory. Other networks may have
-    constants, which would have no values on the meta device.
+    A network of torchcaps with rules of torchcaps is created on the meta device, where its weights use no memory. Other
+    networks and rules may have constants, which would have no values on the meta device.
     """
     from torchcaps.models import built
 
-    device = "meta" if cls.__module__.startswith("torchcaps.") else "cpu"
+    ours = all(kind.__module__.startswith("torchcaps.") for kind in (cls, *ROUTINGS.values()))
+    device = "meta" if ours else "cpu"
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
 
@@ -307,37 +308,18 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{kind} cannot be saved, because from_pretrained would create a network with other weights: {name} is "
             f"{here} here, but would be {there}; undo the change of this layer, or save model.state_dict()"
         )
-    here, there = _settings(model), _settings(again)
+    here, there = settings_of(model), settings_of(again)
     for setting in [*here, *there]:
         if here.get(setting) != there.get(setting):
             layer, attribute = setting
+            own = not type(model.get_submodule(layer)).__module__.startswith(("torch.nn.", "torchcaps."))
+            cure = f"return {attribute} in saved_options of this rule" if own else "undo the change of this layer"
             raise BadInput(
                 f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind}: "
-                f"{attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}; undo the change of "
-                "this layer, or save model.state_dict()"
+                f"{attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}; {cure}, or save "
+                "model.state_dict()"
             )
     return options, routing
-
-
-def _settings(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return types and plain attributes of all layers of torch and torchcaps, by layer and attribute.
-
-    The attributes ``training`` and ``backend`` are left out, because they are not part of the network.
-    """
-    found: dict[tuple[str, str], Any] = {}
-    for name, layer in model.named_modules():
-        if type(layer).__module__.startswith(("torch.nn.", "torchcaps.")):
-            kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
-            found[name, "type"] = kind.__name__
-            for key, value in vars(layer).items():
-                value = tuple(value) if isinstance(value, list) else value
-                if key[0] != "_" and key not in ("training", "backend") and _is_plain(value):
-                    found[name, key] = value
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | Real) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:

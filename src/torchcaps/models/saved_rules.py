@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,35 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
                 "model.state_dict()"
             )
     return found
+
+
+def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
+    """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
+
+    These are the types and attributes of all layers of torch and torchcaps, and the constructor arguments that other
+    rules in `ROUTINGS` store as attributes. The attributes ``training`` and ``backend`` are left out, because they are
+    not part of the network.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for name, layer in model.named_modules():
+        kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
+        if type(layer).__module__.startswith(("torch.nn.", "torchcaps.")):
+            found[name, "type"] = kind.__name__
+            compared = {*vars(layer)} - {"training", "backend"}
+        elif kind in ROUTINGS.values():
+            compared = {*inspect.signature(kind).parameters} & {*vars(layer)} - {"backend"}
+        else:
+            continue
+        for key in sorted(compared):
+            value = getattr(layer, key)
+            value = tuple(value) if isinstance(value, list) else value
+            if key[0] != "_" and _is_plain(value):
+                found[name, key] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | Real) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:

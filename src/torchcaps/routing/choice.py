@@ -14,7 +14,7 @@ from torchcaps.routing.attention import AttentionRouting
 from torchcaps.routing.dynamic import DynamicRouting
 from torchcaps.routing.em import EMRouting
 from torchcaps.routing.generative import GenerativeRouting
-from torchcaps.routing.rule import LayerShape
+from torchcaps.routing.rule import LayerShape, Rule
 from torchcaps.routing.self_attention import SelfAttentionRouting
 from torchcaps.routing.self_routing import SelfRouting
 from torchcaps.routing.uniform import UniformRouting
@@ -61,6 +61,11 @@ class Routing:
             raise BadInput(
                 f"unknown routing {name!r}{nearest(name, ROUTINGS)}. For a rule of your own, first import the "
                 "module that adds it to torchcaps.ROUTINGS"
+            )
+        if not isinstance(ROUTINGS[name], type) or not hasattr(ROUTINGS[name], "for_layer"):
+            raise BadInput(
+                f"torchcaps.ROUTINGS[{name!r}] must be a class derived from torchcaps.Rule; got "
+                f"{described(ROUTINGS[name])}"
             )
         check_options(f"routing {name}", options, routing_options(name))
         object.__setattr__(self, "name", name)
@@ -110,7 +115,7 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
     if isinstance(routing, str):
         routing = Routing(routing)
     if isinstance(routing, Routing):
-        return ROUTINGS[routing.name].for_layer(layer, **routing.options)  # type: ignore[attr-defined]
+        return _created(routing, layer)
     if not isinstance(routing, nn.Module):
         raise ValueError(
             "routing must be a rule, such as DynamicRouting(); a Routing, such as Routing('em'); or one of the names "
@@ -126,3 +131,16 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
                 "each layer creates its own rule"
             )
     return routing
+
+
+def _created(routing: Routing, layer: LayerShape) -> nn.Module:
+    kind: Any = ROUTINGS[routing.name]
+    if getattr(kind.for_layer, "__func__", None) is Rule.for_layer.__func__:  # type: ignore[attr-defined]
+        arguments = inspect.signature(kind).parameters.values()
+        named = [one for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        if missing := [one.name for one in named if one.default is one.empty and one.name not in routing.options]:
+            raise BadInput(
+                f"the routing rule {kind.__name__} needs {missing[0]}: give it the class method for_layer(cls, layer, "
+                f"**options), which passes {missing[0]} to the constructor, such as {missing[0]}=layer.parent_types"
+            )
+    return kind.for_layer(layer, **routing.options)

@@ -57,6 +57,10 @@ class Rule(nn.Module):
     """Whether votes are weighted with the activation of the child."""
     competition: Competition = "parents"
     """Couplings are a softmax. ``parents``: over all parents of a child; ``types``: over the types at a parent site."""
+    none_of_the_above = False
+    """Whether every softmax includes an extra parent with logit 0, which takes a part of the couplings of a child."""
+    activation_from_mass = False
+    """Whether the activation of a parent depends only on its mass. `torchcaps.inspect` reads this attribute."""
     backend: Backend = "auto"
     """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 
@@ -106,12 +110,13 @@ class Rule(nn.Module):
                 letters.
             transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
             routing_map: the graph that connects child sites with parent sites.
-            return_couplings: also return the couplings of the last iteration, ``[B, J, E, C]``.
+            return_couplings: also return the couplings of the last call of `Votes.moments`, ``[B, J, E, C]``.
             options: further arguments of `route`, if the rule has any, such as ``parents`` of `AttentionRouting`.
 
         Raises:
-            ValueError: ``children`` or ``transform`` does not fit the map; or the activation does not fit the pose. A
-                rule that ignores activations (``weighs_activations = False``) does not check them.
+            ValueError: ``children`` or ``transform`` does not fit the map; the activation does not fit the pose (a
+                rule that ignores activations, ``weighs_activations = False``, does not check them); or
+                ``return_couplings`` is given, but the rule does not call `Votes.moments`.
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)
@@ -127,6 +132,7 @@ class Rule(nn.Module):
                 transform,
                 routing_map,
                 competition=self.competition,
+                none_of_the_above=self.none_of_the_above,
                 passes=self.passes,
                 backend=self.backend,
             )

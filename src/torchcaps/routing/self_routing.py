@@ -46,7 +46,6 @@ class SelfRouting(Rule):
 
     competition: Competition = "types"
     activation_from_mass = True
-    """Parent activations depend on masses, not on the votes themselves. `torchcaps.inspect` reads this attribute."""
 
     def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()

@@ -96,6 +96,10 @@ def check_activation(activation: Tensor, pose: Tensor) -> None:
     check_device("activation", activation, pose)
 
 
+class UnknownCouplings(ValueError):
+    """The couplings of a rule are requested, but the rule has not called `Votes.moments`."""
+
+
 class Votes:
     """Votes of children for parents along every edge of a routing map, ``V = pose · transform``.
 
@@ -170,7 +174,7 @@ class Votes:
         self._tokens: list[list[Tensor]] = []  # of the passes to come
         self._direct = False  # whether these tokens are for calls without the dispatcher
         self._written: tuple[bool, WrittenVotes] | None = None
-        self._last: list[Agreement | None] = [None]  # a list, because `detach` shares it
+        self._last: list[Agreement | None] = []  # of the last call of `moments`; a list, because `detach` shares it
 
     def detach(self) -> "Votes":
         """Return these votes as constants: no gradient flows through them."""
@@ -194,7 +198,7 @@ class Votes:
         Raises:
             ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
         """
-        self._last[0] = agreement
+        self._last[:] = [agreement]
         parts = self._checked(agreement)
         if self.fused:
             mass, mean, second, *_ = self._fused(parts, variance, constant_couplings)
@@ -226,7 +230,7 @@ class Votes:
         if not self.fused:
             mass, mean, variance = self.moments(agreement)
             return Gaussians(mass, mean, cast(Tensor, variance), log_volume(cast(Tensor, variance), floor))
-        self._last[0] = agreement
+        self._last[:] = [agreement]
         mass, mean, variance, _, _, _, volume = self._fused(self._checked(agreement), floor=float(floor))
         if observer is not None:
             observer(self, agreement, Moments(mass, mean, variance))
@@ -307,7 +311,15 @@ class Votes:
             return self.routing_map.votes(self._pose, self._transform)
 
     def last_couplings(self) -> Float[Tensor, "B J E C"]:
-        """Compute the couplings that the last call of `moments` used, on these votes or on a detached copy."""
+        """Compute the couplings that the last call of `moments` used, on these votes or on a detached copy.
+
+        Raises:
+            UnknownCouplings: `moments` has not been called.
+        """
+        if not self._last:
+            raise UnknownCouplings(
+                "the couplings are unknown, because the rule does not call votes.moments: leave out return_couplings"
+            )
         return self.couplings(self._last[0])
 
     @property
