@@ -52,6 +52,7 @@ def test_a_resumed_run_removes_no_other_files(changed, succeeds, images, tmp_pat
         {"test_accuracy_percent": 10**400},
         {"test_evaluations": "1"},
         {"epochs": "x"},
+        {"classes": {"cat": []}},
     ],
 )
 def test_metrics_of_other_types_are_refused(change, tmp_path):

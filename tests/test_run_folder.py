@@ -286,6 +286,7 @@ def test_damaged_files_of_a_run_are_refused_by_name(refused, images, run):
         {"earlier_environments": [{"commit": "a"}]},
         {"image_shape": [20, 24]},
         {"data": 5},
+        {"data": {**said["data"], "class_names": [{}]}},
         {"recipe": {**said["recipe"], "shift": "a"}},
         {"recipe": {**said["recipe"], "model": ["capsnet"]}},
         {"recipe": {key: value for key, value in said["recipe"].items() if key != "seed"}},

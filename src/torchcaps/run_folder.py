@@ -76,7 +76,7 @@ def read_run(folder: Path) -> Run:
             raise BadInput(f"recipe: {min(unknown)!r} is unknown")
         if not all(isinstance(content["data"][split]["sha256"], str) for split in ("train", "validation", "test")):
             raise BadInput("data: a checksum is missing")
-        content["data"]["class_names"]
+        check_kind("data: class_names", content["data"]["class_names"], list[str])
         for session in (content["environment"], *content["earlier_environments"]):
             [session[entry] for entry in ENTRIES]
         run = {name: content[name] for name in Run.__annotations__}
@@ -299,9 +299,9 @@ def read_metrics(folder: Path) -> dict[str, Any]:
         counts = [metrics[name] for name in (f"{split}_images", "epochs_planned", "test_evaluations")]
         counts.append(metrics.get("epochs", 0))
         valid = split in ("test", "validation") and fits(metrics[f"{split}_accuracy_percent"], float)
-        if not valid or not all(fits(count, int) for count in counts):
+        classes = dict(metrics.get("classes") or {}).values()
+        if not valid or not all(fits(count, int) for count in counts) or not all(isinstance(x, dict) for x in classes):
             raise ValueError("an entry has another type than expected")
-        tuple(map(dict, dict(metrics.get("classes") or {}).values()))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise unreadable(path, error, "delete it and train with --resume") from error
     return metrics
