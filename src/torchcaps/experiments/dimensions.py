@@ -37,7 +37,7 @@ def run(study: Study) -> Outcome:
     """Change each capsule dimension for the first correctly classified test image of each class."""
     study.one_seed()
     name, images, epochs = study.choose(
-        ("capsnet-mnist-5k", 3_600, 4), ("capsnet-mnist", 54_000, 5), ("capsnet-mnist", 54_000, 10)
+        ("capsnet-mnist-5k", 3_600, 4), ("capsnet-mnist", 54_000, 3), ("capsnet-mnist", 54_000, 10)
     )
     recipe = study.recipe(name, 0, images=60_000, epochs=epochs)
     if study.data:
