@@ -327,8 +327,6 @@ class RoutingMap:
     ) -> Float[Tensor, "B J E C"]:
         """Compute the log-softmax of each child's logits over all parent types at all parent sites of the child.
 
-        If all logits of a child are -∞, so is the result.
-
         Arguments:
             logits: ``[B, J, E, C]``, one logit per parent type, edge and child type.
             none_of_the_above: include an extra parent with logit 0 in each softmax, but not in the result (leaky
@@ -340,13 +338,11 @@ class RoutingMap:
             child = self.edges_on(logits.device)[:, 0].expand_as(largest.mT).mT
             largest = largest.new_full(shape, -torch.inf).scatter_reduce(1, child, largest, "amax").gather(1, child)
         largest = largest.clamp_min(0) if none_of_the_above else largest
-        excluded = largest == -torch.inf
-        largest = torch.where(excluded, 0, largest)
         relative = logits - largest.unsqueeze(1)  # logits - (largest + log) would round the logarithm away
         total = relative.exp().sum(dim=1)
         if child is not None:
             total = total.new_zeros(shape).scatter_add(1, child, total).gather(1, child)
-        return relative - (total + ((-largest).exp() if none_of_the_above else excluded)).log().unsqueeze(1)
+        return relative - (total + (-largest).exp() if none_of_the_above else total).log().unsqueeze(1)
 
     def sum_at_parents(self, values: Float[Tensor, "B J E *rest"]) -> Float[Tensor, "B J P *rest"]:
         """Sum values over the incoming edges of each parent site."""

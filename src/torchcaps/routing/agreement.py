@@ -29,7 +29,8 @@ class Agreement(NamedTuple):
     Arguments:
         constant: ``[B, P, J]``: batch, parent sites, parent types. A large constant rounds the other terms
             of the logit: in float32, a constant of -1e4 rounds them to multiples of about 1e-3. To exclude a parent,
-            use -∞. A child whose parents are all excluded has couplings of 0.
+            use -∞. If all parents of a child are excluded, its couplings are NaN, or 0 if the softmax includes "none of
+            the above".
         linear, quadratic, centre, variance: ``[B, P, J, R, N]``, with rows and columns of a vote in the last two
             dimensions.
         variance_floor: constant added to ``variance``, at least 0.

@@ -72,10 +72,8 @@ class WrittenVotes:
     def _log_couplings(self, agreement: Agreement) -> Tensor:
         logits = self._logits(agreement)
         if self.competition == "types":
-            if self.none_of_the_above:
-                return functional.pad(logits, (0, 0, 0, 0, 0, 1)).log_softmax(dim=1)[:, : logits.shape[1]]
-            excluded = logits.detach().amax(dim=1, keepdim=True) == -torch.inf
-            return torch.where(excluded, -torch.inf, torch.where(excluded, 0, logits).log_softmax(dim=1))
+            rivals = functional.pad(logits, (0, 0, 0, 0, 0, 1)) if self.none_of_the_above else logits
+            return rivals.log_softmax(dim=1)[:, : logits.shape[1]]
         return self.routing_map.log_couplings(logits, none_of_the_above=self.none_of_the_above)
 
     def _logits(self, agreement: Agreement) -> Tensor:

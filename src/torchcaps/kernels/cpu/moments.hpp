@@ -191,8 +191,9 @@ class Moments : public Votes<T, LaneLayout, ROWS, INNER, COLUMNS> {
     const auto in_vectors = [](Child* x) { return reinterpret_cast<V*>(x); };
     for (int i = 0; i < Layout::vectors(children); ++i) {
       if (g.none_of_the_above) in_vectors(sum)[i] += exponential(-in_vectors(largest_of_child)[i]);
-      in_vectors(scale)[i] = in_vectors(sum)[i] == T(0) ? V{} : T(1) / in_vectors(sum)[i];  // 0 if all logits are -∞
-      in_vectors(sum)[i] = logarithm(in_vectors(sum)[i]);
+      in_vectors(scale)[i] = T(1) / in_vectors(sum)[i];
+      // NaN if all logits are -∞
+      in_vectors(sum)[i] = in_vectors(sum)[i] == T(0) ? in_vectors(scale)[i] * T(0) : logarithm(in_vectors(sum)[i]);
     }
     for (int c = 0; c < children; ++c) {
       log_sums[c] = largest_of_child[c];

@@ -52,7 +52,7 @@ def _logsumexp(layer, agreement, log_sums, samples, unit, z: tl.constexpr):
             base = tl.where(higher == -float("inf"), 0.0, higher)
             total = total * tl.exp(top - base) + tl.exp(logits - base)
             top = higher
-    empty = total == 0  # no edges, or all logits are -∞
+    empty = (begin == end) & (total == 0)
     to = softmax_of(layer.lists, site, softmax, child_type, program, z)
     tl.store(log_sums + to.at, tl.where(empty, 0.0, top), program.is_vote)
     tl.store(log_sums + to.count + to.at, tl.log(tl.where(empty, 1.0, total)), program.is_vote)
