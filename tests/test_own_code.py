@@ -1,5 +1,7 @@
 """Rules and networks in your own code: hooks, pruning, quantisation, tracing, and mistakes in a rule of your own."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -262,14 +264,19 @@ def test_losses_name_the_argument_that_is_wrong():
 
 
 class Nearest(Rule):
-    """Couples each child to one parent only, which no `Agreement` can express."""
+    """The example of docs/write-your-own-rule.md for rules that no `Agreement` can express."""
+
+    competition = "types"
 
     def route(self, votes):
         all_votes = votes.materialised()
-        couplings = nn.functional.one_hot(all_votes.square().sum(dim=(4, 5)).argmin(dim=1), 3).movedim(-1, 1)
-        weighted = torch.einsum("bjec,bjecrn->bjern", couplings.to(all_votes) * votes.weights(), all_votes)
-        pose = votes.routing_map.sum_at_parents(weighted).transpose(1, 2)
-        return Capsules(pose, pose.square().mean(dim=(3, 4)).tanh())
+        shortest = all_votes.square().sum(dim=(4, 5)).argmin(dim=1, keepdim=True)
+        couplings = torch.zeros(all_votes.shape[:4]).scatter(1, shortest, 1.0).to(all_votes)
+        weights = couplings * votes.weights() * all_votes.shape[1]
+        mass = votes.routing_map.sum_at_parents(weights.sum(dim=3))
+        total = votes.routing_map.sum_at_parents(torch.einsum("bjec,bjecrn->bjern", weights, all_votes))
+        pose = total / (mass[..., None, None] + 1e-6)
+        return Capsules(pose.transpose(1, 2), mass.transpose(1, 2).tanh())
 
 
 def test_the_couplings_of_a_rule_that_never_calls_moments_are_unknown():
@@ -289,20 +296,20 @@ def test_the_class_of_a_rule_can_include_none_of_the_above():
 
 
 class Sharpened(UniformRouting):
-    def __init__(self, sharpness: float = 1.0):
+    def __init__(self, sharpness: float = 1.0, schedule: Sequence[Sequence[float]] = ()):
         super().__init__()
-        self.sharpness = sharpness
+        self.sharpness, self.schedule = sharpness, schedule
         self.temperatures = torch.linspace(0.5, sharpness, 3).tolist()
 
     @property
     def saved_options(self):
-        return {}
+        return {"schedule": self.schedule}
 
 
 def test_a_rule_whose_saved_options_lack_an_argument_is_not_saved(tmp_path, monkeypatch):
     monkeypatch.setitem(ROUTINGS, "sharpened", Sharpened)
     small = {"image_shape": (1, 17, 17), "num_classes": 5, "convolution_channels": 4, "primary_types": 2}
-    CapsNet(**small, routing="sharpened").save_pretrained(tmp_path / "default")
+    CapsNet(**small, routing=Routing("sharpened", schedule=((1, 0.5),))).save_pretrained(tmp_path / "default")
     with pytest.raises(BadInput, match=r"sharpness is 2.0 here, but would be 1.0; return sharpness in saved_options"):
         CapsNet(**small, routing=Routing("sharpened", sharpness=2.0)).save_pretrained(tmp_path / "sharp")
 
@@ -351,7 +358,9 @@ def test_check_rule_can_leave_out_finite_differences():
 
 def test_check_rule_needs_a_function():
     for wrong in (UniformRouting, UniformRouting()):
-        with pytest.raises(TypeError, match=r"make must be a function .*such as lambda layer: MyRule\(\)"):
+        with pytest.raises(
+            TypeError, match=r"make must be a function .*lambda layer: MyRule\(\); got .*UniformRouting"
+        ):
             check_rule(wrong)
 
 

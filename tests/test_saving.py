@@ -1,5 +1,7 @@
 """Networks that `from_pretrained` could not create again are refused."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,11 @@ def parametrised():
     model = CapsNet(**TINY)
     nn.utils.parametrizations.weight_norm(model.class_capsules, "transform")
     return model
+
+
+def quantised():
+    with warnings.catch_warnings(action="ignore"):  # torch.ao.quantization is deprecated
+        return torch.ao.quantization.quantize_dynamic(CapsNet(**{**TINY, "decoder": True}), {nn.Linear})
 
 
 def compiled_layer():
@@ -148,8 +155,9 @@ def test_parameters_that_are_not_trained_stay_so_after_loading(tmp_path):
     ("build", "problem"),
     [
         (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
-        (parametrised, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
-        (compiled_layer, "compiled or parametrized: use the uncompiled layer, or remove the parametrization"),
+        (parametrised, "compiled, parametrized or quantized: use the original layer, or remove the parametr"),
+        (quantised, "_packed_params.dtype belongs to a layer that is compiled, parametrized or quantized: use the original"),
+        (compiled_layer, "compiled, parametrized or quantized: use the original layer, or remove the parametr"),
         (pruned, r"other weights: class_capsules.transform is absent here, but would be \["),
         (
             other_function,

@@ -5,6 +5,7 @@ couplings). A `Case` contains the three arguments.
 """
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -178,17 +179,20 @@ def check_rule(
             computation as constant, for example with ``votes.detach()`` or ``constant_couplings=True``.
 
     Raises:
-        TypeError: ``make`` is a rule or a class instead of a function.
+        TypeError: ``make`` is a rule, or a class that needs no `LayerShape`, instead of a function.
         AssertionError: a property does not hold. The message begins with the map and the property.
 
     Example:
         >>> from torchcaps import UniformRouting
         >>> check_rule(lambda layer: UniformRouting())  # doctest: +SKIP
     """
-    if isinstance(make, type | nn.Module):
+    needs_layer = not isinstance(make, type) or any(
+        argument.default is argument.empty for argument in inspect.signature(make).parameters.values()
+    )
+    if isinstance(make, nn.Module) or not needs_layer:
         raise TypeError(
             "make must be a function that takes a LayerShape and creates the rule, such as lambda layer: MyRule(); got "
-            f"{described(make)}"
+            f"{make.__name__ if isinstance(make, type) else described(make)}"
         )
     for name, routing_map in MAPS.items():
         generator = torch.Generator().manual_seed(0)

@@ -121,7 +121,7 @@ def draw(found: dict[str, list[dict[str, Any]]]) -> Figure:
     for axis, measure, title in zip(
         axes,
         ("dead", "entropy", "gradient"),
-        ("dead capsules %", "normalised entropy of couplings (1: uniform)", "gradient norm of the transforms"),
+        ("dead capsules %", "entropy of couplings, relative to uniform couplings", "gradient norm of the transforms"),
         strict=True,
     ):
         place, names = 0, []

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import restore_rules, saved_rules, settings_of
+from torchcaps.models.saved_rules import restore_rules, same_setting, saved_rules, settings_of
 from torchcaps.options import absent, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS
 
@@ -240,12 +240,14 @@ def read_config(folder: Path) -> SavedConfig:
 def _built(cls: type, options: Mapping[str, Any]) -> Any:
     """Create a network without changing the random state.
 
-    A network of torchcaps with rules of torchcaps is created on the meta device, where its weights use no memory. Other
-    networks and rules may have constants, which would have no values on the meta device.
+    A network of torchcaps with a rule of torchcaps is created on the meta device, where its weights use no memory.
+    Other networks and rules may have constants, which would have no values on the meta device.
     """
     from torchcaps.models import built
 
-    ours = all(kind.__module__.startswith("torchcaps.") for kind in (cls, *ROUTINGS.values()))
+    routing: Any = options.get("routing")
+    rule = ROUTINGS.get(getattr(routing, "name", routing), cls)
+    ours = all(kind.__module__.startswith("torchcaps.") for kind in (cls, rule))
     device = "meta" if ours else "cpu"
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
@@ -283,11 +285,11 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     routing, options = saved_rules(model), plain_options(kind, model.options)
     weights = model.state_dict()
     for name in weights:
-        if "_orig_mod." in name or "parametrizations." in name:
+        if "_orig_mod." in name or "parametrizations." in name or not isinstance(weights[name], torch.Tensor):
             raise BadInput(
-                f"weight {name} belongs to a layer that is compiled or parametrized: use the uncompiled layer, or "
-                "remove the parametrization, and save the network again; if you need the layer as it is, save "
-                "model.state_dict()"
+                f"weight {name} belongs to a layer that is compiled, parametrized or quantized: use the original "
+                "layer, or remove the parametrization, and save the network again; if you need the layer as it is, "
+                "save model.state_dict()"
             )
     try:
         check_options(kind, options, kinds_of(type(model)))
@@ -310,7 +312,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
         )
     here, there = settings_of(model), settings_of(again)
     for setting in [*here, *there]:
-        if here.get(setting) != there.get(setting):
+        if not same_setting(here.get(setting), there.get(setting)):
             layer, attribute = setting
             own = not type(model.get_submodule(layer)).__module__.startswith(("torch.nn.", "torchcaps."))
             cure = f"return {attribute} in saved_options of this rule" if own else "undo the change of this layer"

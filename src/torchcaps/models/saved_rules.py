@@ -1,6 +1,7 @@
 """Saving and loading of the routing rules of a network: name and options of the rule of each layer."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
@@ -80,14 +81,22 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
             continue
         for key in sorted(compared):
             value = getattr(layer, key)
-            value = tuple(value) if isinstance(value, list) else value
             if key[0] != "_" and _is_plain(value):
                 found[name, key] = value
     return found
 
 
+def same_setting(one: Any, other: Any) -> bool:
+    """Return whether two values of `settings_of` are equal, except for rounding. A list equals a tuple."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_setting, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9) or one == other
+    return bool(one == other)
+
+
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | Real) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    return isinstance(value, str | Real) or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
 
 
 def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:

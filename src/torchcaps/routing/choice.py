@@ -136,8 +136,8 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
 def _created(routing: Routing, layer: LayerShape) -> nn.Module:
     kind: Any = ROUTINGS[routing.name]
     if getattr(kind.for_layer, "__func__", None) is Rule.for_layer.__func__:  # type: ignore[attr-defined]
-        arguments = inspect.signature(kind).parameters.values()
-        named = [one for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        arguments = inspect.signature(kind, follow_wrapped=False).parameters.values()
+        named = [one for one in arguments if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
         if missing := [one.name for one in named if one.default is one.empty and one.name not in routing.options]:
             raise BadInput(
                 f"the routing rule {kind.__name__} needs {missing[0]}: give it the class method for_layer(cls, layer, "
