@@ -156,7 +156,7 @@ def test_parameters_that_are_not_trained_stay_so_after_loading(tmp_path):
     [
         (tied, "share memory .*second_capsules.transform.*: give each layer its own weights"),
         (parametrised, "compiled, parametrized or quantized: use the original layer, or remove the parametr"),
-        (quantised, "_packed_params.dtype belongs to a layer that is compiled, parametrized or quantized: use the original"),
+        (quantised, "_packed_params.dtype belongs to a layer that is compiled, parametrized or quantized: use the"),
         (compiled_layer, "compiled, parametrized or quantized: use the original layer, or remove the parametr"),
         (pruned, r"other weights: class_capsules.transform is absent here, but would be \["),
         (
