@@ -281,7 +281,7 @@ def test_files_without_the_options_of_later_versions_load_with_their_defaults(ru
     kinds["routing"] = EMRouting  # the only rule with an option of a later version
     for owner, names in LATER.items():
         parameters = inspect.signature(kinds[owner]).parameters
-        assert all(parameters[name].default in (False, 0, 1, 0.0, "none", "") for name in names)
+        assert all(parameters[name].default in (False, 0, 1, 5, 0.0, "none", "") for name in names)
     config, recipe = (json.loads((run / name).read_text()) for name in ("config.json", "recipe.json"))
     for name in LATER["preprocessing"]:
         del config["images"]["preprocessing"][name]
