@@ -109,7 +109,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         draws_seed_0=True,
     ),
     "dimensions": Experiment(
-        dimensions.run, "What the dimensions of a class capsule mean", "Sabour, Frosst & Hinton 2017, figure 4"
+        dimensions.run,
+        "What the dimensions of a class capsule mean",
+        "Sabour, Frosst & Hinton 2017, figure 4",
+        standard=True,
     ),
     "em-table1": Experiment(
         em_table1.run,

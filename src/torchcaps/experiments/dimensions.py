@@ -68,7 +68,7 @@ def draw(drawings: Tensor, names: list[str]) -> Figure:
     """Draw one panel per class, with one row per dimension and one column per step."""
     columns = min(5, len(names))
     lines = -(-len(names) // columns)
-    figure = Figure(figsize=(4 * columns, 5.8 * lines), layout="constrained")
+    figure = Figure(figsize=(2.9 * columns, 4.3 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
     for axis in axes[len(names) :]:
         axis.axis("off")
