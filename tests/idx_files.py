@@ -22,3 +22,15 @@ def refused(*parts: str):
 
 def idx(array: np.ndarray) -> bytes:
     return struct.pack(f">{array.ndim + 1}I", 0x800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def damaged(content: bytes, changes: list[tuple[int, int]]) -> bytes:
+    """Change bytes of a MATLAB file, and cut it off at some of the places, then append zeros."""
+    found = bytearray(content)
+    for place, value in changes:
+        if place < 280 or len(changes) < 3:
+            found[place % len(found)] = value
+        else:
+            del found[place % len(found) :]
+        found += bytes(1)
+    return bytes(found)

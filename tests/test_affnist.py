@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.io import savemat
 
+from idx_files import damaged
 from torchcaps.data import Images
 from torchcaps.errors import BadInput
 from torchcaps.experiments.affnist import NETWORKS, SIZE, affine, affnist_test, draw, inside, moved, read_affnist, run
@@ -116,14 +117,7 @@ def test_a_damaged_affnist_file_raises_bad_input_or_gives_digits(tmp_path_factor
     path = tmp_path_factory.getbasetemp() / "damaged.mat"
     images = np.arange(4_800).reshape(1_600, 3).astype(np.uint8)
     savemat(path, {"affNISTdata": {"image": images, "label_int": np.arange(3.0)}}, do_compression=compressed)
-    content = bytearray(path.read_bytes())
-    for place, value in changes:
-        if place < 280 or len(changes) < 3:
-            content[place % len(content)] = value
-        else:
-            del content[place % len(content) :]
-        content += bytes(1)
-    path.write_bytes(content)
+    path.write_bytes(damaged(path.read_bytes(), changes))
     try:
         found, said = read_affnist(path).image_shape, ""
     except BadInput as error:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from torchcaps.data import DATASETS, cifar, download, fetch_mnist, load_mnist, svhn, verify_mnist
-from torchcaps.data.download import complete_as_stored, download_missing
+from torchcaps.data.download import complete, fetched
 from torchcaps.data.files import md5_of
 from torchcaps.data.mnist import FILES, IdxFiles
 from torchcaps.errors import BadInput
@@ -100,15 +100,17 @@ def test_a_checksum_can_be_computed_from_the_compressed_file(server, tmp_path):
 
 def test_missing_files_of_a_dataset_are_downloaded_as_they_are_stored(server, tmp_path):
     files = {"raw": RIGHT, "zipped.gz": md5(ZIPPED).hexdigest()}
+    mirrors = [f"{server.url}/good/"]
     (tmp_path / "raw").write_bytes(b"of the user")
-    download_missing(tmp_path, files, f"{server.url}/good/", progress=False)
+    for file, right in files.items():
+        assert fetched(tmp_path / file, right, mirrors, progress=False, stored=True) == tmp_path / file
     assert server.asked == [("good", 0)]
     assert (tmp_path / "zipped.gz").read_bytes() == ZIPPED
     assert (tmp_path / "raw").read_bytes() == b"of the user"
     with pytest.raises(BadInput, match=f"raw: its md5 is .*, not {RIGHT}; delete it"):
-        complete_as_stored(tmp_path, files, f"{server.url}/good/", progress=False)
+        complete(tmp_path, files, mirrors, progress=False, stored=True)
     (tmp_path / "raw").unlink()
-    complete_as_stored(tmp_path, files, f"{server.url}/good/", progress=False)
+    complete(tmp_path, files, mirrors, progress=False, stored=True)
     assert left(tmp_path) == ["raw", "zipped.gz"]
 
 

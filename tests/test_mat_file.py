@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.io import loadmat, savemat
 
-from idx_files import refused
+from idx_files import damaged, refused
 from torchcaps.data import mat_file
 from torchcaps.data.files import CHUNK
 from torchcaps.data.mat_file import read_arrays, read_struct
@@ -147,14 +147,7 @@ def test_a_file_with_random_damage_raises_bad_input_or_gives_arrays(tmp_path_fac
     path = tmp_path_factory.getbasetemp() / "damaged-arrays.mat"
     values = np.arange(120, dtype=np.float32).reshape(4, 5, 6)
     savemat(path, {"X": values, "y": np.arange(6.0)[:, None], "z": np.ones(3, np.uint8)}, do_compression=compressed)
-    content = bytearray(path.read_bytes())
-    for place, value in changes:
-        if place < 280 or len(changes) < 3:
-            content[place % len(content)] = value
-        else:
-            del content[place % len(content) :]
-        content += bytes(1)
-    path.write_bytes(content)
+    path.write_bytes(damaged(path.read_bytes(), changes))
     try:
         found, said = read_arrays(path, ["z", "X", "y"]), ""
     except BadInput as error:

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchcaps.data.download import complete_as_stored
-from torchcaps.data.files import verified_as_stored
+from torchcaps.data.download import complete
+from torchcaps.data.files import verified
 from torchcaps.data.images import Images
 from torchcaps.errors import BadInput
 
@@ -49,7 +49,7 @@ class Version:
         return data_dir / self.name / f"{self.name}-binary.tar.gz"
 
     def fetch(self, data_dir: Path, progress: bool = True) -> None:
-        """Download the archive if it is missing, and verify its checksum.
+        """Download the archive if it is missing, otherwise verify its checksum.
 
         Arguments:
             data_dir: data folder.
@@ -58,12 +58,12 @@ class Version:
             BadInput: the archive has a wrong checksum, or cannot be downloaded or written.
         """
         path = self.path(data_dir)
-        complete_as_stored(path.parent, {path.name: self.md5}, SERVER, progress)
+        complete(path.parent, {path.name: self.md5}, [SERVER], progress, stored=True)
 
     def verify(self, data_dir: Path) -> list[tuple[str, str]]:
         """Check the archive without downloading it; returns `[(file, "ok" or the problem)]`."""
         path = self.path(data_dir)
-        return verified_as_stored(path.parent, {path.name: self.md5})
+        return verified(path.parent, {path.name: self.md5}, stored=True)
 
 
 CIFAR10 = Version(

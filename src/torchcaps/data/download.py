@@ -10,7 +10,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5, verified_as_stored
+from torchcaps.data.files import CHUNK, checked, md5_of, present, uncompressed_md5
 from torchcaps.errors import BadInput
 
 TIMEOUT = 30
@@ -68,7 +68,7 @@ def download(
     )
 
 
-def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True) -> Path:
+def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True, stored: bool = False) -> Path:
     """Return the path of a file, raw or gzipped; download it if both are missing.
 
     Arguments:
@@ -76,17 +76,21 @@ def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True)
         md5: MD5 of its uncompressed content, which is checked only after a download.
         mirrors: URLs of folders that serve the file, with `.gz` appended to its name.
         progress: draw a progress bar on standard error.
+        stored: the mirrors serve the file under its own name, and the MD5 is that of the file as stored.
     Raises:
         BadInput: the file cannot be downloaded or written.
     """
-    found = present(path)
+    found = present(path, stored)
     if found is None:
-        found = path.with_name(f"{path.name}.gz")
-        download([f"{mirror}{found.name}" for mirror in mirrors], found, md5, progress)
+        found = path if stored else path.with_name(f"{path.name}.gz")
+        digest = md5_of if stored else uncompressed_md5
+        download([f"{mirror}{found.name}" for mirror in mirrors], found, md5, progress, digest)
     return found
 
 
-def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progress: bool = True) -> None:
+def complete(
+    folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progress: bool = True, stored: bool = False
+) -> None:
     """Download the missing files of a dataset, and check the others.
 
     Arguments:
@@ -94,45 +98,16 @@ def complete(folder: Path, md5: Mapping[str, str], mirrors: Sequence[str], progr
         md5: MD5 of the uncompressed content of each file, keyed by file name.
         mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
         progress: draw a progress bar on standard error.
+        stored: as for `fetched`.
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
     """
     for file, right in md5.items():
-        path = present(folder / file)
+        path = present(folder / file, stored)
         if path is None:
-            fetched(folder / file, right, mirrors, progress)
-        elif (problem := checked(path, right)) != "ok":
+            fetched(folder / file, right, mirrors, progress, stored)
+        elif (problem := checked(path, right, stored=stored)) != "ok":
             raise BadInput(f"{path}: {problem}")
-
-
-def download_missing(folder: Path, md5: Mapping[str, str], server: str, progress: bool = True) -> None:
-    """Download the missing files of a dataset as the server stores them. The other files are not checked.
-
-    Arguments:
-        folder: folder of the files.
-        md5: MD5 of each file as stored, keyed by file name.
-        server: URL of the folder that serves the files.
-        progress: draw a progress bar on standard error.
-    Raises:
-        BadInput: a file cannot be downloaded or written.
-    """
-    for file, right in md5.items():
-        if not (folder / file).exists():
-            download([f"{server}{file}"], folder / file, right, progress, digest=md5_of)
-
-
-def complete_as_stored(folder: Path, md5: Mapping[str, str], server: str, progress: bool = True) -> None:
-    """Download the missing files of a dataset as the server stores them, and check all files.
-
-    Arguments:
-        folder, md5, server, progress: as for `download_missing`.
-    Raises:
-        BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
-    """
-    download_missing(folder, md5, server, progress)
-    for file, problem in verified_as_stored(folder, md5):
-        if problem != "ok":
-            raise BadInput(f"{folder / file}: {problem}")
 
 
 def _try_mirror(url: str, part: Path, md5: str, progress: bool, digest: Callable[[Path], str]) -> str | None:

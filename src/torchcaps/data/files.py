@@ -43,8 +43,7 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int], 
                 content += chunk
     except (OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
-    if md5 is not None and (problem := _compared(hashlib.md5(content, usedforsecurity=False).hexdigest(), md5)) != "ok":
-        raise BadInput(f"{path}: {problem}")
+    _check_content(path, content, md5)
     return content
 
 
@@ -97,69 +96,64 @@ def content_as_stored(path: Path, md5: str | None = None) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise _unreadable(path, error) from error
-    if md5 is not None:
-        problem = _compared(hashlib.md5(content, usedforsecurity=False).hexdigest(), md5, what="its md5")
-        if problem != "ok":
-            raise BadInput(f"{path}: {problem}")
+    _check_content(path, content, md5, stored=True)
     return content
 
 
-def present(path: Path) -> Path | None:
-    """Return `path` if it exists, else `path` with `.gz` appended if that exists, else None."""
-    return next((file for file in (path, path.with_name(path.name + ".gz")) if file.exists()), None)
+def _check_content(path: Path, content: bytes | bytearray, md5: str | None, stored: bool = False) -> None:
+    """Raise `BadInput` if the content of a file, as stored or uncompressed, has another MD5 than ``md5``, if given."""
+    if md5 is not None:
+        problem = _compared(hashlib.md5(content, usedforsecurity=False).hexdigest(), md5, stored=stored)
+        if problem != "ok":
+            raise BadInput(f"{path}: {problem}")
 
 
-def verified(folder: Path, md5: Mapping[str, str], cure: str = "") -> list[tuple[str, str]]:
-    """Check the files of a dataset, raw or gzipped; returns `(file, "ok" or the problem)` for each file.
+def present(path: Path, stored: bool = False) -> Path | None:
+    """Return `path` if it exists, else `path` with `.gz` appended if that exists, else None.
+
+    With ``stored``, a file with `.gz` appended is not considered.
+    """
+    candidates = (path,) if stored else (path, path.with_name(path.name + ".gz"))
+    return next((file for file in candidates if file.exists()), None)
+
+
+def verified(folder: Path, md5: Mapping[str, str], cure: str = "", stored: bool = False) -> list[tuple[str, str]]:
+    """Check the files of a dataset; returns `(file, "ok" or the problem)` for each file.
 
     Arguments:
         folder: folder of the files.
-        md5: MD5 of the uncompressed content of each file, keyed by file name.
+        md5: MD5 of each file, keyed by file name.
         cure: as for `checked`; if given, it is also the cure for a missing file.
+        stored: whether the MD5 are those of the files as stored. Otherwise, they are those of the uncompressed content
+            of the files, raw or gzipped.
     """
     found = []
     for file, right in md5.items():
-        path = present(folder / file)
+        path = present(folder / file, stored)
         try:
-            problem = checked(path, right, cure) if path else f"missing from {folder}{cure and f'; {cure}'}"
+            problem = checked(path, right, cure, stored) if path else f"missing from {folder}{cure and f'; {cure}'}"
         except BadInput as error:
             problem = str(error).removeprefix(f"{path}: ")
         found.append((file, problem))
     return found
 
 
-def verified_as_stored(folder: Path, md5: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Check the files of a dataset as stored; returns `(file, "ok" or the problem)` for each file.
-
-    Arguments:
-        folder: folder of the files.
-        md5: MD5 of each file as stored, keyed by file name.
-    """
-    found = []
-    for file, right in md5.items():
-        path = folder / file
-        try:
-            problem = _compared(md5_of(path), right, what="its md5") if path.exists() else f"missing from {folder}"
-        except BadInput as error:
-            problem = str(error).removeprefix(f"{path}: ")
-        found.append((file, problem))
-    return found
-
-
-def checked(path: Path, md5: str, cure: str = "") -> str:
-    """Return "ok" if the uncompressed content of a file has this MD5, otherwise the problem.
+def checked(path: Path, md5: str, cure: str = "", stored: bool = False) -> str:
+    """Return "ok" if a file has this MD5, otherwise the problem.
 
     Arguments:
         path: the file, raw or gzipped.
         md5: the right MD5.
         cure: what the user can do about a wrong file; by default, delete it to download it again.
+        stored: whether the MD5 is that of the file as stored, instead of its uncompressed content.
     """
-    return _compared(uncompressed_md5(path), md5, cure)
+    return _compared(md5_of(path) if stored else uncompressed_md5(path), md5, cure, stored)
 
 
-def _compared(seen: str, right: str, cure: str = "", what: str = "the md5 of its content") -> str:
+def _compared(seen: str, right: str, cure: str = "", stored: bool = False) -> str:
     if seen == right:
         return "ok"
+    what = "its md5" if stored else "the md5 of its content"
     return f"{what} is {seen}, not {right}; {cure or 'delete it to download it again'}"
 
 

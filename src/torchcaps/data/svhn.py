@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchcaps.data.download import complete_as_stored, download_missing
-from torchcaps.data.files import verified_as_stored
+from torchcaps.data.download import complete, fetched
+from torchcaps.data.files import verified
 from torchcaps.data.images import Images
 from torchcaps.data.mat_file import read_arrays
 from torchcaps.errors import BadInput
@@ -35,13 +35,13 @@ def load_svhn(data_dir: Path) -> tuple[Images, Images]:
     Example:
         >>> train, test = load_svhn(Path("data"))  # doctest: +SKIP
     """
-    download_missing(data_dir / "svhn", MD5, SERVER)
-    train, test = (read_svhn(data_dir / "svhn" / file, md5) for file, md5 in MD5.items())
+    paths = [fetched(data_dir / "svhn" / file, md5, [SERVER], stored=True) for file, md5 in MD5.items()]
+    train, test = map(read_svhn, paths, MD5.values())
     return train, test
 
 
 def fetch_svhn(data_dir: Path, progress: bool = True) -> None:
-    """Download the missing files of SVHN to `data_dir/svhn/`, and verify the checksums.
+    """Download the missing files of SVHN to `data_dir/svhn/`, and check the others.
 
     Arguments:
         data_dir: data folder.
@@ -49,12 +49,12 @@ def fetch_svhn(data_dir: Path, progress: bool = True) -> None:
     Raises:
         BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
     """
-    complete_as_stored(data_dir / "svhn", MD5, SERVER, progress)
+    complete(data_dir / "svhn", MD5, [SERVER], progress, stored=True)
 
 
 def verify_svhn(data_dir: Path) -> list[tuple[str, str]]:
     """Check the two files of SVHN without downloading them; returns `(file, "ok" or the problem)` for each file."""
-    return verified_as_stored(data_dir / "svhn", MD5)
+    return verified(data_dir / "svhn", MD5, stored=True)
 
 
 def read_svhn(path: Path, md5: str | None = None) -> Images:

@@ -90,24 +90,20 @@ def draw(
         shown = preprocessing.plain(images.pixels[image, None])[0, 0]
         for row, (distance, coupling) in enumerate(passes[index]):
             axes[row, 0].axis("off")
+            colours = {int(predicted[image]): "#D55E00", int(images.labels[image]): "#0072B2"}
             for label, name in enumerate(images.class_names):
                 axis = axes[row, label + 1]
-                colour = "#999999"
-                if label == int(predicted[image]):
-                    colour = "#D55E00"
-                if label == int(images.labels[image]):
-                    colour = "#0072B2"
                 axis.hist(
                     distance[label],
                     bins=30,
                     range=(0, distance.max().item()),
                     weights=coupling[label],
-                    color=colour,
+                    color=colours.get(label, "#999999"),
                 )
                 axis.set_yticks([])
                 axis.tick_params(labelsize=7)
                 if row == 0:
-                    axis.set_title(name, fontsize=9, color="black" if colour == "#999999" else colour)
+                    axis.set_title(name, fontsize=9, color=colours.get(label, "black"))
             axes[row, 1].set_ylabel(f"iteration {row + 1}", fontsize=9)
         axes[0, 0].imshow(shown.numpy(), cmap="gray")
         axes[0, 0].set_title(f"{outcome}ly classified", fontsize=9)

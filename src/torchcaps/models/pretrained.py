@@ -18,7 +18,7 @@ from torch import nn
 
 from torchcaps.data.files import as_json, atomically
 from torchcaps.errors import BadInput, first_line, unreadable
-from torchcaps.models.saved_rules import restore_rules, same_setting, saved_rules, settings_of
+from torchcaps.models.saved_rules import is_foreign, restore_rules, same_setting, saved_rules, settings_of
 from torchcaps.options import absent, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS
 
@@ -247,8 +247,7 @@ def _built(cls: type, options: Mapping[str, Any]) -> Any:
 
     routing: Any = options.get("routing")
     rule = ROUTINGS.get(getattr(routing, "name", routing), cls)
-    ours = all(kind.__module__.startswith("torchcaps.") for kind in (cls, rule))
-    device = "meta" if ours else "cpu"
+    device = "cpu" if is_foreign(cls) or is_foreign(rule) else "meta"
     with torch.device(device), torch.random.fork_rng(devices=[]):
         return built(model_name(cls), cls, options)
 
@@ -314,8 +313,8 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     for setting in [*here, *there]:
         if not same_setting(here.get(setting), there.get(setting)):
             layer, attribute = setting
-            own = not type(model.get_submodule(layer)).__module__.startswith(("torch.nn.", "torchcaps."))
-            cure = f"return {attribute} in saved_options of this rule" if own else "undo the change of this layer"
+            foreign = is_foreign(type(model.get_submodule(layer)))
+            cure = f"return {attribute} in saved_options of this rule" if foreign else "undo the change of this layer"
             raise BadInput(
                 f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind}: "
                 f"{attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}; {cure}, or save "

@@ -62,6 +62,11 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+def is_foreign(kind: type) -> bool:
+    """Return whether a class belongs neither to torch nor to torchcaps."""
+    return not kind.__module__.startswith(("torch.nn.", "torchcaps."))
+
+
 def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the plain attributes of the layers of a network, by layer and attribute, to compare two networks.
 
@@ -72,7 +77,7 @@ def settings_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     found: dict[tuple[str, str], Any] = {}
     for name, layer in model.named_modules():
         kind = nn.Conv2d if isinstance(layer, nn.Conv2d) else type(layer)  # Im2colConv2d computes the same
-        if type(layer).__module__.startswith(("torch.nn.", "torchcaps.")):
+        if not is_foreign(type(layer)):
             found[name, "type"] = kind.__name__
             compared = {*vars(layer)} - {"training", "backend"}
         elif kind in ROUTINGS.values():
