@@ -82,6 +82,9 @@ def test_images_of_another_shape_or_type_are_refused(finished):
     ):
         with pytest.raises(BadInput, match=r"give uint8 of shape \[N, 3, 20, 24\]"):
             classifier.predict(wrong)
+    for wrong, says in ((5, "int 5"), ([torch.zeros(3, 20, 24)], r"a float32 tensor \[3, 20, 24\]")):
+        with pytest.raises(BadInput, match=f"images must be paths, or uint8 pixels .*; got {says}"):
+            classifier.predict(wrong)
     with pytest.raises(BadInput, match="images is empty"):
         classifier.predict([])
     with pytest.raises(BadInput, match=r"nowhere\.png: no such file"):

@@ -89,8 +89,9 @@ def test_only_a_head_with_coordinates_depends_on_positions():
     [
         (
             ((3, 4), 2),
-            r"features_shape must be \(channels, height, width\), or \(channels,\) for vectors; got \(3, 4\)",
+            r"features_shape must be \(channels, height, width\), or \(channels,\) for vectors; got tuple \(3, 4\)",
         ),
+        ((512, 2), r"features_shape must be \(channels, height, width\), .*; got int 512"),
         (((3, 0, 4), 2), "height must be an integer of at least 1; got int 0"),
         (((3, 4, 4), 0), "num_classes must be an integer of at least 1"),
         (((3, 4, 4), 2, 4, (1, 8)), "adding coordinates to vector votes needs a pose size of"),

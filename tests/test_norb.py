@@ -3,6 +3,7 @@
 import gzip
 import struct
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,8 @@ def test_resized_images_keep_their_attributes_and_are_averaged_over_areas(tmp_pa
         images.where(azimut=[1])
     with pytest.raises(BadInput, match="divides 96, the images' height"):
         as_images(files, 50, stereo=True)
+    with pytest.raises(BadInput, match="size is 48, but the images are not square: omit size"):
+        as_images(replace(files, images=files.images[..., :80]), 48, stereo=True)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from torchcaps import (
+    CapsNet,
     CapsuleLayer,
     Capsules,
     ClassCaps,
@@ -17,6 +18,7 @@ from torchcaps import (
     PoseNorm,
     PrimaryCaps,
     RoutingMap,
+    SelfRouting,
     SharedCaps,
     dynamic_routing,
     em_routing,
@@ -238,6 +240,9 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: decoded(torch.rand(2, 2, 3, 1, 2)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 2, 3, 1, 2\]"),
         (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
+        (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got int 0"),
+        (lambda: CapsNet(routing=DynamicRouting), "routing must be a rule.*; got the class DynamicRouting"),
+        (lambda: SelfRouting(6, 4, 10, 8), r"child_pose_shape must be a tuple \(rows, columns\) .*; got int 8"),
         (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
         (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),
         (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got int 0"),

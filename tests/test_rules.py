@@ -183,7 +183,7 @@ def test_layers_whose_sizes_differ_from_those_of_the_rule_are_refused():
     children, sizes = Capsules(pose, torch.rand(pose.shape[:3])), (*transform.shape[:2], transform.shape[2] + 1)
     with pytest.raises(ValueError, match=r"transform must have \[K, C, J\] = .*create the rule with transforms="):
         SelfRouting(*sizes, (pose.shape[3], pose.shape[4]))(children, transform, routing_map)
-    with pytest.raises(ValueError, match=r"poses of the children must be .*create the rule with child_pose_shape="):
+    with pytest.raises(ValueError, match=r"poses of the children are .*, but .*create the rule with child_pose_shape="):
         SelfRouting(*transform.shape[:3], (pose.shape[3], pose.shape[4] + 1))(children, transform, routing_map)
     with pytest.raises(ValueError, match=rf"parent types \(J\).*create the rule with parent_types={sizes[2] - 1}"):
         VariationalBayesRouting(sizes[2])(children, transform, routing_map)

@@ -90,7 +90,7 @@ def test_bad_backbones_strides_and_weights_are_refused(weights, tmp_path):
         (scalar, r"scalar.safetensors has no weights for test_resnet .*fc.weight"),
         (other, r"other.safetensors has no weights for test_resnet .*Missing key\(s\) in state_dict: \"conv1"),
         (damaged, "damaged.safetensors has no weights for test_resnet"),
-        (tmp_path / "none.safetensors", "is not a .safetensors file"),
+        (tmp_path / "none.safetensors", "none.safetensors does not exist"),
         (tmp_path / "weights.pth", "is not a .safetensors file"),
     ):
         with pytest.raises(BadInput, match=says):

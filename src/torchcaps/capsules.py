@@ -141,8 +141,11 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. If the squared length of a pose
-            overflows the dtype, its activation is NaN.
-        form: a form of `squash`.
+            overflows the dtype, its activation is NaN; with ``none`` it is ∞, and with ``unit`` 0.
+        form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``; see `squash` for the formulas.
+
+    Raises:
+        ValueError: ``form`` is not one of the known forms.
 
     Example:
         >>> squashed(torch.tensor([[3.0, 4.0]])).activation

@@ -45,12 +45,14 @@ def described(value: Any) -> str:
     """Describe a value for an error message.
 
     Example:
-        >>> described(torch.zeros(2, 3)), described("em")
-        ('a float32 tensor [2, 3]', "str 'em'")
+        >>> described(torch.zeros(2, 3)), described("em"), described(Tensor)
+        ('a float32 tensor [2, 3]', "str 'em'", 'the class Tensor')
     """
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor {list(value.shape)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     text = repr(value)
     return f"{type(value).__name__} {text}" if len(text) <= 40 else f"an object of type {type(value).__name__}"
 

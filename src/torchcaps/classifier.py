@@ -1,6 +1,6 @@
 """`Classifier`: a trained network with its image preprocessing, which predicts class names for image files."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,15 +185,17 @@ class Classifier:
                 must have this shape.
 
         Raises:
-            BadInput: a file cannot be read as an image; `images` is empty; the pixels have the wrong dtype or shape; or
-                the memory runs out.
+            BadInput: a file cannot be read as an image; `images` is empty, or neither paths nor pixels; the pixels have
+                the wrong dtype or shape; or the memory runs out.
         """
         if isinstance(images, str | Path):
             images = [images]
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.ascontiguousarray(images))
-        if not isinstance(images, Tensor) and not all(isinstance(path, str | Path) for path in images):
-            raise BadInput(f"images must be paths, or uint8 pixels [N, C, H, W]; got {described(images)}")
+        if not isinstance(images, Tensor):
+            images = list(images) if isinstance(images, Iterable) else [images]
+            if wrong := [one for one in images if not isinstance(one, str | Path)]:
+                raise BadInput(f"images must be paths, or uint8 pixels [N, C, H, W]; got {described(wrong[0])}")
         pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)
         weights = next(self.model.parameters())
         with evaluating(self.model), torch.inference_mode():

@@ -24,7 +24,8 @@ class Decoder(nn.Module):
         hidden_sizes: number of units of each hidden layer.
 
     Raises:
-        ValueError: a size is not an integer of at least 1, or ``image_shape`` does not have three numbers.
+        ValueError: ``num_classes``, ``pose_size`` or a number of ``image_shape`` is not an integer of at least 1, or
+            ``image_shape`` does not have three numbers.
 
     Example:
         >>> import torch

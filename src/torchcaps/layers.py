@@ -70,7 +70,8 @@ class CapsuleLayer(TransformModule):
         draw: function that draws the transforms in place, now and in `reset_parameters`; None to keep ``transform``.
 
     Raises:
-        ValueError: ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.
+        ValueError: ``transform`` does not have five dimensions; or ``routing`` is not a known rule, or is a rule module
+            that was created for a layer with other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -188,8 +189,8 @@ class ConvCaps(CapsuleLayer):
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
-        ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), the window exceeds the padded grid, or
-            ``routing`` is not a known rule or does not fit the layer.
+        ValueError: a size is below 1, ``padding`` is not in [0, kernel_size), the window exceeds the padded grid,
+            ``initial_std`` is negative or not finite, or ``routing`` is not a known rule or does not fit the layer.
 
     Example:
         >>> from torchcaps import PrimaryCaps
@@ -243,8 +244,9 @@ class ClassCaps(CapsuleLayer):
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
 
     Raises:
-        ValueError: ``coordinates`` is not ``[S, 2]`` or is on the meta device, a size is below 1, or ``routing`` is not
-            a known rule or does not fit the layer.
+        ValueError: ``coordinates`` is not ``[S, 2]`` or is on the meta device, a size is below 1, ``initial_std`` is
+            negative or not finite, or ``routing`` is not a known rule or does not fit the layer. When the layer is
+            called: coordinates are added to poses with one row, but the number of columns is not a square (4, 9, …).
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))

@@ -42,8 +42,9 @@ def margin_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` or ``weights`` does not have the documented shape, a one-dimensional ``target`` is not an
-            integer tensor with values in [0, classes), or a value, a margin or ``negative_weight`` is out of range.
+        ValueError: ``scores``, ``target`` or ``weights`` does not have the documented shape; a one-dimensional
+            ``target`` is not an integer tensor with values in [0, classes); a two-dimensional ``target`` has a value
+            outside [0, 1]; a weight is negative; or a margin or ``negative_weight`` is out of range.
 
     Example:
         >>> import torch
@@ -79,7 +80,7 @@ def reconstruction_loss(
         images: ``[B, channels, height, width]``, the images to reconstruct, in [0, 1].
 
     Raises:
-        ValueError: ``reconstruction`` and ``images`` have different shapes.
+        ValueError: ``reconstruction`` is not a tensor, or has another shape than ``images``.
 
     Example:
         >>> import torch
@@ -117,8 +118,9 @@ def spread_loss(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), ``weights`` does not have
-            the shape ``[B]``, or ``margin`` is out of range.
+        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
+            in [0, classes); ``weights`` does not have the shape ``[B]``, or a weight is negative; or ``margin`` is out
+            of range.
 
     Example:
         >>> import torch
@@ -176,8 +178,9 @@ def cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes), or ``label_smoothing`` is
-            out of range.
+        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
+            in [0, classes); ``weights`` does not have the shape ``[B]``, or a weight is negative; or
+            ``label_smoothing`` is out of range.
 
     Example:
         >>> import torch
@@ -213,7 +216,8 @@ def activation_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
+        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
+            in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is negative.
 
     Example:
         >>> import torch
@@ -240,7 +244,8 @@ def activation_logit_cross_entropy(
         weights: ``[B]``, factor of each sample's loss, at least 0.
 
     Raises:
-        ValueError: ``target`` is not an integer tensor ``[B]`` with values in [0, classes).
+        ValueError: ``scores`` is not a tensor ``[B, classes]``; ``target`` is not an integer tensor ``[B]`` with values
+            in [0, classes); or ``weights`` does not have the shape ``[B]``, or a weight is negative.
 
     Example:
         >>> import torch
@@ -341,7 +346,8 @@ def _check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
     if has_values(tensor) and tensor.numel():
         low, high = bounds(tensor)
         if low < least or high > most:
-            raise ValueError(f"{name} must be in [{least:g}, {most:g}]; got {low:g} to {high:g}")
+            allowed = f"in [{least:g}, {most:g}]" if most < math.inf else f"at least {least:g}"
+            raise ValueError(f"{name} must be {allowed}; got {low:g} to {high:g}")
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

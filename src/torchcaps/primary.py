@@ -33,7 +33,7 @@ class PrimaryCaps(nn.Module):
 
     Raises:
         ValueError: ``activation`` or ``normalise`` is not one of the known values, a size is not an integer of at least
-            1, or ``padding`` is not an integer of at least 0.
+            1, or ``padding`` is not an integer of at least 0. When the module is called: ``squash_form`` is unknown.
 
     Example:
         >>> import torch
@@ -115,7 +115,8 @@ class PoseNorm(nn.Module):
         affine: learn a scale and an offset for every pose element.
 
     Raises:
-        ValueError: the capsules do not have ``types`` types and ``pose_size`` elements per pose.
+        ValueError: a size is not an integer of at least 1. When the module is called: the number of types times the
+            number of pose elements is another than in the constructor.
 
     Example:
         >>> import torch

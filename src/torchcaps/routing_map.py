@@ -92,7 +92,7 @@ class RoutingMap:
 
     Raises:
         ValueError: ``edges`` is not an integer tensor ``[E, 3]``, an edge contains a site or transform that does not
-            exist, a size is below 1, or ``parent_grid`` does not have P sites.
+            exist, ``edges`` is on the meta device, a size is below 1, or ``parent_grid`` does not have P sites.
 
     Example:
         >>> RoutingMap.conv((3, 3), kernel_size=2).edges[:4].tolist()
@@ -274,7 +274,7 @@ class RoutingMap:
             transform: ``[K, C, J, Q, N]``, the matrices that turn the pose of a child into votes.
 
         Raises:
-            ValueError: the shape of ``pose`` or ``transform`` does not match the map, or the two shapes do not match.
+            ValueError: ``pose`` or ``transform`` does not fit the map; see `check`.
         """
         self.check(pose, transform)
         child, _, kernel = self.edges_on(pose.device).unbind(1)

@@ -192,7 +192,7 @@ def check_rule(
     if isinstance(make, nn.Module) or not needs_layer:
         raise TypeError(
             "make must be a function that takes a LayerShape and creates the rule, such as lambda layer: MyRule(); got "
-            f"{make.__name__ if isinstance(make, type) else described(make)}"
+            f"{described(make)}"
         )
     for name, routing_map in MAPS.items():
         generator = torch.Generator().manual_seed(0)

@@ -75,11 +75,11 @@ class TrainingModule(lightning.LightningModule):
         loss, scores = self.loss_and_scores(images, labels, train)
         if not torch.isfinite(loss):
             phase = "training" if train else "validation"
+            kept = "the checkpoint of the last complete epoch is kept; " if self.current_epoch else ""
             raise Diverged(
                 f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
                 f"first value that is not finite: {self._first_not_finite(images, labels)}",
-                cure="the checkpoint of the last complete epoch is kept; use a lower --lr, set gradient_clip, or use "
-                "--precision float32",
+                cure=f"{kept}use a lower --lr, set gradient_clip, or use --precision float32",
             )
         return loss, scores
 

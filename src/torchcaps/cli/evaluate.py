@@ -71,7 +71,10 @@ def evaluate(
     known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}
     recipe = known[runs[0]].recipe if runs[0] in known else None
     if recipe is None and split == "validation":
-        raise BadInput(f"--split is validation, but {runs[0]} has no recipe.json, so its validation images are unknown")
+        raise BadInput(
+            f"--split is validation, but {runs[0]} has no recipe.json, so its validation images are unknown: give a "
+            "run folder, or leave out --split and give images with --data"
+        )
     name = data or (recipe.data if recipe else "")
     if not name:
         raise BadInput(f"{runs[0]} has no recipe.json, so its test images are unknown: give images with --data")
@@ -216,11 +219,16 @@ def _split_of(
     recipe, same = run.recipe, same_data(name, run.recipe.data)
     moved = split == "validation" and not same
     if moved and any(one in DATASETS or one.startswith(HUB) for one in (name, recipe.data)):
-        raise BadInput(f"--split validation needs the data of {folder}, {recipe.data}, but --data is {name}")
+        raise BadInput(
+            f"--split validation needs the data of {folder}, {recipe.data}, but --data is {name}: leave out --data"
+        )
     splits = splits_for(classifier, replace(recipe, data=name) if moved else recipe, name, data_dir, cache)
     changed = difference(run.data, fingerprint(splits, run.data)[0]) if same or moved else None
     if changed and moved:
-        raise BadInput(f"--split validation needs the data of {folder}, but {name} is other data: {changed}")
+        raise BadInput(
+            f"--split validation needs the data of {folder}, but {name} is other data: {changed}; give an unchanged "
+            "copy of the data"
+        )
     if changed:
         warnings.warn(
             f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "

@@ -171,12 +171,15 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
         stereo: True for both cameras as two channels, False for the first camera only.
         class_names: names of the categories, in the order of the labels.
     Raises:
-        BadInput: `size` does not divide the stored size, or a category is not an index of `class_names`.
+        BadInput: `size` does not divide the stored size, `size` is given for images that are not square, or a category
+            is not an index of `class_names`.
     """
     pixels = torch.from_numpy(files.images if stereo else files.images[:, :1])
     side = pixels.shape[2]
     if size is not None and size != side:
         if size < 1 or side % size or pixels.shape[3] != side:
+            if pixels.shape[3] != side:
+                raise BadInput(f"size is {size}, but the images are not square: omit size")
             raise BadInput(f"size is {size}; give a number that divides {side}, the images' height, or omit size")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
+from torchcaps.checks import check_sizes
 from torchcaps.convolution import Im2colConv2d, kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
@@ -44,9 +45,9 @@ class CapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module that was created for a layer with
-            other sizes; ``stem`` and ``im2col`` are both set; or ``stem`` is set, but ``convolution_channels`` is not a
-            multiple of 4.
+        ValueError: a size is below 1; an option of the rule is out of its range; the rule is a module that was created
+            for a layer with other sizes; ``stem`` and ``im2col`` are both set; or ``stem`` is set, but
+            ``convolution_channels`` is not a multiple of 4.
 
     Example:
         >>> import torch
@@ -69,6 +70,8 @@ class CapsNet(nn.Module, Pretrained):
         stem: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, convolution_channels=convolution_channels, primary_types=primary_types)
+        check_sizes(primary_pose_size=primary_pose_size, class_pose_size=class_pose_size)
         channels, height, width = shape = self.image_shape = check_image_shape("CapsNet", image_shape, smallest=17)
         self._has_stem = stem
         if stem:
@@ -134,6 +137,10 @@ class BaselineCNN(nn.Module, Pretrained):
         channels: output channels of the three convolutions.
         hidden_sizes: units of the two hidden linear layers.
         dropout: dropout probability after the last hidden layer, in [0, 1).
+
+    Raises:
+        BadInput: ``image_shape`` is not (channels, height, width).
+        ValueError: ``dropout`` is not in [0, 1].
 
     Example:
         >>> import torch

@@ -42,9 +42,9 @@ class EfficientCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range; the rule is a module that was created for a layer with
-            other sizes; ``first_kernel_size`` or ``first_stride`` is below 1; ``channels`` does not have four numbers;
-            or the last number of ``channels`` is not a multiple of ``primary_pose_size``.
+        ValueError: a size is below 1; an option of the rule is out of its range; the rule is a module that was created
+            for a layer with other sizes; ``channels`` does not have four numbers; or the last number of ``channels`` is
+            not a multiple of ``primary_pose_size``.
 
     Example:
         >>> import torch
@@ -66,7 +66,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "self_attention",
     ) -> None:
         super().__init__()
-        check_sizes(first_kernel_size=first_kernel_size, first_stride=first_stride)
+        check_sizes(num_classes=num_classes, first_kernel_size=first_kernel_size, first_stride=first_stride)
+        check_sizes(primary_pose_size=primary_pose_size, class_pose_size=class_pose_size)
         below, height, width = shape = self.image_shape = check_image_shape(
             "EfficientCapsNet", image_shape, smallest=first_kernel_size + (8 if instance_norm else 6) * first_stride
         )

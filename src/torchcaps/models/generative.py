@@ -10,7 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
-from torchcaps.checks import check_choice
+from torchcaps.checks import check_choice, check_sizes
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import CapsuleLayer
@@ -45,8 +45,8 @@ class GenerativeCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: ``padding`` is not 0 or 1; an option of the rule is out of its range; or the rule is a module that
-            was created for a layer with other sizes.
+        ValueError: a size is below 1; ``padding`` is not 0 or 1; an option of the rule is out of its range; or the rule
+            is a module that was created for a layer with other sizes.
 
     Example:
         >>> import torch
@@ -65,6 +65,7 @@ class GenerativeCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "generative",
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, channels=channels, parts=parts, pose_side=pose_side)
         check_choice("padding", padding, (0, 1))
         smallest = 1 if padding else 29
         image_channels, height, width = self.image_shape = check_image_shape("GenerativeCapsNet", image_shape, smallest)

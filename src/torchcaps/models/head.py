@@ -1,6 +1,6 @@
 """`CapsuleHead`: capsules on the feature maps of any network."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from copy import deepcopy
 from functools import partial
 
@@ -62,10 +62,10 @@ class CapsuleHead(nn.Module):
         routing: nn.Module | Routing | str = "attention",
     ) -> None:
         super().__init__()
-        if len(features_shape) not in (1, 3):
+        if not isinstance(features_shape, Sized) or len(features_shape) not in (1, 3):
             raise ValueError(
                 "features_shape must be (channels, height, width), or (channels,) for vectors; got "
-                f"{tuple(features_shape)}"
+                f"{described(features_shape)}"
             )
         channels, height, width = features_shape if len(features_shape) == 3 else (*features_shape, 1, 1)
         check_sizes(channels=channels, height=height, width=width, num_classes=num_classes, types=types)

@@ -74,8 +74,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         BadInput: the image is too small for the kernels; an option has an invalid value; the routing or one of its
             options is unknown; or ``class_temperature_factor`` is not 1 and ``routing`` is neither ``"em"`` nor
             a `Routing` with this name.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
-            other sizes.
+        ValueError: ``num_classes`` is below 1; a standard deviation is negative or not finite; an option of the rule is
+            out of its range; or the rule is a module that was created for a layer with other sizes.
 
     Example:
         >>> import torch
@@ -242,6 +242,7 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the pooling.
+        ValueError: ``dropout`` is not in [0, 1].
 
     Example:
         >>> import torch

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, lengths, wide
+from torchcaps.checks import check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.layers import SharedCaps
 from torchcaps.models.image_shape import check_image_shape, check_images
@@ -98,7 +99,8 @@ class PooledCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
+        ValueError: a size is below 1, an option of the rule is out of its range, or ``routing`` is a module made for
+            other layer sizes.
 
     Example:
         >>> import torch
@@ -116,6 +118,7 @@ class PooledCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = SU,
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, class_pose_size=class_pose_size)
         channels, _, _ = self.image_shape = check_image_shape("PooledCapsNet", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
         self.reset_parameters()

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
+from torchcaps.checks import check_sizes
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
@@ -37,14 +38,16 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         width: output channels of the first convolution.
         types: number of capsule types in every layer except the last.
         pose_size: number of elements of a pose, except in the class capsules.
-        capsule_layers: number of ConvCaps layers between the primary and the class capsules.
+        capsule_layers: number of ConvCaps layers between the primary and the class capsules, from 0 to 100.
         class_pose_size: number of elements of a class capsule's pose.
         routing: routing rule of every layer: a name in `ROUTINGS`, a `Routing` (name and options), or a module, which
             is copied for each layer.
 
     Raises:
-        BadInput: the image is too small, or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
+        BadInput: the image is too small, the routing or one of its options is unknown, or ``capsule_layers`` is not in
+            [0, 100].
+        ValueError: a size is below 1, an option of the rule is out of its range, or ``routing`` is a module made for
+            other layer sizes.
 
     Example:
         >>> import torch
@@ -65,6 +68,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "self_routing",
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, types=types, pose_size=pose_size, class_pose_size=class_pose_size)
         below, height, width_of_image = self.image_shape = check_image_shape(
             "SelfRoutingCapsNet", image_shape, smallest=5
         )

@@ -108,8 +108,9 @@ class TimmCapsNet(nn.Module, Pretrained):
         name = self._name
         described, file = (source, Path(source)) if source != "timm" else _download(name)
         if not file.is_file() or file.suffix != ".safetensors":
+            problem = "is not a .safetensors file" if file.suffix != ".safetensors" else "does not exist"
             raise BadInput(
-                f"{file} is not a .safetensors file: give a file with the weights of {name}, or 'timm' to download them"
+                f"{file} {problem}: give a .safetensors file with the weights of {name}, or 'timm' to download them"
             )
         classes = _classes_in(file, name)
         overlay = {"file": str(file), "hf_hub_id": None, "url": "", **classes}

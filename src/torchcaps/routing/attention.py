@@ -40,7 +40,8 @@ class AttentionRouting(Rule):
 
     Raises:
         ValueError: ``pose_size`` is below 1 or equal to 2, ``iterations`` is not in [1, 1000], or ``competition`` is
-            unknown.
+            unknown. When the rule is called: the parents' poses do not have ``pose_size`` elements, or ``parents`` does
+            not fit the layer and the batch.
 
     Example:
         >>> import torch
@@ -85,8 +86,8 @@ class AttentionRouting(Rule):
         if rows * columns != self.pose_size:
             raise ValueError(
                 f"the poses of the parents are {rows}×{columns}, but this rule was created for poses of "
-                f"{self.pose_size} elements: create AttentionRouting({rows * columns}), or give the layer the pose "
-                "shape of the children"
+                f"{self.pose_size} elements: create AttentionRouting({rows * columns}), or give the layer the right "
+                "child_pose_shape"
             )
         agreement = None
         if parents is not None:

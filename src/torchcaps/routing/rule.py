@@ -117,6 +117,8 @@ class Rule(nn.Module):
             ValueError: ``children`` or ``transform`` does not fit the map; the activation does not fit the pose (a
                 rule that ignores activations, ``weighs_activations = False``, does not check them); or
                 ``return_couplings`` is given, but the rule does not call `Votes.moments`.
+            TypeError: `route` does not return `Capsules` with a pose ``[B, P, J, R, N]`` and an activation
+                ``[B, P, J]``.
         """
         check_capsules(children)
         check_children(children.pose, transform, routing_map)

@@ -34,7 +34,7 @@ class SelfAttentionRouting(Rule):
         parent_types: number of capsule types per parent site (J).
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1. When the rule is called: the transform and the rule differ in K, C or J.
 
     Example:
         >>> from torchcaps import RoutingMap

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules
-from torchcaps.checks import check_sizes
+from torchcaps.checks import check_shape, check_sizes
 from torchcaps.routing.rule import LayerShape, Rule, check_transform
 from torchcaps.routing.votes import Agreement, Competition, Votes
 
@@ -34,7 +34,8 @@ class SelfRouting(Rule):
         child_pose_shape: rows and columns (R, Q) of a child's pose.
 
     Raises:
-        ValueError: a size is below 1.
+        ValueError: a size is below 1, or ``child_pose_shape`` is not (rows, columns). When the rule is called: the
+            transform and the rule differ in K, C or J, or the poses of the children do not have ``child_pose_shape``.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -49,9 +50,9 @@ class SelfRouting(Rule):
 
     def __init__(self, transforms: int, child_types: int, parent_types: int, child_pose_shape: Sequence[int]) -> None:
         super().__init__()
+        check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types)
+        check_shape("child_pose_shape", child_pose_shape, "rows, columns")
         rows, columns = child_pose_shape
-        check_sizes(transforms=transforms, child_types=child_types, parent_types=parent_types, rows=rows)
-        check_sizes(columns=columns)
         self.weight = nn.Parameter(torch.empty(transforms, child_types, parent_types, columns, rows))
         self.bias = nn.Parameter(torch.empty(transforms, child_types, parent_types))
         self.reset_parameters()
@@ -75,8 +76,9 @@ class SelfRouting(Rule):
         rows, columns = pose.shape[3], transform.shape[4]
         if self.weight.shape[3:] != (pose.shape[4], rows):
             raise ValueError(
-                f"the poses of the children must be {[*self.weight.shape[:2:-1]]}, the child_pose_shape of this rule; "
-                f"got {[*pose.shape[3:]]}: create the rule with child_pose_shape={tuple(pose.shape[3:])}"
+                f"the poses of the children are {pose.shape[3]}×{pose.shape[4]}, but this rule was created for "
+                f"{self.weight.shape[4]}×{self.weight.shape[3]}: create the rule with "
+                f"child_pose_shape={tuple(pose.shape[3:])}"
             )
         one = nn.functional.pad(torch.ones_like(pose[..., :1, :1]), (0, 0, 0, rows - 1))
         below = nn.functional.pad(self.bias.to(transform.dtype)[..., None, None], (columns, rows - 1))

@@ -55,9 +55,9 @@ class VariationalBayesRouting(Rule):
             the parent types at each site.
 
     Raises:
-        ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. Also
-            raised by a call with a transform for another number of parent types, and by a call in training mode with
-            a batch of one sample, if the layer has only one parent site.
+        ValueError: ``parent_types`` is below 1, ``iterations`` is not in [1, 1000], or ``competition`` is unknown. When
+            the rule is called: the transform has another number of parent types; or in training mode, the batch has
+            only one sample and the layer only one parent site.
 
     Example:
         >>> from torchcaps import RoutingMap
@@ -95,8 +95,8 @@ class VariationalBayesRouting(Rule):
         """Compute the poses from the posterior means m_j, and the activations from the entropies H_j."""
         if votes.parent_shape[2] != self.parent_types:
             raise ValueError(
-                f"transform must have {self.parent_types} parent types (J), as this rule; got {votes.parent_shape[2]}: "
-                f"create the rule with parent_types={votes.parent_shape[2]}"
+                f"transform has {votes.parent_shape[2]} parent types (J), but this rule was created for "
+                f"{self.parent_types}: create the rule with parent_types={votes.parent_shape[2]}"
             )
         check_iterations(self.iterations)
         agreement = None

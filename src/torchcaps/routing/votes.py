@@ -196,7 +196,8 @@ class Votes:
             constant_couplings: treat the couplings as constants, so that the agreement gets no gradient.
 
         Raises:
-            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents.
+            ValueError: ``agreement`` is neither an `Agreement` nor None, or an entry of it does not have the shape, the
+                type or the range that `Agreement` documents.
         """
         self._last[:] = [agreement]
         parts = self._checked(agreement)
@@ -222,8 +223,7 @@ class Votes:
             floor: constant added to the variances, at least 0.
 
         Raises:
-            ValueError: a tensor in ``agreement`` does not have the shape that `Agreement` documents, or ``floor`` is
-                not a finite number of at least 0.
+            ValueError: ``agreement`` is not as in `moments`, or ``floor`` is not a finite number of at least 0.
         """
         if not isinstance(floor, Real) or not 0 <= floor < math.inf:
             raise ValueError(f"floor must be a finite number of at least 0; got {described(floor)}")
@@ -286,6 +286,9 @@ class Votes:
 
         Arguments:
             agreement: logits of the couplings; None for uniform couplings.
+
+        Raises:
+            ValueError: ``agreement`` is not as in `moments`.
         """
         parts = self._checked(agreement)
         given = (self._pose, self._transform, *parts[:5])

@@ -79,8 +79,8 @@ template <class T, int BIT = lanes<T> / 2> inline void transpose(Vector<T>* x) {
   if constexpr (BIT > 1) transpose<T, BIT / 2>(x);
 }
 
-// e^x to about 1 ulp; results below the smallest normal number are 0. The polynomials of exponential and logarithm are
-// from Moshier's Cephes library (expf, logf).
+// e^x to about 1 ulp for x in [-87, 88]. Below -87, the result is 0; above 88, it is e^88. The polynomials of
+// exponential and logarithm are from Moshier's Cephes library (expf, logf).
 [[gnu::always_inline]] inline Vector<float> exponential(Vector<float> x) {
   using Bits = Lane<float>::bits;
   const Bits alive = x >= -87.0f;

@@ -66,8 +66,9 @@ template <class T, class Kernel> void transforms_from_lanes(const Problem& g, co
                   std::min(lanes<T>, g.J - block * lanes<T>));
 }
 
-// Sums the `size` numbers that work(tile, sum, arena) adds to, over all tiles. The groups of tiles do not depend on the
-// number of threads, and their sums are added in order, so that the number of threads does not change the result.
+// Calls work(tile, sum, arena) for all tiles; it adds the `size` numbers of a tile to `sum`. Writes the sums over all
+// tiles to `to`. The groups of tiles do not depend on the number of threads, and their sums are added in order, so that
+// the number of threads does not change the result.
 template <class T, class Work> void sum_in_groups(int tiles, long size, int threads, T* to, Work work) {
   constexpr long MOST_GROUPS = 16, MOST_BYTES = 64L << 20;
   const long affordable = std::max(1L, MOST_BYTES / std::max(1L, size * long(sizeof(T))));
