@@ -1,7 +1,7 @@
 """Scores of an ensemble, and of a whole split: their calibration error, and a table with one row per image."""
 
+import codecs
 import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,10 +143,8 @@ def write_predictions(
     Raises:
         BadInput: the file cannot be written.
     """
-    text = io.StringIO(newline="")
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow([*columns, "predicted_class", *(f"score {name}" for name in class_names)])
-    for facts, best, values in zip(known, scores.argmax(dim=1).tolist(), scores.tolist(), strict=True):
-        table.writerow([*facts, class_names[best], *(f"{value:.6g}" for value in values)])
     with atomically(path) as stream:
-        stream.write(text.getvalue().encode("utf-8", "surrogateescape"))
+        table = csv.writer(codecs.getwriter("utf-8")(stream, "surrogateescape"), lineterminator="\n")
+        table.writerow([*columns, "predicted_class", *(f"score {name}" for name in class_names)])
+        for facts, best, values in zip(known, scores.argmax(dim=1).tolist(), scores.numpy(), strict=True):
+            table.writerow([*facts, class_names[best], *(f"{value:.6g}" for value in values.tolist())])
