@@ -8,8 +8,7 @@ round differently, so a few pixels can differ between computers.
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from torchcaps.data.files import atomically, verified, write_json
+from torchcaps.data.image_files import tracked
 from torchcaps.data.images import Images
 from torchcaps.data.norb import CATEGORIES, KINDS, as_images, load_norb_files, norb_bytes, norb_file
 from torchcaps.data.toy_shapes import Solid, toy
@@ -66,10 +66,10 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     jobs = [
         (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
     ]
-    rendered = {}
-    for split, instance, category in _tracked(jobs, progress):
-        rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
     grid = np.array([*product(ELEVATIONS, AZIMUTHS, LIGHTINGS)])
+    rendered = {}
+    for split, instance, category in tracked(jobs, "rendering toys", len(jobs) * len(grid)) if progress else jobs:
+        rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
     sums = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -323,12 +323,3 @@ def _lights(lighting: int) -> list[tuple[np.ndarray, float | int]]:
             (np.array([math.cos(up) * math.cos(around), math.cos(up) * math.sin(around), math.sin(up)]), strength)
         )
     return lights
-
-
-def _tracked(jobs: Sequence[tuple], shown: bool) -> Iterable[tuple]:
-    if not shown or find_spec("rich") is None:
-        return jobs
-    from rich.console import Console
-    from rich.progress import track
-
-    return track(jobs, "rendering toys", console=Console(stderr=True))
