@@ -50,25 +50,19 @@ def save_curves(rows: Sequence[Mapping[str, Any]], path: Path, margins: Sequence
     write_picture(path, figure)
 
 
-def save_reconstructions(
-    model: nn.Module, preprocessing: Preprocessing, images: Images, path: Path, count: int = 10
-) -> bool:
-    """Draw images above their reconstructions, one column per image.
+def save_reconstructions(model: nn.Module, preprocessing: Preprocessing, images: Images, path: Path) -> None:
+    """Draw images above their reconstructions, one column per image; do nothing if the model has no decoder.
 
     The true class is written above each column, and the predicted class below.
 
     Arguments:
         model: network that takes images and returns a `Prediction`.
         preprocessing: conversion of the stored images to the model's input.
-        images: images of a split, of which up to `count` are drawn, at regular intervals.
+        images: images of a split, of which up to ten are drawn, at regular intervals.
         path: PNG file to write.
-        count: largest number of images to draw.
-
-    Returns:
-        True if a picture was written, False if the model has no decoder.
     """
-    step = max(1, len(images) // count)
-    return _draw(model, preprocessing, images.subset(range(0, len(images), step)[:count]), path, always=False)
+    step = max(1, len(images) // 10)
+    _draw(model, preprocessing, images.subset(range(0, len(images), step)[:10]), path)
 
 
 def save_worst(
@@ -98,14 +92,12 @@ def save_worst(
 
 
 def _draw(
-    model: nn.Module,
-    preprocessing: Preprocessing,
-    images: Images,
-    path: Path,
-    winners: Tensor | None = None,
-    always: bool = True,
-) -> bool:
-    """Draw images and their reconstructions. If the model has no decoder, draw the images only if `always` is True."""
+    model: nn.Module, preprocessing: Preprocessing, images: Images, path: Path, winners: Tensor | None = None
+) -> None:
+    """Draw images, their reconstructions and their predicted classes `winners`.
+
+    If the model has no decoder, draw the images without reconstructions; without `winners`, draw nothing.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -113,12 +105,12 @@ def _draw(
         inputs = preprocessing.plain(images.pixels)
         prediction = model(inputs.to(next(model.parameters())))
     drawn = prediction.reconstruction
-    if drawn is None and not always:
-        return False
+    if winners is None:
+        if drawn is None:
+            return
+        winners = prediction.scores.argmax(dim=1).cpu()
     rows = [("image", inputs)] if drawn is None else [("image", inputs), ("reconstruction", drawn.float().cpu())]
     names = [caption(name, 14) for name in images.class_names]  # a column is about 15 letters wide
-    if winners is None:
-        winners = prediction.scores.argmax(dim=1).cpu()
     width, height = 0.3 + 1.1 * len(images), 0.6 + 1.1 * len(rows)
     figure = Figure(figsize=(width, height))
     axis = figure.add_axes((0, 0, 1, 1))
@@ -139,7 +131,6 @@ def _draw(
             axis.text(x, y, text, ha="center", va="center", fontsize=9, parse_math=False)
     axis.set(xlim=(0, width), ylim=(height, 0), aspect="auto")
     write_picture(path, figure)
-    return True
 
 
 def as_picture(image: Float[Tensor, "C H W"]) -> Any:

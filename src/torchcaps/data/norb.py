@@ -8,7 +8,6 @@ sizes), and the elements, row-major. All numbers are little-endian.
 
 import math
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,7 +160,7 @@ def norb_file(prefix: str, split: str, size: int, kind: str) -> str:
     return f"{prefix}-{PARTS[split].format(size)}-{kind}.mat"
 
 
-def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Sequence[str] = CATEGORIES) -> Images:
+def as_images(files: NorbFiles, size: int | None, stereo: bool) -> Images:
     """Convert a split, including its attributes, to `Images` with one channel per camera.
 
     Arguments:
@@ -169,10 +168,9 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
         size: side of the square images in pixels; must divide the stored side. A pixel is the mean of a square block
             of stored pixels. None keeps the stored side.
         stereo: True for both cameras as two channels, False for the first camera only.
-        class_names: names of the categories, in the order of the labels.
     Raises:
         BadInput: `size` does not divide the stored size, `size` is given for images that are not square, or a category
-            is not an index of `class_names`.
+            is not an index of `CATEGORIES`.
     """
     pixels = torch.from_numpy(files.images if stereo else files.images[:, :1])
     side = pixels.shape[2]
@@ -183,7 +181,7 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool, class_names: Seq
             raise BadInput(f"size is {size}; give a number that divides {side}, the images' height, or omit size")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
-    return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), tuple(class_names), attributes)
+    return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), CATEGORIES, attributes)
 
 
 def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tuple[Images, Images]:

@@ -371,13 +371,11 @@ def some(images: Images, count: int | None) -> Images:
     return images.subset(order[:count].sort().values)
 
 
-def scores_of(
-    model: nn.Module, pixels: Tensor, preprocessing: Preprocessing | None = None, batch_size: int = 100
-) -> Tensor:
+def scores_of(model: nn.Module, pixels: Tensor, preprocessing: Preprocessing | None = None) -> Tensor:
     """Return the scores ``[N, classes]`` of uint8 pixels, computed on the model's device."""
     preprocessing, device = preprocessing or Preprocessing(), next(model.parameters()).device
     with torch.inference_mode():
-        batches = (preprocessing.plain(part).to(device) for part in pixels.split(batch_size))
+        batches = (preprocessing.plain(part).to(device) for part in pixels.split(100))
         return torch.cat([model(batch).scores.cpu() for batch in batches])
 
 
