@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import laws
 from problems import MAPS, cases, dynamic_routing_in_loops, random_case
 from torchcaps import ROUTINGS, Capsules, DynamicRouting, RoutingMap, dynamic_routing
-from torchcaps import testing as laws
 
 SU = {"logits": "latest", "squash_form": "su", "inner_squash_form": "unit"}
 OPTIONS = {

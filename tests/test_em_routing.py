@@ -6,9 +6,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import laws
 from problems import MAPS, cases, em_routing_in_loops, random_case
 from torchcaps import Capsules, EMRouting, RoutingMap, em_routing
-from torchcaps import testing as laws
 from torchcaps.kernels import _cpu
 
 OPTIONS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+import laws
 from problems import MAPS, cases, random_case
 from torchcaps import Capsules, RoutingMap
-from torchcaps import testing as laws
 from torchcaps.routing.generative import GenerativeRouting
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import laws
 from problems import MAPS, cases, random_case
 from torchcaps import (
     ROUTINGS,
@@ -26,7 +27,6 @@ from torchcaps import (
     Votes,
     dynamic_routing,
 )
-from torchcaps import testing as laws
 from torchcaps.testing import check_rule
 
 NUMBERS = 5  # columns of a vote in tests/problems.py, of one row

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import functional_call
 
+import laws
 from problems import MAPS, cases, far, full_problem
 from torchcaps import Capsules, RoutingMap
-from torchcaps import testing as laws
 from torchcaps.routing.variational_bayes import VariationalBayesRouting
 
 BETA = ("beta_a", "beta_u")
