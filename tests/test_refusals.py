@@ -1,10 +1,14 @@
 """Bad arguments are refused on every backend; the error names the argument, what it got and the cure."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from torchcaps import (
+    AttentionCapsNet,
+    BaselineCNN,
     CapsNet,
     CapsuleLayer,
     Capsules,
@@ -14,7 +18,10 @@ from torchcaps import (
     DenseCaps,
     DynamicRouting,
     EMRouting,
+    GenerativeCapsNet,
+    MatrixBaselineCNN,
     MatrixCapsNet,
+    PooledCNN,
     PoseNorm,
     PrimaryCaps,
     RoutingMap,
@@ -25,6 +32,7 @@ from torchcaps import (
     margin_loss,
     spread_loss,
 )
+from torchcaps.checks import described
 from torchcaps.kernels import _cpu
 from torchcaps.routing import ROUTINGS, LayerShape
 from torchcaps.routing.votes import Agreement, Votes
@@ -241,6 +249,21 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
         (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got int 0"),
+        *(
+            (partial(make, num_classes=count), f"num_classes must be an integer of at least 1; got {described(count)}")
+            for make in (AttentionCapsNet, BaselineCNN, GenerativeCapsNet, MatrixBaselineCNN, PooledCNN)
+            for count in (0, "10")
+        ),
+        (lambda: BaselineCNN(channels=()), r"channels must be a tuple of .*, one per layer; got tuple \(\)"),
+        (lambda: BaselineCNN(hidden_sizes=(8, 0)), r"hidden_sizes must be a tuple of .*; got tuple \(8, 0\)"),
+        (lambda: MatrixBaselineCNN(channels=8), "channels must be a tuple of .*; got int 8"),
+        (lambda: MatrixBaselineCNN((1, 4, 4), channels=(8, 8, 8)), "at least 8×8"),
+        (
+            lambda: Decoder(10, 16, (1, 28, 28), hidden_sizes=(0,)),
+            r"hidden_sizes must be a tuple of .*; got tuple \(0,\)",
+        ),
+        (lambda: RoutingMap.dense(-1), "child_sites must be an integer of at least 1; got int -1"),
+        (lambda: RoutingMap.shared(2.5), "child_sites must be an integer of at least 1; got float 2.5"),
         (lambda: CapsNet(routing=DynamicRouting), "routing must be a rule.*; got the class DynamicRouting"),
         (lambda: SelfRouting(6, 4, 10, 8), r"child_pose_shape must be a tuple \(rows, columns\) .*; got int 8"),
         (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
@@ -253,6 +276,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
             r"pose_size must be a tuple \(rows, columns\) .*; got tuple \(4, 4, 1\)",
         ),
         (lambda: PrimaryCaps(1, 2, 4, 3, activation="odd"), "unknown activation 'odd': use one of length, sigmoid"),
+        (lambda: PrimaryCaps(1, 2, 4, 3, squash_form="odd"), "unknown squash_form 'odd': use one of sabour, su, "),
         (lambda: PrimaryCaps(1, 2, 4, 3, normalise="odd"), "unknown normalise 'odd': use one of none, plain, affine"),
         (lambda: EMRouting(3, backend="gpu"), "unknown backend 'gpu': use one of auto, reference, fused"),
         (lambda: DynamicRouting(backend="gpu"), "unknown backend 'gpu': use one of auto, reference, fused"),
@@ -306,5 +330,8 @@ def test_poses_of_another_size_are_refused():
     matrices = Capsules(torch.randn(2, 9, 4, 4, 4), torch.rand(2, 9, 4))
     with pytest.raises(ValueError, match=r"parents are 4×4, .* for poses of 4 elements: create AttentionRouting\(16\)"):
         SharedCaps(4, 3, 4, routing="attention")(matrices)
-    with pytest.raises(ValueError, match=r"4 types and poses of 4×4, .* for 80 elements per site: create PoseNorm"):
-        PoseNorm(5, (4, 4))(matrices)
+    for norm, created in ((PoseNorm(5, (4, 4)), "5 types and poses of 16"), (PoseNorm(8, 8), "8 types and poses of 8")):
+        with pytest.raises(ValueError, match=f"4 types and poses of 4×4, .* for {created} elements: create PoseNorm"):
+            norm(matrices)
+    with pytest.raises(TypeError, match="routing_map must be a RoutingMap; got int 6"):
+        CapsuleLayer(6, torch.randn(6, 4, 10, 8, 16), "dynamic")

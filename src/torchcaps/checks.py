@@ -120,6 +120,16 @@ def check_shape(name: str, shape: Any, dimensions: str) -> None:
         raise ValueError(f"{name} must be a tuple ({dimensions}) of integers of at least 1; got {described(shape)}")
 
 
+def check_channels(name: str, sizes: Any) -> None:
+    """Check that the sizes of consecutive layers are given as a tuple or list of at least one integer, each at least 1.
+
+    Raises:
+        ValueError: ``sizes`` is not a tuple or list of this form.
+    """
+    if not isinstance(sizes, Sequence) or not sizes or any(not _is_integer(n) or n < 1 for n in sizes):
+        raise ValueError(f"{name} must be a tuple of integers of at least 1, one per layer; got {described(sizes)}")
+
+
 def check_iterations(iterations: Any) -> None:
     """Check that the number of routing iterations is an integer from 1 to 1,000.
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction, one_hot
-from torchcaps.checks import check_shape, check_sizes, described
+from torchcaps.checks import check_channels, check_shape, check_sizes, described
 
 
 class Decoder(nn.Module):
@@ -24,8 +24,7 @@ class Decoder(nn.Module):
         hidden_sizes: number of units of each hidden layer.
 
     Raises:
-        ValueError: ``num_classes``, ``pose_size`` or a number of ``image_shape`` is not an integer of at least 1, or
-            ``image_shape`` does not have three numbers.
+        ValueError: a size is not an integer of at least 1, or ``image_shape`` does not have three numbers.
 
     Example:
         >>> import torch
@@ -43,6 +42,8 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, pose_size=pose_size)
+        if hidden_sizes:
+            check_channels("hidden_sizes", hidden_sizes)
         self.num_classes, self.pose_size = num_classes, pose_size
         check_shape("image_shape", image_shape, "channels, height, width")
         self.image_shape = tuple(map(int, image_shape))

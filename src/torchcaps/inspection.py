@@ -217,14 +217,15 @@ class Inspection:
         return int(self.scores.argmax())
 
     def figure(self, count: int = 3) -> "Figure":
-        """Draw the image, all scores, the reconstruction, and the `support` for the ``count`` top-scoring classes."""
+        """Draw image, reconstruction, the 20 highest scores, and `support` for the ``count`` top-scoring classes."""
         try:
             from matplotlib.figure import Figure
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("a figure needs matplotlib: pip install 'torchcaps[train]'") from error
 
         passes, classes = self.support.shape[:2]
-        best = self.scores.argsort(descending=True)[: min(count, classes)].tolist()
+        ranked = self.scores.argsort(descending=True).tolist()
+        best, shown = ranked[:count], sorted(ranked[:20])
         figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * len(best)), layout="constrained")
         axes = figure.subplots(len(best), passes + 2, squeeze=False)
         picture = as_picture(self.image)
@@ -243,15 +244,14 @@ class Inspection:
             axes[1, 0].imshow(as_picture(self.reconstruction.clamp(0, 1)), cmap="gray")
             axes[1, 0].set_title("reconstruction", fontsize=9)
         for axis in axes.flat:
-            axis.set_xticks([])
-            axis.set_yticks([])
+            axis.set(xticks=[], yticks=[])
         bars = axes[0, 1]
-        names = [caption(name, 12) for name in self.class_names]
-        colours = [COLOURS[0] if index in best else COLOURS[3] for index in range(classes)]
-        bars.barh(range(classes), self.scores.numpy(), color=colours)
-        bars.set_yticks(range(classes), names, fontsize=7, parse_math=False)
+        colours = [COLOURS[0] if index in best else COLOURS[3] for index in shown]
+        bars.barh(range(len(shown)), self.scores[shown].numpy(), color=colours)
+        names = [caption(self.class_names[index], 12) for index in shown]
+        bars.set_yticks(range(len(shown)), names, fontsize=7, parse_math=False)
         bars.invert_yaxis()
-        bars.set_title("scores", fontsize=9)
+        bars.set_title("scores" if len(shown) == classes else f"{len(shown)} highest scores", fontsize=9)
         for axis in (*axes[1:, 1], *axes[2 if self.reconstruction is not None else 1 :, 0]):
             axis.axis("off")
         return figure

@@ -70,6 +70,7 @@ class CapsuleLayer(TransformModule):
         draw: function that draws the transforms in place, now and in `reset_parameters`; None to keep ``transform``.
 
     Raises:
+        TypeError: ``routing_map`` is not a `RoutingMap`.
         ValueError: ``transform`` does not have five dimensions; or ``routing`` is not a known rule, or is a rule module
             that was created for a layer with other sizes.
 
@@ -88,6 +89,8 @@ class CapsuleLayer(TransformModule):
         draw: Callable[[Tensor], object] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(routing_map, RoutingMap):
+            raise TypeError(f"routing_map must be a RoutingMap; got {described(routing_map)}: use RoutingMap.dense")
         if transform.ndim != 5:
             raise ValueError(f"transform must be [K, C, J, Q, N]; got {described(transform)}")
         self.routing_map = routing_map

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class PrimaryCaps(nn.Module):
             (without learned parameters) or ``affine`` (with a learned scale and offset).
 
     Raises:
-        ValueError: ``activation`` or ``normalise`` is not one of the known values, a size is not an integer of at least
-            1, or ``padding`` is not an integer of at least 0. When the module is called: ``squash_form`` is unknown.
+        ValueError: ``squash_form``, ``activation`` or ``normalise`` is not one of the known values, a size is not an
+            integer of at least 1, or ``padding`` is not an integer of at least 0.
 
     Example:
         >>> import torch
@@ -57,6 +57,7 @@ class PrimaryCaps(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("activation", activation, ("length", "sigmoid"))
+        check_choice("squash_form", squash_form, get_args(SquashForm))
         check_choice("normalise", normalise, ("none", "plain", "affine"))
         check_sizes(in_channels=in_channels, types=types, kernel_size=kernel_size, stride=stride)
         check_padding(padding)
@@ -115,8 +116,8 @@ class PoseNorm(nn.Module):
         affine: learn a scale and an offset for every pose element.
 
     Raises:
-        ValueError: a size is not an integer of at least 1. When the module is called: the number of types times the
-            number of pose elements is another than in the constructor.
+        ValueError: a size is not an integer of at least 1. When the module is called: the capsules do not have
+            ``types`` types and as many elements per pose as ``pose_size``.
 
     Example:
         >>> import torch
@@ -127,16 +128,18 @@ class PoseNorm(nn.Module):
     def __init__(self, types: int, pose_size: int | tuple[int, int], affine: bool = False) -> None:
         super().__init__()
         check_sizes(types=types)
+        self.types = types
         self.norm = nn.BatchNorm1d(types * math.prod(_pose_shape(pose_size)), affine=affine)
 
     def forward(self, capsules: Capsules) -> Capsules:
         """Normalise the poses; the activations stay the same."""
         pose = capsules.pose
         _, _, types, rows, columns = pose.shape
-        if types * rows * columns != self.norm.num_features:
+        size = self.norm.num_features // self.types
+        if (types, rows * columns) != (self.types, size):
             raise ValueError(
                 f"the capsules have {types} types and poses of {rows}×{columns}, but this PoseNorm was created for "
-                f"{self.norm.num_features} elements per site: create PoseNorm({types}, ({rows}, {columns}))"
+                f"{self.types} types and poses of {size} elements: create PoseNorm({types}, ({rows}, {columns}))"
             )
         numbers = _normalised(self.norm, pose.flatten(2).flatten(0, 1))
         return Capsules(numbers.to(pose.dtype).view(pose.shape), capsules.activation)

@@ -195,6 +195,7 @@ class RoutingMap:
             child_sites: number of child sites S.
             device: device of the edges; the CPU by default.
         """
+        check_sizes(child_sites=child_sites)
         sites = torch.arange(child_sites, device=device or "cpu")
         edges = torch.stack([sites, 0 * sites, sites], dim=1)
         return cls(edges, child_sites, 1, child_sites, (1, 1))._set(own_transforms=True, most_edges=1)
@@ -210,6 +211,7 @@ class RoutingMap:
             child_sites: number of child sites S.
             device: device of the edges; the CPU by default.
         """
+        check_sizes(child_sites=child_sites)
         sites = torch.arange(child_sites, device=device or "cpu")
         edges = torch.stack([sites, 0 * sites, 0 * sites], dim=1)
         return cls(edges, child_sites, 1, 1, (1, 1))._set(own_transforms=child_sites == 1, most_edges=1)

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, Prediction
-from torchcaps.checks import check_iterations
+from torchcaps.checks import check_iterations, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import CapsuleLayer, ConvCaps
@@ -67,8 +67,8 @@ class AttentionCapsNet(nn.Module, Pretrained):
     Raises:
         BadInput: the image is too small, the routing or one of its options is unknown, or ``concurrent`` is True and a
             rule is not `AttentionRouting`.
-        ValueError: an option of the rule is out of its range, or the rule is a module that was created for a layer with
-            other sizes.
+        ValueError: a size is below 1, an option of the rule is out of its range, or the rule is a module that was
+            created for a layer with other sizes.
 
     Example:
         >>> import torch
@@ -87,6 +87,7 @@ class AttentionCapsNet(nn.Module, Pretrained):
         concurrent: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes, channels=channels, types=types, pose_side=pose_side)
         image_channels, height, width = self.image_shape = check_image_shape(
             "AttentionCapsNet", image_shape, smallest=13
         )

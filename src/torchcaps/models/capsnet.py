@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.checks import check_sizes
+from torchcaps.checks import check_channels, check_sizes
 from torchcaps.convolution import Im2colConv2d, kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps
@@ -134,13 +134,13 @@ class BaselineCNN(nn.Module, Pretrained):
     Arguments:
         image_shape: (channels, height, width).
         num_classes: number of classes.
-        channels: output channels of the three convolutions.
-        hidden_sizes: units of the two hidden linear layers.
+        channels: output channels of the convolutions.
+        hidden_sizes: units of the hidden linear layers.
         dropout: dropout probability after the last hidden layer, in [0, 1).
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width).
-        ValueError: ``dropout`` is not in [0, 1].
+        ValueError: a size is below 1, ``channels`` or ``hidden_sizes`` is empty, or ``dropout`` is not in [0, 1].
 
     Example:
         >>> import torch
@@ -159,6 +159,9 @@ class BaselineCNN(nn.Module, Pretrained):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes)
+        check_channels("channels", channels)
+        check_channels("hidden_sizes", hidden_sizes)
         image_channels, height, width = self.image_shape = check_image_shape("BaselineCNN", image_shape, smallest=1)
         layers: list[nn.Module] = []
         for below, above in zip([image_channels, *channels], channels, strict=False):

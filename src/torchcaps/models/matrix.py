@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
+from torchcaps.checks import check_channels, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
@@ -234,15 +235,15 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
     paper reports 4.2M.
 
     Arguments:
-        image_shape: (channels, height, width); at least 4×4 pixels.
+        image_shape: (channels, height, width); with two convolutions, at least 4×4 pixels.
         num_classes: number of classes.
-        channels: output channels of the two convolutions.
+        channels: output channels of the convolutions.
         hidden_size: units of the hidden linear layer.
         dropout: dropout probability after the hidden layer, in [0, 1).
 
     Raises:
         BadInput: the image is too small for the pooling.
-        ValueError: ``dropout`` is not in [0, 1].
+        ValueError: a size is below 1, ``channels`` is empty, or ``dropout`` is not in [0, 1].
 
     Example:
         >>> import torch
@@ -261,13 +262,13 @@ class MatrixBaselineCNN(nn.Module, Pretrained):
         dropout: float = 0.5,
     ) -> None:
         super().__init__()
-        image_channels, height, width = self.image_shape = check_image_shape(
-            "MatrixBaselineCNN", image_shape, smallest=4
-        )
+        check_sizes(num_classes=num_classes, hidden_size=hidden_size)
+        check_channels("channels", channels)
+        shrunk = 2 ** len(channels)
+        image_channels, height, width = self.image_shape = check_image_shape("MatrixBaselineCNN", image_shape, shrunk)
         layers: list[nn.Module] = []
         for below, above in zip([image_channels, *channels], channels, strict=False):
             layers += [nn.Conv2d(below, above, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-        shrunk = 2 ** len(channels)
         layers += [nn.Flatten(), nn.Linear(channels[-1] * (height // shrunk) * (width // shrunk), hidden_size)]
         self.layers = nn.Sequential(*layers, nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden_size, num_classes))
 

@@ -54,6 +54,7 @@ class PooledCNN(nn.Module, Pretrained):
 
     Raises:
         BadInput: the image is too small for the kernels.
+        ValueError: ``num_classes`` is below 1.
 
     Example:
         >>> import torch
@@ -65,6 +66,7 @@ class PooledCNN(nn.Module, Pretrained):
 
     def __init__(self, image_shape: Sequence[int] = (1, 28, 28), num_classes: int = 10) -> None:
         super().__init__()
+        check_sizes(num_classes=num_classes)
         channels, _, _ = self.image_shape = check_image_shape("PooledCNN", image_shape, SMALLEST)
         self.trunk = _trunk(channels)
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, num_classes), nn.Sigmoid())

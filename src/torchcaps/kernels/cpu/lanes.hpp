@@ -64,7 +64,7 @@ template <class T> inline Vector<T> sums_across(Vector<T>* x) {
 }
 // NaN is returned if any lane is NaN.
 template <class T> inline Vector<T> largest_across(Vector<T>* x) {
-  return across<T>(x, [](Vector<T> a, Vector<T> b) { return (a < b) | (b != b) ? b : a; });
+  return across<T>(x, [](Vector<T> a, Vector<T> b) { return ((a < b) | (b != b)) ? b : a; });
 }
 
 // Transposes L vectors in place. Each call exchanges BIT between the number of a vector and the number of a lane.

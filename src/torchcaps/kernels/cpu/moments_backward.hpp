@@ -64,7 +64,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
       const V half = T(0.5) * load_scalar(pass.log_volume_grad, place);  // 0 in lanes without a parent
       for (int h = 0; h < numbers(); ++h) {
         const V square = variance[h] + pass.floor;
-        grad[h] += (half == T(0)) | (square < TINY<T>) ? V{} : half / square;
+        grad[h] += ((half == T(0)) | (square < TINY<T>)) ? V{} : half / square;
         records[at_scalar(OFFSET)] += variance[h] * grad[h];
       }
     }
@@ -192,7 +192,7 @@ class MomentsBackward : public Moments<T, LaneLayout, ROWS, INNER, COLUMNS, FORM
 
  private:
   // If a child's activation is small, its gradient is multiplied by SMALL, because it may exceed the largest number.
-  static Child gradient_scale(Child a) { return (a >= TINY<T>) & (a < SMALL<T>) ? Child{} + SMALL<T> : Child{} + T(1); }
+  static Child gradient_scale(Child a) { return ((a >= TINY<T>) & (a < SMALL<T>)) ? Child{} + SMALL<T> : Child{} + T(1); }
   // a · x, but 0 if the activation is 0, even for infinite x.
   static V scaled(Child a, V x) { return a == T(0) ? V{} : a * x; }
 

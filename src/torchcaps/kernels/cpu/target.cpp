@@ -28,7 +28,7 @@ template <class Work> void on_threads(int count, int threads, Work work) {
   std::exception_ptr failed;
 #pragma omp parallel num_threads(std::max(1, std::min(count, threads)))
   {
-    const Flush flush;
+    [[maybe_unused]] const Flush flush;
     Arena arena;
 #pragma omp for schedule(dynamic, 1)
     for (int index = 0; index < count; ++index) try {
