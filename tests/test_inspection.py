@@ -223,11 +223,11 @@ def test_the_figure_and_the_command_write_a_picture(call, refused, tmp_path):
     found = inspect(classifier("capsnet"), torch.zeros(1, 28, 28, dtype=torch.uint8))
     assert isinstance(found, Inspection)
     assert len(found.figure().axes) == 15
-    names, scores = tuple(map(str, range(50))), torch.arange(50.0).roll(5)
-    support, poses = found.support.repeat(1, 5, 1, 1), found.poses.repeat(5, 1, 1)
+    names, scores = tuple(map(str, range(30))), torch.arange(30.0).roll(5)
+    support, poses = found.support.repeat(1, 10, 1, 1), found.poses.repeat(10, 1, 1)
     many = replace(found, class_names=names, scores=scores, support=support, poses=poses).figure()
-    assert [text.get_text() for text in many.axes[1].get_yticklabels()] == ["0", "1", "2", "3", "4", *names[35:]]
-    assert [bar.get_width() for bar in many.axes[1].patches] == [*range(45, 50), *range(30, 45)]
+    assert [text.get_text() for text in many.axes[1].get_yticklabels()] == ["0", "1", "2", "3", "4", *names[15:]]
+    assert [bar.get_width() for bar in many.axes[1].patches] == [*range(25, 30), *range(10, 25)]
     digit = tmp_path / "digit.png"
     Image.fromarray(np.pad(np.full((20, 4), 255, np.uint8), ((4, 4), (12, 12)))).save(digit)
     code, out, _ = call("inspect", WEIGHTS / "matrix-capsnet-mnist", digit, "--out", tmp_path / "seen.png")
