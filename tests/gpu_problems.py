@@ -12,6 +12,7 @@ from problems import MAPS as ALL_MAPS
 from problems import full_problem
 from torchcaps import RoutingMap
 from torchcaps.kernels import moments as operators
+from torchcaps.kernels.record import Record
 from torchcaps.routing.votes import Agreement, Gaussians, Moments, kernel_arguments
 
 MAPS = {
@@ -79,7 +80,7 @@ class Fused:
         self.tokens = operators.open_votes(*self.children, self.sites, 3, *self.options)
 
     def run(self, agreement, *options):
-        size = len(operators.Record._fields)
+        size = len(Record._fields)
         tokens, self.tokens = self.tokens[:size], self.tokens[size:]
         even = agreement is None
         layer = *self.detached, self.sites, *kernel_arguments(agreement or Agreement()), even, *self.options

@@ -12,6 +12,7 @@ from torchcaps import Capsules, dynamic_routing, em_routing
 from torchcaps.kernels import _cpu
 from torchcaps.kernels import moments as operators
 from torchcaps.kernels.memory import for_kernels, has_strides, sample_stride, samples_last_strides
+from torchcaps.kernels.record import Record
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -97,7 +98,7 @@ def test_outputs_have_the_shapes_and_strides_that_the_compiler_expects(device, b
 def test_the_memory_of_a_record_may_change_between_its_two_uses(device):
     """The code that torch.compile generates copies tensors of a record, and overwrites the memory of the originals."""
     layer, options, _, record = a_pass(device)
-    place, found = operators.Record._fields.index("coupling_grads"), []
+    place, found = Record._fields.index("coupling_grads"), []
     for overwritten, direct in ((False, True), (False, False), (True, False)):
         used, kept = ([x.clone() for x in record] for _ in range(2))
         kept[place], *_ = operators.on_gpu("moments_backward", *layer, used, *options, True, direct=direct)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from torchcaps.kernels import once
 from torchcaps.kernels.memory import constants, laid_out, statistics_dtype
-from torchcaps.kernels.moments import Record, couplings, moments, moments_backward, open_votes, votes_backward
+from torchcaps.kernels.moments import couplings, moments, moments_backward, open_votes, votes_backward
 from torchcaps.kernels.operator import differentiate, refuse_batched
+from torchcaps.kernels.record import Record
 
 __all__ = ["couplings", "direct_moments", "direct_open_votes", "moments", "open_votes"]
 

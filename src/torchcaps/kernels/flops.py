@@ -18,7 +18,7 @@ __all__ = ["let_flops_be_counted"]
 
 def _of_votes(pose, transform, edge_lists, parent_sites) -> tuple[int, int]:
     """Return the FLOPs of one multiply-add per element of all votes, and the FLOPs of computing all votes."""
-    from torchcaps.kernels.moments import shapes_of  # imported here to avoid a circular import
+    from torchcaps.kernels.record import shapes_of  # imported here to avoid a circular import
 
     edges = shapes_of(pose, transform, edge_lists, parent_sites, types=False, by_sample=False).edges
     product = 2 * pose.shape[0] * edges * pose.shape[3] * prod(transform.shape[1:3]) * transform.shape[4]
@@ -44,7 +44,7 @@ def _couplings(pose, transform, edge_lists, parent_sites, constant, linear, quad
 
 def _moments_backward(pose, activation, transform, edge_lists, parent_sites, record, *_, **__):
     """Count the FLOPs of the gradients of the couplings and of the agreement."""
-    from torchcaps.kernels.moments import records_of
+    from torchcaps.kernels.record import records_of
 
     product, _ = _of_votes(pose, transform, edge_lists, parent_sites)
     (one,) = records_of(record)
@@ -57,7 +57,7 @@ def _votes_backward(pose, activation, transform, edge_lists, parent_sites, recor
     The sum consists of: the gradients of the votes, for each pass; the gradients of the activations, for each pass with
     uniform couplings; and the gradients of poses and transforms, once.
     """
-    from torchcaps.kernels.moments import records_of
+    from torchcaps.kernels.record import records_of
 
     product, making = _of_votes(pose, transform, edge_lists, parent_sites)
     products = 0

@@ -44,7 +44,7 @@ from torchcaps.kernels.gpu.votes import (
     votes_along,
     votes_of,
 )
-from torchcaps.kernels.moments import children_grads, records_of
+from torchcaps.kernels.record import children_grads, records_of
 
 
 @triton.jit

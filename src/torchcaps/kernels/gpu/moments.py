@@ -26,7 +26,7 @@ from torchcaps.kernels.gpu.votes import (
     votes_of,
 )
 from torchcaps.kernels.memory import constants
-from torchcaps.kernels.moments import Record
+from torchcaps.kernels.record import Record
 
 __all__ = ["couplings", "moments", "moments_backward", "votes_backward"]
 

@@ -18,7 +18,7 @@ from torchcaps.kernels.memory import (
     samples_last_strides,
     statistics_dtype,
 )
-from torchcaps.kernels.moments import Record, Shapes
+from torchcaps.kernels.record import Record, Shapes
 
 SAMPLES = 32
 """Number of samples in a tile: one for each thread of a warp."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from torchcaps.kernels.moments import Record
+from torchcaps.kernels.record import Record
 
 
 class Program(NamedTuple):
