@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-browser sanitize check docs tables bench clean always
+.PHONY: demo test test-slow test-browser test-clang sanitize check docs tables bench clean always
 
 demo: .venv/demo
 	rm -rf runs/demo
@@ -20,6 +20,13 @@ sanitize:
 	  -C cmake.define.TORCHCAPS_SANITIZE=ON -C build-dir=build/sanitize -e '.[dev]'
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	  .venv-sanitize/bin/python -m pytest tests/test_kernels.py
+
+# Tests the kernels compiled by Clang; needs clang and its OpenMP library (apt-get install clang libomp-dev).
+test-clang:
+	test -x .venv-clang/bin/python || $(PYTHON) -m venv .venv-clang
+	CXX=clang++ .venv-clang/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -C build-dir=build/clang -e '.[dev]'
+	.venv-clang/bin/python -m pytest tests/test_kernels.py tests/test_fused_rules.py
 
 # The explorer in a real browser; needs Chromium (apt-get install chromium).
 test-browser: .venv/dev
@@ -59,4 +66,4 @@ MODULES := $(sort $(shell find src -name '*.py'))
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sanitize build runs
+	rm -rf .venv .venv-sanitize .venv-clang build runs
