@@ -131,4 +131,4 @@ def gradient_health(
     """
     gradient = input_gradient(classifier, images, labels, loss)
     norm = gradient.flatten(1).norm(dim=1).mean().item()
-    return GradientHealth(100 * (gradient == 0).double().mean().item(), norm)
+    return GradientHealth(100 * (gradient == 0).sum().item() / gradient.numel(), norm)

@@ -23,7 +23,7 @@ from torchcaps.compilation import CALLS, compiling
 from torchcaps.data import DATASETS, Splits
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors, training_device
 from torchcaps.environment import processes
-from torchcaps.errors import DataWarning
+from torchcaps.errors import BadInput, DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
 from torchcaps.training_module import TrainingModule, trained_batch_norms
@@ -294,6 +294,8 @@ def _peak_memory(kind: str) -> int:
     try:
         return peak_memory()
     except OSError:
+        if sys.platform == "win32":
+            raise BadInput("the memory of a process cannot be measured on Windows: use WSL") from None
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -177,7 +177,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         images = self._preprocessed(X)
         device = next(self.model_.parameters()).device
         with torch.inference_mode():
-            parts = [self.model_(part.to(device)).scores.double().cpu() for part in images.split(64)]
+            parts = [self.model_(part.to(device)).scores.cpu().double() for part in images.split(64)]
         scores = torch.cat(parts).numpy()
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
