@@ -217,6 +217,7 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
             "a layer that the network does not have, namely 'nowhere'",
         ),
         (lambda content: content.update(routing={"class_capsules": 3}), "takes a mapping"),
+        (lambda content: rule_of(content).update(options=["leaky"]), "options takes a mapping"),
         (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "is 'x', which is"),
         (
             lambda content: content.update(routing={"class_capsules": {"rule": "dynamic", "options": {"leaky": 3}}}),

@@ -85,7 +85,7 @@ def test_targets_and_weights_that_would_make_a_loss_negative_are_refused():
 
 @pytest.mark.usefixtures("untyped")
 def test_a_prediction_instead_of_its_scores_and_a_missing_reconstruction_are_refused():
-    for loss in (margin_loss, spread_loss, LOSSES["cross_entropy"]):
+    for loss in LOSSES.values():
         with pytest.raises(ValueError, match=r"scores must be a tensor .*: pass prediction\.scores"):
             loss(Prediction(torch.rand(2, 3)), torch.tensor([0, 1]))
     with pytest.raises(ValueError, match="create the network with a decoder"):

@@ -49,10 +49,12 @@ def test_read_struct_returns_the_same_arrays_as_scipy(compressed, kind, tmp_path
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.float64])
+@pytest.mark.parametrize("kind", ["i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8"])
 def test_read_arrays_returns_the_same_arrays_as_scipy(compressed, kind, tmp_path):
     path = tmp_path / "arrays.mat"
     large = np.random.default_rng(0).integers(0, 100, (2, 3, 4, 5)).astype(kind)
+    limits = np.finfo(kind) if kind in ("f4", "f8") else np.iinfo(kind)
+    large[1, 2, 3, :2] = limits.min, limits.max
     content = {"small": large[0, 0, :1, :1], "words": "text", "large": large, "cells": np.array([[1, "a"]], object)}
     savemat(path, content, do_compression=compressed)
     found = read_arrays(path, ["large", "small"])
@@ -85,6 +87,12 @@ def test_a_compressed_array_is_read_up_to_its_declared_length(tmp_path, monkeypa
     assert peak < 1 << 20
 
 
+def test_an_empty_array_is_read(tmp_path):
+    savemat(tmp_path / "y.mat", {"y": np.zeros((0, 3), np.uint8)})
+    (found,) = read_arrays(tmp_path / "y.mat", ["y"])
+    assert (found.shape, found.dtype) == ((0, 3), np.uint8)
+
+
 def test_variables_that_are_not_read_are_not_decompressed(tmp_path):
     savemat(tmp_path / "y.mat", {"big": np.zeros((1 << 24, 1), np.uint8), "y": np.arange(3)}, do_compression=True)
     tracemalloc.start()
@@ -108,6 +116,13 @@ def test_an_array_that_is_stored_in_a_smaller_dtype_has_the_dtype_of_its_class(t
         read_arrays(path, ["y"])
 
 
+@pytest.mark.parametrize(("stored", "kind"), [(1, "i1"), (2, "u1"), (3, "<i2"), (4, "<u2"), (5, "<i4"), (6, "<u4")])
+def test_floating_point_numbers_that_are_stored_as_integers_keep_their_sign(stored, kind, tmp_path):
+    limits = [np.iinfo(kind).min, np.iinfo(kind).max]
+    (tmp_path / "y.mat").write_bytes(HEADER + array("y", 6, (1, 2), stored, np.array(limits, kind).tobytes()))
+    assert read_arrays(tmp_path / "y.mat", ["y"])[0].tolist() == [limits]
+
+
 def test_a_file_with_another_checksum_is_refused(tmp_path):
     path = tmp_path / "y.mat"
     savemat(path, {"y": np.arange(3)})
@@ -126,6 +141,7 @@ def test_a_damaged_file_of_arrays_is_refused(tmp_path):
         "the header is not": bytes(128) + whole,
         "no array y": HEADER,
         "ends within an element": HEADER + whole[:-8],
+        "(the file ends within an element": HEADER + element(14, whole[8:40] + struct.pack("<HH5s7x", 1, 5, b"yyyyy")),
         "an element is missing": HEADER + element(14, b""),
         "(an element is missing": HEADER + element(14, element(6, b"") + whole[24:]),
         "y is not numeric": HEADER + array("y", 4, (2, 2), 2, bytes(4)),

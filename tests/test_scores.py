@@ -88,6 +88,8 @@ def test_activations_trained_by_their_logits_are_converted_by_the_softmax_of_the
     almost_certain = torch.tensor([[0.9999, 0.999, 0.0]])
     found = probabilities(almost_certain, loss="activation_logit_cross_entropy")
     torch.testing.assert_close(found, torch.tensor([[9999.0, 999.0, 0.0]]) / 10998, atol=1e-4, rtol=1e-3)
+    certain = probabilities(torch.tensor([[1.0, 1.0, 0.0]]), loss="activation_logit_cross_entropy")
+    torch.testing.assert_close(certain, torch.tensor([[0.5, 0.5, 0.0]]))
     scores = torch.tensor([[0.99, 0.9, 0.5]])
     expected = (scores / (1 - scores)) / (scores / (1 - scores)).sum()
     found = probabilities(scores, loss="activation_logit_cross_entropy")
@@ -106,6 +108,16 @@ def test_the_calibration_error_of_evaluate_depends_on_the_loss_of_the_training()
         errors.append(found.calibration_error_percent)
         assert errors[-1] == pytest.approx(calibration_error_percent(found.scores, labels, logits=False, loss=loss))
     assert errors[0] != errors[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_evaluate_computes_in_the_given_precision():
+    model = create_model("capsnet", image_shape=(1, 20, 20), num_classes=3, convolution_channels=4, primary_types=2)
+    images = Images(torch.randint(0, 256, (6, 1, 20, 20), dtype=torch.uint8), torch.arange(6) % 3, ("a", "b", "c"))
+    exact, rounded = (evaluate(model.eval(), images, precision=each).scores for each in ("float32", "bf16"))
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, atol=0.02, rtol=0)
+    torch.testing.assert_close(exact, model(images.pixels / 255).scores, atol=1e-4, rtol=0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -186,6 +198,14 @@ def test_the_written_scores_equal_those_of_the_classifier(call, finished, tmp_pa
     written = torch.tensor([[float(row[f"score {name}"]) for name in ("left", "right")] for row in of_left])
     assert len(written) == 8
     assert (written[:, None] - known).abs().amax(dim=2).amin(dim=1).max() < 1e-4
+
+
+def test_the_picture_of_a_confusion_matrix_shows_the_numbers_of_images(tmp_path):
+    pictures = []
+    for times in (1, 2):
+        save_confusion(times * torch.tensor([[3, 1], [0, 4]]), ("a", "b"), tmp_path / "confusion.png")
+        pictures.append((tmp_path / "confusion.png").read_bytes())
+    assert pictures[0] != pictures[1]
 
 
 def test_class_names_are_drawn_as_they_are(tmp_path):

@@ -51,7 +51,7 @@ def test_the_dataset_is_loaded_from_files_with_the_right_checksums(tmp_path, mon
     path.write_bytes(path.read_bytes()[:-1])
     with refused(str(path), f"not {wrong}", "delete it"):
         dataset.load(tmp_path)
-    path.unlink()
+    path.rename(path.with_name("test_32x32.mat.gz"))
     assert dict(dataset.verify(tmp_path)) == {
         "train_32x32.mat": "ok",
         "test_32x32.mat": f"missing from {tmp_path / 'svhn'}",
@@ -68,6 +68,7 @@ def test_the_dataset_is_loaded_from_files_with_the_right_checksums(tmp_path, mon
         ({"X": PIXELS[..., 0], "y": DIGITS[:1].astype(float)}, "X is uint8 of shape [32, 32, 3], not"),
         ({"y": DIGITS.astype(np.int16)}, "y is int16 of shape [4, 1], not uint8 or float64"),
         ({"y": DIGITS.T.astype(float)}, "y is float64 of shape [1, 4], not uint8 or float64 of shape [N, 1]"),
+        ({"y": np.ones((4, 1, 2))}, "y is float64 of shape [4, 1, 2], not uint8 or float64 of shape [N, 1]"),
         ({"y": DIGITS[:3].astype(float)}, "has 4 images but 3 labels"),
         ({"y": (DIGITS % 10).astype(np.uint8)}, "has the label 0; labels are 1 to 10"),
         ({"y": (DIGITS + 1).astype(np.uint8)}, "has the label 11; labels are 1 to 10"),
