@@ -100,6 +100,12 @@ def test_inspection_traces_every_concurrent_pass_to_the_passes_below_that_it_dep
         torch.testing.assert_close(support[number], inspect(fewer, image).support[-1])
 
 
+def test_the_scores_of_poses_of_one_element_depend_on_the_image():
+    model = AttentionCapsNet((1, 13, 13), 3, channels=4, types=4, pose_side=1)
+    first, second = model(torch.rand(2, 1, 13, 13)).scores
+    assert (first - second).abs().max() > 1e-6
+
+
 def test_layers_that_cannot_change_the_scores_are_not_computed():
     model, calls = network(4), []
     layers = model.first_capsules, model.second_capsules, model.class_capsules

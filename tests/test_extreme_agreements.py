@@ -77,6 +77,15 @@ def test_couplings_under_equal_huge_logits_are_equal(backend, routing_map, logit
     torch.testing.assert_close(found, even)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_agreement_of_another_dtype_is_converted(backend):
+    votes = Votes(torch.randn(2, 4, 2, 1, 3), None, torch.randn(4, 2, 3, 3, 4), MAPS["dense"], backend=backend)
+    linear = torch.randn(2, 1, 3, 1, 4)
+    found, right = votes.moments(Agreement(linear=linear.double())), votes.moments(Agreement(linear=linear))
+    assert found.mean.dtype == torch.float32
+    assert torch.equal(found.mean, right.mean)
+
+
 @pytest.mark.parametrize("none_of_the_above", [False, True])
 @pytest.mark.parametrize("competition", ["parents", "types"])
 @pytest.mark.parametrize("batch", [1, 16])

@@ -208,6 +208,23 @@ def test_training_steps_stay_finite_and_change_beta():
     assert rule.beta_ignore.abs().max() > 0
 
 
+@pytest.mark.parametrize("competition", ["parents", "types"])
+def test_a_subclass_can_choose_the_parents_that_compete(competition):
+    case = random_case(MAPS["conv"], 6, torch.float64)
+    activation, rule = torch.rand(case.pose.shape[:3]).double(), random_rule(case.transform, iterations=1)
+    rule.competition = competition
+    child, parent, kernel = case.routing_map.edges.unbind(1)
+    parents = case.transform.shape[2] * (
+        child.bincount()[child] if competition == "parents" else torch.ones(len(child))
+    )
+    used = activation[:, child] / parents[:, None]
+    logits = torch.einsum("bec,ecj->bej", used, rule.beta_use[kernel])
+    logits = logits - torch.einsum("bec,ecj->bej", activation[:, child] - used, rule.beta_ignore[kernel])
+    expected = torch.zeros(len(activation), case.routing_map.parent_sites, logits.shape[2]).double()
+    found = rule(Capsules(case.pose, activation), *case[1:]).activation
+    torch.testing.assert_close(found, expected.index_add(1, parent, logits).sigmoid())
+
+
 def test_inputs_in_half_precision_are_routed_in_float32():
     case = random_case(MAPS["conv"], 5, torch.float32)
     children, rule = Capsules(case.pose, torch.rand(case.pose.shape[:3])), random_rule(case.transform)

@@ -156,3 +156,10 @@ def test_the_recipe_for_own_images_trains_a_residual_network(succeeds, images, t
     assert float(accuracy.replace("│", " ").split()[1]) > 90
     recipe = create_recipe("residual-capsnet-images")
     create_model(recipe.model, image_shape=(3, 16, 16), **recipe.model_options)
+
+
+def test_a_head_has_16_types_of_4x4_poses_with_coordinates_by_default():
+    head = CapsuleHead((6, 3, 3), 5)
+    given = CapsuleHead((6, 3, 3), 5, types=16, pose_size=(4, 4), coordinates=True, routing="attention")
+    assert {name: x.shape for name, x in head.named_parameters()} == {n: x.shape for n, x in given.named_parameters()}
+    assert head.class_capsules.add_coordinates

@@ -8,12 +8,26 @@ from torchcaps import BadInput, create_model
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("capsnet", 16), ("pooled-cnn", 13), ("pooled-capsnet", 13), ("matrix-capsnet", 16)]
+    ("name", "size"),
+    [
+        ("capsnet", 16),
+        ("pooled-cnn", 13),
+        ("pooled-capsnet", 13),
+        ("matrix-capsnet", 16),
+        ("efficient-capsnet", 10),
+        ("attention-capsnet", 12),
+        ("generative-capsnet", 28),
+    ],
 )
 def test_an_image_that_is_too_small_is_refused(name, size):
     with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
         create_model(name, image_shape=(1, size, size))
     create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
+
+
+def test_the_padded_generative_network_takes_images_of_one_pixel():
+    model = create_model("generative-capsnet", image_shape=(1, 1, 1), num_classes=3, **SMALL["generative-capsnet"])
+    assert model.eval()(torch.rand(2, 1, 1, 1)).scores.shape == (2, 3)
 
 
 @pytest.mark.usefixtures("untyped")

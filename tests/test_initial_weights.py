@@ -1,6 +1,7 @@
 """Initial weights of capsule layers, of matrix capsules and of capsule heads: their spread, set by options or sizes."""
 
 import json
+import math
 import warnings
 from copy import deepcopy
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torchcaps import (
     MODELS,
     ROUTINGS,
+    AttentionCapsNet,
     CapsNet,
     CapsuleHead,
     CapsuleLayer,
@@ -18,6 +20,7 @@ from torchcaps import (
     ClassCaps,
     ConvCaps,
     DenseCaps,
+    EfficientCapsNet,
     EMRouting,
     MatrixCapsNet,
     Routing,
@@ -79,6 +82,17 @@ def test_a_head_with_poses_of_one_element_is_not_saturated_on_a_large_map():
     scores = head(torch.randn(8, 16, 28, 28)).scores
     assert scores.min() > 0.01
     assert scores.max() < 0.99
+
+
+def test_the_deviations_of_efficient_and_attention_networks_depend_on_the_sizes_of_the_layer():
+    transform = EfficientCapsNet(decoder=False).class_capsules.transform
+    largest = 2 * math.sqrt(2 / (10 * 16 * 8))  # the distribution is truncated at two standard deviations
+    assert 0.98 * largest < transform.abs().max() <= largest
+    network = AttentionCapsNet()
+    sites = math.prod(network.second_capsules.parent_grid)
+    layers = (network.first_capsules, 32, 9), (network.second_capsules, 32, 9), (network.class_capsules, 10, sites)
+    for layer, parents, children in layers:
+        assert layer.transform.std().item() == pytest.approx(math.sqrt(parents / (4 * 32 * children)), rel=0.05)
 
 
 def test_a_deviation_of_0_gives_the_identity():

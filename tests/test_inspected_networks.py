@@ -18,6 +18,7 @@ from torchcaps import (
     inspect,
 )
 from torchcaps.feature_maps import FeatureMap, feature_maps
+from torchcaps.inspection import recorded
 
 
 class Stack(nn.Module):
@@ -44,6 +45,18 @@ def test_a_layer_that_a_model_uses_twice_is_two_layers():
     separate = copy.deepcopy(shared)
     separate.second = copy.deepcopy(layer)
     assert torch.equal(supports(shared, image), supports(separate, image))
+
+
+@torch.no_grad()
+def test_the_support_of_self_routing_is_the_share_of_each_child_in_the_mass():
+    model = nn.Sequential(
+        PrimaryCaps(1, 4, (2, 2), 3), ClassCaps(torch.rand(25, 2), 4, 3, (2, 2), routing="self_routing")
+    )
+    nn.init.normal_(model[1].routing.weight)
+    with recorded(model) as layers:
+        model(torch.rand(1, 1, 7, 7))
+    weights = layers[0].passes[0].votes.weights(layers[0].passes[0].agreement)[0]
+    torch.testing.assert_close(layers[0].support(0), weights / weights.sum(dim=(1, 2), keepdim=True))
 
 
 def test_a_network_may_change_capsules_between_two_layers():

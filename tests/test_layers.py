@@ -330,6 +330,9 @@ def test_pose_norm_gives_every_number_mean_0_and_variance_1_over_samples_and_sit
     torch.testing.assert_close(parents.pose.var(dim=(0, 1), correction=0), torch.ones(3, 2, 4), atol=1e-3, rtol=0)
     assert parents.activation is children.activation
     assert len(list(norm.parameters())) == 2 * affine
+    half = norm.bfloat16()(children).pose
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, parents.pose, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("normalise", ["none", "plain", "affine"])

@@ -140,12 +140,25 @@ def test_a_map_that_is_no_routing_map_is_refused_by_every_rule(name, routing_map
         rule_of(name, "auto")(children, right()["transform"], routing_map)
 
 
-@pytest.mark.parametrize("name", ["generative", "self_attention"])
+@pytest.mark.parametrize("name", ["generative", "self_attention", "self_routing"])
 def test_a_transform_of_other_sizes_than_the_rule_is_refused(name):
     rule = ROUTINGS[name].for_layer(LayerShape(4, 1, 5, (2, 2), (2, 2)))
     children = Capsules(right()["pose"], right()["activation"])
     with pytest.raises(ValueError, match=r"must have \[K, C, J\] = \[4, 1, 5\].* got \[4, 3, 5\]: .* child_types=3"):
         rule(children, right()["transform"], RoutingMap.dense(4))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_pose_instead_of_capsules_is_refused_by_every_rule(name):
+    with pytest.raises(ValueError, match=r"children must be Capsules\(pose, activation\); got a float32 tensor"):
+        rule_of(name, "auto")(right()["pose"], right()["transform"], RoutingMap.dense(4))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_coordinates_are_not_added_to_vectors_whose_size_is_no_square(size):
+    layer = ClassCaps(torch.rand(4, 2), 2, 3, (1, size))
+    with pytest.raises(ValueError, match=rf"needs a pose size of 4, 9, 16, … \(a square\); got {size}: change"):
+        layer(Capsules(torch.rand(2, 4, 2, 1, size), torch.rand(2, 4, 2)))
 
 
 def test_a_rule_with_no_iterations_still_has_one_pass():
@@ -246,6 +259,11 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: Decoder(3, 4, 28), r"image_shape must be a tuple \(channels, height, width\) .*; got int 28"),
         (lambda: decoded(torch.rand(2, 1, 1, 1, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 1, 1, 4\]"),
         (lambda: decoded(torch.rand(2, 2, 3, 1, 2)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 2, 3, 1, 2\]"),
+        (lambda: decoded(torch.rand(2, 1, 3, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 3, 4\]"),
+        (
+            lambda: CapsuleLayer(RoutingMap.dense(4), torch.rand(4, 3, 5, 2), "em"),
+            r"transform must be \[K, C, J, Q, N\]; got a float32 tensor \[4, 3, 5, 2\]",
+        ),
         (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
         (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got int 0"),
@@ -267,6 +285,12 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: CapsNet(routing=DynamicRouting), "routing must be a rule.*; got the class DynamicRouting"),
         (lambda: SelfRouting(6, 4, 10, 8), r"child_pose_shape must be a tuple \(rows, columns\) .*; got int 8"),
         (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
+        (
+            lambda: ConvCaps((2, 2), 2, 0, 1, routing="dynamic"),
+            "parent_types must be an integer of at least 1; got int 0",
+        ),
+        (lambda: DenseCaps(4, 2, 2, 3, 0), "parent_pose_size must be an integer of at least 1; got int 0"),
+        (lambda: SharedCaps(2, 3, 0), "parent_pose_size must be an integer of at least 1; got int 0"),
         (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),
         (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got int 0"),
         (lambda: PrimaryCaps(1, 2, 4, 3, "same"), "stride must be an integer of at least 1; got str 'same'"),

@@ -16,6 +16,10 @@ def test_edges_of_dense_and_shared_maps():
     assert RoutingMap.shared(3).edges.tolist() == [[0, 0, 0], [1, 0, 0], [2, 0, 0]]
 
 
+def test_a_conv_map_has_stride_1_and_no_padding_by_default():
+    assert torch.equal(RoutingMap.conv((5, 4), 2).edges, RoutingMap.conv((5, 4), 2, stride=1, padding=0).edges)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3), st.integers(1, 3), st.data())
 def test_the_sum_of_votes_along_a_conv_map_equals_a_convolution(height, width, kernel, stride, data):
