@@ -100,7 +100,7 @@ def test_only_a_head_with_coordinates_depends_on_positions():
 )
 def test_a_head_refuses_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        CapsuleHead(*arguments)(torch.rand(2, 3, 4, 4))
+        CapsuleHead(*arguments)
 
 
 @pytest.mark.usefixtures("untyped")

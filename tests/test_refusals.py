@@ -24,9 +24,11 @@ from torchcaps import (
     PooledCNN,
     PoseNorm,
     PrimaryCaps,
+    ResidualCapsNet,
     RoutingMap,
     SelfRouting,
     SharedCaps,
+    coordinate_addition,
     dynamic_routing,
     em_routing,
     margin_loss,
@@ -156,9 +158,11 @@ def test_a_pose_instead_of_capsules_is_refused_by_every_rule(name):
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_coordinates_are_not_added_to_vectors_whose_size_is_no_square(size):
-    layer = ClassCaps(torch.rand(4, 2), 2, 3, (1, size))
-    with pytest.raises(ValueError, match=rf"needs a pose size of 4, 9, 16, … \(a square\); got {size}: change"):
-        layer(Capsules(torch.rand(2, 4, 2, 1, size), torch.rand(2, 4, 2)))
+    message = rf"needs a pose size of 4, 9, 16, … \(a square\); got {size}: change"
+    with pytest.raises(ValueError, match=message):
+        ClassCaps(torch.rand(4, 2), 2, 3, (1, size))
+    with pytest.raises(ValueError, match=message):
+        coordinate_addition(torch.rand(2, 4, 2, 1, size), torch.rand(1, 2, 3, size, size), torch.rand(4, 2))
 
 
 def test_a_rule_with_no_iterations_still_has_one_pass():
@@ -274,6 +278,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         ),
         (lambda: BaselineCNN(channels=()), r"channels must be a tuple of .*, one per layer; got tuple \(\)"),
         (lambda: BaselineCNN(hidden_sizes=(8, 0)), r"hidden_sizes must be a tuple of .*; got tuple \(8, 0\)"),
+        (lambda: ResidualCapsNet(widths=()), r"widths must be a tuple of .*, one per layer; got tuple \(\)"),
         (lambda: MatrixBaselineCNN(channels=8), "channels must be a tuple of .*; got int 8"),
         (lambda: MatrixBaselineCNN((1, 4, 4), channels=(8, 8, 8)), "at least 8×8"),
         (

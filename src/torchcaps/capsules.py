@@ -219,6 +219,21 @@ def check_labels(labels: Tensor, num_classes: int, name: str = "labels") -> None
             raise ValueError(f"{name} must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
 
 
+def vector_side(columns: int) -> int:
+    """Return the number of columns of the square matrix in which `coordinate_addition` reads a vector.
+
+    Raises:
+        ValueError: ``columns`` is not the square of a number of at least 2.
+    """
+    side = math.isqrt(columns)
+    if side < 2 or side * side != columns:
+        raise ValueError(
+            f"adding coordinates to vector votes needs a pose size of 4, 9, 16, … (a square); got {columns}: "
+            "change the pose size or leave the coordinates out"
+        )
+    return side
+
+
 def coordinate_addition(
     pose: Float[Tensor, "B S C R Q"], transform: Float[Tensor, "K C J Q N"], coordinates: Float[Tensor, "S 2"]
 ) -> tuple[Float[Tensor, "B S C R Q2"], Float[Tensor, "K C J Q2 N"]]:
@@ -257,12 +272,7 @@ def coordinate_addition(
     batch, _, types, rows, _ = pose.shape
     transforms, _, parents, _, columns = transform.shape
     if rows == 1:
-        side = math.isqrt(columns)
-        if side < 2 or side * side != columns:
-            raise ValueError(
-                f"adding coordinates to vector votes needs a pose size of 4, 9, 16, … (a square); got {columns}: "
-                "change the pose size or leave the coordinates out"
-            )
+        side = vector_side(columns)
         place = slice(side - 1, 2 * side, side)
         placed = coordinates[:, None, :]
     else:

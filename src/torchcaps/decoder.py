@@ -70,7 +70,7 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
             )
-        if of_class.shape != pose.shape[:1]:
+        if not isinstance(of_class, Tensor) or of_class.shape != pose.shape[:1]:
             raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
         visible = pose * one_hot(of_class, self.num_classes, "of_class").to(pose)[:, None, :, None, None]
         weight = self.layers[0].weight  # a method, if the layer is quantized

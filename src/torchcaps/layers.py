@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from torchcaps.capsules import Capsules, check_capsules, coordinate_addition
+from torchcaps.capsules import Capsules, check_capsules, coordinate_addition, vector_side
 from torchcaps.checks import check_shape, check_sizes, described, has_values
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
@@ -248,8 +248,8 @@ class ClassCaps(CapsuleLayer):
 
     Raises:
         ValueError: ``coordinates`` is not ``[S, 2]`` or is on the meta device, a size is below 1, ``initial_std`` is
-            negative or not finite, or ``routing`` is not a known rule or does not fit the layer. When the layer is
-            called: coordinates are added to poses with one row, but the number of columns is not a square (4, 9, …).
+            negative or not finite, ``routing`` is not a known rule or does not fit the layer, or coordinates are added
+            to poses with one row whose number of columns is not a square (4, 9, …).
 
     Example:
         >>> children = Capsules(torch.randn(2, 9, 8, 4, 4), torch.rand(2, 9, 8))
@@ -274,6 +274,8 @@ class ClassCaps(CapsuleLayer):
             raise ValueError(f"coordinates must be [S, 2], row and column per site; got {described(coordinates)}{cure}")
         check_sizes(child_types=child_types, num_classes=num_classes)
         size = columns_of(pose_size)
+        if add_coordinates and pose_size[0] == 1:
+            vector_side(size)
         draw = partial(square_transforms_, std=initial_std, around_identity=around_identity)
         transform = torch.empty(1, child_types, num_classes, size, size)
         routing_map = RoutingMap.shared(len(coordinates))

@@ -42,7 +42,8 @@ class CapsuleHead(nn.Module):
 
     Raises:
         ValueError: ``features_shape`` is neither (channels, height, width) nor (channels,); a size is below 1;
-            or ``routing`` is not a known rule or does not fit the class capsules.
+            coordinates are added to poses with one row whose number of columns is not a square; or ``routing`` is not a
+            known rule or does not fit the class capsules.
 
     Example:
         >>> backbone = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2), nn.ReLU())

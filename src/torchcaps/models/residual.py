@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Prediction
+from torchcaps.checks import check_channels
 from torchcaps.models.head import CapsuleHead
 from torchcaps.models.image_shape import check_image_shape, check_images
 from torchcaps.models.pretrained import Pretrained
@@ -31,7 +32,8 @@ class ResidualCapsNet(nn.Module, Pretrained):
 
     Raises:
         BadInput: ``image_shape`` is not (channels, height, width), or the routing or one of its options is unknown.
-        ValueError: an option of the rule is out of its range, or ``routing`` is a module made for other layer sizes.
+        ValueError: ``widths`` is empty or contains a number below 1, an option of the rule is out of its range, or
+            ``routing`` is a module made for other layer sizes.
 
     Example:
         >>> import torch
@@ -48,6 +50,7 @@ class ResidualCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "attention",
     ) -> None:
         super().__init__()
+        check_channels("widths", widths)
         channels, height, width = self.image_shape = check_image_shape("ResidualCapsNet", image_shape, smallest=1)
         stem = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         blocks = [_Block(below, above) for below, above in pairwise(widths)]
