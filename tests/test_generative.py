@@ -22,7 +22,7 @@ def random_rule(transform, **options):
 
 
 def as_function(rule):
-    """Turn the rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
+    """Turn the rule into a function for the laws; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = -torch.expm1(-pose.square().sum(dim=(3, 4)))
@@ -124,8 +124,8 @@ def test_generative_routing_has_the_properties_of_a_routing_rule(case):
 @settings(max_examples=25)
 @given(cases())
 def test_the_order_of_children_and_parents_does_not_matter(case):
-    # β depends on transform, child type and parent type. The checks in `torchcaps.testing` change the order of types in
-    # the transform only, so they hold only if β is the same for all types.
+    # β depends on transform, child type and parent type. The laws change the order of types in the transform only, so
+    # they hold only if β is the same for all types.
     rule = random_rule(case.transform, variance_floor=0.1 if case.pose.dtype == torch.float64 else 1.0)
     for beta in rule.parameters():
         beta.data = beta.data[:, :1, :1].expand_as(beta).clone()

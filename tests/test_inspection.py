@@ -227,6 +227,8 @@ def test_the_figure_and_the_command_write_a_picture(call, refused, tmp_path):
     support, poses = found.support.repeat(1, 10, 1, 1), found.poses.repeat(10, 1, 1)
     many = replace(found, class_names=names, scores=scores, support=support, poses=poses).figure()
     assert [text.get_text() for text in many.axes[1].get_yticklabels()] == ["0", "1", "2", "3", "4", *names[15:]]
+    zeros = replace(found, class_names=names, scores=0 * scores, support=support, poses=poses).figure(25)
+    assert [text.get_text() for text in zeros.axes[1].get_yticklabels()] == [*names[:25]]
     assert [bar.get_width() for bar in many.axes[1].patches] == [*range(25, 30), *range(10, 25)]
     digit = tmp_path / "digit.png"
     Image.fromarray(np.pad(np.full((20, 4), 255, np.uint8), ((4, 4), (12, 12)))).save(digit)

@@ -55,7 +55,7 @@ OF_CHILDREN = ("self-routing", "self-attention")
 
 
 def as_function(rule):
-    """Turn a rule into a function for `torchcaps.testing`: pose, transform and map in, capsules and couplings out."""
+    """Turn a rule into a function for the laws: pose, transform and map in, capsules and couplings out."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).clamp(0, 1)

@@ -141,7 +141,7 @@ def test_variational_bayes_routing_equals_the_procedure_of_its_paper(routing_map
 
 
 def as_function(rule):
-    """Turn a rule into a function for `torchcaps.testing`; a child with pose 0 has activation 0."""
+    """Turn a rule into a function for the laws; a child with pose 0 has activation 0."""
 
     def route(pose, transform, routing_map):
         activation = torch.linalg.vector_norm(pose, dim=(-2, -1)).tanh()

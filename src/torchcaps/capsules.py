@@ -141,7 +141,7 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
 
     Arguments:
         pose: ``[..., R, Q]``: rows and columns of each pose in the last two dimensions. If the squared length of a pose
-            overflows the dtype, its activation is NaN; with ``none`` it is ∞, and with ``unit`` 0.
+            overflows float32, its activation is NaN; with ``none`` it is ∞, and with ``unit`` 0.
         form: ``sabour``, ``su``, ``exponential``, ``unit`` or ``none``; see `squash` for the formulas.
 
     Raises:

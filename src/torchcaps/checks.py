@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -121,12 +122,13 @@ def check_shape(name: str, shape: Any, dimensions: str) -> None:
 
 
 def check_channels(name: str, sizes: Any) -> None:
-    """Check that the sizes of consecutive layers are given as a tuple or list of at least one integer, each at least 1.
+    """Check that the sizes of consecutive layers are at least one integer, each at least 1.
 
     Raises:
-        ValueError: ``sizes`` is not a tuple or list of this form.
+        ValueError: ``sizes`` is not a tuple, list or array of this form.
     """
-    if not isinstance(sizes, Sequence) or not sizes or any(not _is_integer(n) or n < 1 for n in sizes):
+    listed = isinstance(sizes, Sequence | np.ndarray) and len(sizes) > 0
+    if not listed or any(not _is_integer(n) or n < 1 for n in sizes):
         raise ValueError(f"{name} must be a tuple of integers of at least 1, one per layer; got {described(sizes)}")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import IOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,7 +194,8 @@ class Classifier:
         if isinstance(images, np.ndarray):
             images = torch.from_numpy(np.ascontiguousarray(images))
         if not isinstance(images, Tensor):
-            images = list(images) if isinstance(images, Iterable) else [images]
+            given: Any = images
+            images = list(given) if isinstance(given, Iterable) and not isinstance(given, bytes | IOBase) else [given]
             if wrong := [one for one in images if not isinstance(one, str | Path)]:
                 raise BadInput(f"images must be paths, or uint8 pixels [N, C, H, W]; got {described(wrong[0])}")
         pixels = self._checked(images) if isinstance(images, Tensor) else (self._read(Path(path)) for path in images)

@@ -1,6 +1,6 @@
 """Decoder, which reconstructs images from class capsules."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from itertools import pairwise
 
 import torch
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(num_classes=num_classes, pose_size=pose_size)
-        if hidden_sizes:
+        if not isinstance(hidden_sizes, Sized) or len(hidden_sizes):
             check_channels("hidden_sizes", hidden_sizes)
         self.num_classes, self.pose_size = num_classes, pose_size
         check_shape("image_shape", image_shape, "channels, height, width")
@@ -71,7 +71,9 @@ class Decoder(nn.Module):
                 f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
             )
         if not isinstance(of_class, Tensor) or of_class.shape != pose.shape[:1]:
-            raise ValueError(f"of_class must be [{pose.shape[0]}], one class per pose; got {described(of_class)}")
+            raise ValueError(
+                f"of_class must be integers [{pose.shape[0]}], one class per pose; got {described(of_class)}"
+            )
         visible = pose * one_hot(of_class, self.num_classes, "of_class").to(pose)[:, None, :, None, None]
         weight = self.layers[0].weight  # a method, if the layer is quantized
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32

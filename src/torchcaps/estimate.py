@@ -23,7 +23,7 @@ from torchcaps.compilation import CALLS, compiling
 from torchcaps.data import DATASETS, Splits
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors, training_device
 from torchcaps.environment import processes
-from torchcaps.errors import BadInput, DataWarning
+from torchcaps.errors import DataWarning
 from torchcaps.process_memory import peak_memory, release_free_memory, start_peak
 from torchcaps.recipe import Recipe, batch_starts
 from torchcaps.training_module import TrainingModule, trained_batch_norms
@@ -47,7 +47,8 @@ class Estimate:
 
     Arguments:
         parameters: number of parameters.
-        memory_bytes: peak memory of each process; on GPUs, peak memory of each device.
+        memory_bytes: peak memory of each process; on GPUs, peak memory of each device. 0 if it cannot be measured, as
+            on Windows.
         state_bytes: the part of ``memory_bytes`` for the weights, their gradients and the state of the optimiser.
         step_bytes: the part of ``memory_bytes`` for everything else in a training step, mainly activations.
         epoch_seconds: time of an epoch, including validation and the BatchNorm statistics for it.
@@ -84,10 +85,10 @@ class Estimate:
         clock = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%Y-%m-%d %H:%M}"
         each = f" in each of {self.devices} processes" if self.devices > 1 else ""
         more = f"; {self.workers} worker processes need additional memory" if self.workers else ""
+        memory = f"memory about {_size(self.memory_bytes)}{each}" if self.memory_bytes else "memory unknown"
         return (
-            f"{self.parameters:,} parameters; memory about {_size(self.memory_bytes)}{each}, including "
-            f"{_size(self.state_bytes)} for weights, gradients and optimiser and {_size(self.step_bytes)} for a "
-            f"training step{more}\n"
+            f"{self.parameters:,} parameters; {memory}, including {_size(self.state_bytes)} for weights, gradients and "
+            f"optimiser and {_size(self.step_bytes)} for a training step{more}\n"
             f"about {duration(self.epoch_seconds)} per epoch; epochs left: {epochs}; training ends at about {clock}"
         )
 
@@ -156,7 +157,7 @@ def estimate(
     images = (len(splits.validation) + (len(splits.test) if test else 0)) * recipe.test_crops**2
     return Estimate(
         parameters=sum(one.numel() for one in module.model.parameters()),
-        memory_bytes=steps.peak + optimizer,
+        memory_bytes=steps.peak and steps.peak + optimizer,
         state_bytes=weights + gradients + optimizer,
         step_bytes=max(0, steps.peak - held - weights - gradients),
         epoch_seconds=epoch,
@@ -295,7 +296,7 @@ def _peak_memory(kind: str) -> int:
         return peak_memory()
     except OSError:
         if sys.platform == "win32":
-            raise BadInput("the memory of a process cannot be measured on Windows: use WSL") from None
+            return 0
         import resource
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -224,8 +224,8 @@ class Inspection:
             raise ModuleNotFoundError("a figure needs matplotlib: pip install 'torchcaps[train]'") from error
 
         passes, classes = self.support.shape[:2]
-        ranked = self.scores.argsort(descending=True).tolist()
-        best, shown = ranked[:count], sorted(ranked[:20])
+        ranked = self.scores.argsort(descending=True, stable=True).tolist()
+        best, shown = ranked[:count], sorted(ranked[: max(20, count)])
         figure = Figure(figsize=(2.2 * (passes + 2), 2.3 * len(best)), layout="constrained")
         axes = figure.subplots(len(best), passes + 2, squeeze=False)
         picture = as_picture(self.image)

@@ -95,7 +95,7 @@ def top_5_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> 
     Of several equal scores, the first ones count as higher, as in `argmax`.
 
     Arguments:
-        scores: ``[N, K]``, the scores of all images of a split, of at least five classes.
+        scores: ``[N, K]``, the finite scores of all images of a split, for at least five classes.
         labels: ``[N]``, the true classes.
 
     Example:
@@ -103,6 +103,7 @@ def top_5_percent(scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"]) -> 
         >>> top_5_percent(torch.eye(6), torch.tensor([0, 1, 2, 3, 4, 5]))
         100.0
     """
+    labels = labels.long()
     right, classes = scores.gather(1, labels[:, None]), torch.arange(scores.shape[1], device=scores.device)
     higher = torch.where(classes < labels[:, None], scores >= right, scores > right)
     return 100 * (higher.sum(dim=1, dtype=torch.int32) < 5).double().mean().item()
@@ -146,5 +147,5 @@ def write_predictions(
     with atomically(path) as stream:
         table = csv.writer(codecs.getwriter("utf-8")(stream, "surrogateescape"), lineterminator="\n")
         table.writerow([*columns, "predicted_class", *(f"score {name}" for name in class_names)])
-        for facts, best, values in zip(known, scores.argmax(dim=1).tolist(), scores.numpy(), strict=True):
+        for facts, best, values in zip(known, scores.argmax(dim=1).tolist(), scores, strict=True):
             table.writerow([*facts, class_names[best], *(f"{value:.6g}" for value in values.tolist())])

@@ -169,8 +169,8 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool) -> Images:
             of stored pixels. None keeps the stored side.
         stereo: True for both cameras as two channels, False for the first camera only.
     Raises:
-        BadInput: `size` does not divide the stored size, `size` is given for images that are not square, or a category
-            is not an index of `CATEGORIES`.
+        BadInput: `size` does not divide the stored height, the images are to be shrunk but are not square, or a
+            category is not an index of `CATEGORIES`.
     """
     pixels = torch.from_numpy(files.images if stereo else files.images[:, :1])
     side = pixels.shape[2]

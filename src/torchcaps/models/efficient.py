@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, squashed, wide
-from torchcaps.checks import check_sizes
+from torchcaps.checks import check_channels, check_sizes
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import Decoder, prediction_of
 from torchcaps.layers import DenseCaps, truncated_normal_
@@ -68,6 +68,7 @@ class EfficientCapsNet(nn.Module, Pretrained):
         super().__init__()
         check_sizes(num_classes=num_classes, first_kernel_size=first_kernel_size, first_stride=first_stride)
         check_sizes(primary_pose_size=primary_pose_size, class_pose_size=class_pose_size)
+        check_channels("channels", channels)
         below, height, width = shape = self.image_shape = check_image_shape(
             "EfficientCapsNet", image_shape, smallest=first_kernel_size + (8 if instance_norm else 6) * first_stride
         )

@@ -68,11 +68,12 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         routing: nn.Module | Routing | str = "self_routing",
     ) -> None:
         super().__init__()
-        check_sizes(num_classes=num_classes, types=types, pose_size=pose_size, class_pose_size=class_pose_size)
+        check_sizes(num_classes=num_classes, width=width, types=types, pose_size=pose_size)
+        check_sizes(class_pose_size=class_pose_size)
         below, height, width_of_image = self.image_shape = check_image_shape(
             "SelfRoutingCapsNet", image_shape, smallest=5
         )
-        if not 0 <= capsule_layers <= 100:
+        if capsule_layers not in range(101):
             raise BadInput(f"capsule_layers is {capsule_layers}: the number of layers must be from 0 to 100")
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
