@@ -175,9 +175,9 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool) -> Images:
     pixels = torch.from_numpy(files.images if stereo else files.images[:, :1])
     side = pixels.shape[2]
     if size is not None and size != side:
-        if size < 1 or side % size or pixels.shape[3] != side:
-            if pixels.shape[3] != side:
-                raise BadInput(f"size is {size}, but the images are not square: omit size")
+        if pixels.shape[3] != side:
+            raise BadInput(f"size is {size}, but the images are not square: omit size")
+        if size < 1 or side % size:
             raise BadInput(f"size is {size}; give a number that divides {side}, the images' height, or omit size")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
