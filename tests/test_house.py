@@ -48,6 +48,7 @@ FLOORS = {
     "feature_maps": 4,
     "inspection": 4,
     "pictures": 4,
+    "recording": 4,
     "recipe": 4,
     "model_card": 4,
     "run_folder": 4,

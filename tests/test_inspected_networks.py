@@ -18,7 +18,7 @@ from torchcaps import (
     inspect,
 )
 from torchcaps.feature_maps import FeatureMap, feature_maps
-from torchcaps.inspection import recorded
+from torchcaps.recording import recorded
 
 
 class Stack(nn.Module):
@@ -69,6 +69,18 @@ def test_a_network_may_change_capsules_between_two_layers():
 
     layers = (ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)) for _ in range(2))
     torch.testing.assert_close(supports(Gated(*layers), torch.rand(1, 12, 12)).sum(dim=(2, 3)), torch.ones(3, 3))
+
+
+def test_capsules_in_another_order_are_refused():
+    class Turned(Stack):
+        def forward(self, images, labels=None):
+            pose, activation = self.first(self.primary(images))
+            capsules = self.classes(self.second(Capsules(pose.flip(1), activation.flip(1))))
+            return Prediction(capsules.activation[:, 0], capsules)
+
+    layers = (ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)) for _ in range(2))
+    with pytest.raises(BadInput, match="in another order"):
+        supports(Turned(*layers), torch.rand(1, 12, 12))
 
 
 class BlurPool2d(nn.Module):

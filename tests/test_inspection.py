@@ -28,7 +28,8 @@ from torchcaps.data.mnist_5k import load_mnist_5k
 from torchcaps.errors import BadInput
 from torchcaps.explore import Explorer, View, attacked, redrawn, sources_of, toy_view, toy_views
 from torchcaps.feature_maps import FeatureMap, feature_maps, in_the_image
-from torchcaps.inspection import about_crops, recorded
+from torchcaps.inspection import about_crops
+from torchcaps.recording import recorded
 from torchcaps.routing import ROUTINGS
 from torchcaps.routing import votes as routing_votes
 

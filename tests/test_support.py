@@ -5,7 +5,8 @@ from torch import nn
 
 from test_inspection import classifier
 from torchcaps import Routing
-from torchcaps.inspection import _support_below, recorded
+from torchcaps.inspection import _support_below
+from torchcaps.recording import recorded
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ __all__ = ["Agreement", "Competition", "Gaussians", "Moments", "Votes"]
 
 
 observer: Callable[["Votes", Agreement | None, Moments], None] | None = None
-"""Function that is called after every pass, or None. `torchcaps.inspection.recorded` sets it."""
+"""Function that is called after every pass, or None. `torchcaps.recording.recorded` sets it."""
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -178,11 +178,17 @@ class Votes:
 
     def detach(self) -> "Votes":
         """Return these votes as constants: no gradient flows through them."""
+        activation = None if self._activation is None else self._activation.detach()
+        children = {"_pose": self._pose.detach(), "_activation": activation, "_transform": self._transform.detach()}
+        return self._copy(**children, _written=None)
+
+    def kept(self) -> "Votes":
+        """Return the same votes with a copy of the transform, so that later changes of the weights have no effect."""
+        return self._copy(_transform=self._transform.clone())
+
+    def _copy(self, **changed: Any) -> "Votes":
         votes = object.__new__(Votes)
-        votes.__dict__ = dict(self.__dict__)
-        votes._pose, votes._transform = self._pose.detach(), self._transform.detach()
-        votes._activation = None if self._activation is None else self._activation.detach()
-        votes._tokens, votes._written = [], None
+        votes.__dict__ = {**self.__dict__, "_tokens": [], **changed}
         return votes
 
     def moments(

@@ -1,0 +1,84 @@
+"""`recorded`: what the record contains after training, failed calls and checkpointing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchcaps import Agreement, Capsules, DenseCaps, RoutingMap, Rule
+from torchcaps.recording import recorded
+
+CHILDREN = Capsules(torch.randn(2, 4, 3, 1, 4, generator=torch.Generator().manual_seed(1)), torch.full((2, 4, 3), 0.6))
+
+
+class Biased(Rule):
+    """Rule with a learned constant that is a direct part of the agreement."""
+
+    def __init__(self):
+        super().__init__()
+        self.constant = nn.Parameter(torch.randn(5))
+
+    def route(self, votes):
+        found = votes.moments(Agreement(self.constant.expand(votes.parent_shape[:3])))
+        return Capsules(found.mean, found.mass / votes.activation_sums()[..., None])
+
+
+class Fails(Biased):
+    broken = True
+
+    def route(self, votes):
+        found = super().route(votes)
+        if self.broken:
+            raise RuntimeError("broken")
+        return found
+
+
+@pytest.mark.parametrize("backend", ["fused", "reference"])
+@pytest.mark.parametrize("rule", ["dynamic", Biased()])
+def test_a_record_does_not_change_if_the_layer_is_trained_afterwards(rule, backend):
+    layer = DenseCaps(4, 3, 4, 5, 4, routing=rule)
+    layer.routing.backend = backend
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    with recorded(layer) as layers, torch.no_grad():
+        parents, couplings = layer(CHILDREN, return_couplings=True)
+    votes, agreement, _ = layers[0].passes[-1]
+    expected = votes.materialised()
+    layer(CHILDREN).pose.square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layer(CHILDREN).pose, parents.pose)
+    assert torch.equal(votes.couplings(agreement), couplings)
+    assert torch.equal(votes.materialised(), expected)
+
+
+def test_gradients_flow_through_recorded_couplings():
+    layer = DenseCaps(4, 3, 4, 5, 4).double()
+    children = Capsules(*(part.double() for part in CHILDREN))
+    with recorded(layer) as layers:
+        _, couplings = layer(children, return_couplings=True)
+    votes, agreement, _ = layers[0].passes[-1]
+    found = torch.autograd.grad(votes.couplings(agreement).square().sum(), layer.transform, retain_graph=True)
+    torch.testing.assert_close(found, torch.autograd.grad(couplings.square().sum(), layer.transform))
+
+
+@pytest.mark.parametrize("failed_calls", [1, 2])
+def test_a_call_that_fails_leaves_no_record(failed_calls):
+    layer = DenseCaps(4, 3, 4, 5, 4, routing=Fails())
+    with recorded(layer) as layers:
+        for _ in range(failed_calls):
+            with pytest.raises(RuntimeError, match="broken"):
+                layer(CHILDREN)
+        with pytest.raises(ValueError, match="child sites"):
+            layer.routing(CHILDREN, layer.transform, RoutingMap.dense(9))
+        assert not layers
+        layer.routing.broken = False
+        layer(CHILDREN)
+    assert [(len(layer.passes), len(layer.runs)) for layer in layers] == [(1, 1)]
+
+
+def test_a_layer_with_checkpointing_is_recorded_once():
+    layer = DenseCaps(4, 3, 4, 5, 4)
+    with recorded(layer) as layers:
+        poses = checkpoint(lambda: layer(CHILDREN).pose, use_reentrant=False)
+        poses.square().sum().backward()
+    assert layer.transform.grad.norm() > 0
+    assert (len(layers), len(layers[0].passes), len(layers[0].runs)) == (1, layer.routing.iterations, 1)
