@@ -138,6 +138,22 @@ def test_the_residual_network_has_the_expected_number_of_weights():
     assert sizes == [stem + first + second + head] * 2
 
 
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_a_narrow_residual_network_trains_on_larger_images(precision):
+    """Runs in its own process, because a fault of oneDNN would end the process."""
+    code = f"""
+import torch
+from torchcaps import ResidualCapsNet
+
+model = ResidualCapsNet((3, 64, 64), 2, widths=(8, 16, 32))
+images = torch.rand(16, 3, 64, 64).contiguous(memory_format=torch.channels_last)
+with torch.autocast("cpu", {precision}, enabled={precision != torch.float32}):
+    for _ in range(5):
+        model(images).scores.sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
 def test_the_recipe_for_own_images_trains_a_residual_network(succeeds, images, tmp_path):
     small = [
         "--set",
