@@ -4,6 +4,7 @@ import warnings
 from contextlib import contextmanager
 
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from idx_files import refused as refused_with
 from torchcaps.errors import DataWarning
@@ -18,8 +19,10 @@ def save(path, mode="L", size=(8, 6), colour=None, **options):
 
 def tree(root, classes=("cat", "dog"), count=5, **options):
     for name in classes:
+        comment = PngInfo()
+        comment.add_text("class", name)  # so that no two classes have equal files
         for i in range(count):
-            save(root / name / f"{i}.png", colour=10 * i, **options)
+            save(root / name / f"{i}.png", colour=10 * i, pnginfo=comment, **options)
     return root
 
 

@@ -47,6 +47,12 @@ def test_moved_data_have_the_same_test_images_as_before(call, refused, images, t
     assert "has changed since" in evaluated(call, out, "--data", root)[3]
 
 
+def test_a_run_without_metrics_is_called_incomplete(call, finished, tmp_path):
+    run = shutil.copytree(finished[0], tmp_path / "run")
+    (run / "metrics.json").unlink()
+    assert "is not finished, or metrics.json is missing" in evaluated(call, run)[3]
+
+
 @pytest.mark.usefixtures("untyped")
 def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path):
     new = make_images(tmp_path / "new", per_class=7, seed=9)
@@ -141,6 +147,7 @@ def test_published_weights_are_evaluated_on_given_images(call, refused, finished
     count, accuracy, out, error = evaluated(call, weights, "--data", new, "--csv", table)
     assert (count, accuracy, error) == (14, right[1], "")
     assert "has no test split: 14 of 14 images are evaluated" in out
+    assert f"{weights} contains no list of its training images" in out
     assert re.search(rf"{accuracy:.2f} +│ \S+ +│ - +│", out)  # the calibration error depends on the loss
     assert len(table.read_text().splitlines()) == 15
     together = evaluated(call, run, weights, "--data", new)
@@ -161,7 +168,9 @@ def test_published_weights_are_evaluated_on_given_images(call, refused, finished
 
 def test_published_weights_are_evaluated_on_a_named_dataset(call, refused):
     weights = Path(__file__).parents[1] / "weights"
-    assert evaluated(call, weights / "efficient-capsnet-mnist", "--data", "mnist-5k")[:2] == (1_000, 100.0)
+    count, accuracy, out, _ = evaluated(call, weights / "efficient-capsnet-mnist", "--data", "mnist-5k")
+    assert (count, accuracy) == (1_000, 100.0)
+    assert "list of its training images" not in out
     assert "the network was trained on" in refused("evaluate", weights / "matrix-capsnet-toys", "--data", "mnist-5k")
 
 

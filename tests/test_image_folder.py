@@ -80,9 +80,9 @@ def test_image_size_resizes_exactly(tmp_path):
     save(tmp_path / "dog" / "large.jpg", size=(52, 39))
     assert load_image_folder(tmp_path, image_size=(9, 12))[0].image_shape == (1, 9, 12)
     assert load_image_folder(tmp_path, image_size=[12, 16])[0].image_shape == (1, 12, 16)
-    for name in ("cat", "dog"):
-        save(tmp_path / "even" / name / "0.png", size=(7, 7))
-        save(tmp_path / "even" / name / "1.png", size=(41, 42))
+    for name, colour in (("cat", 0), ("dog", 9)):
+        save(tmp_path / "even" / name / "0.png", size=(7, 7), colour=colour)
+        save(tmp_path / "even" / name / "1.png", size=(41, 42), colour=colour)
     assert load_image_folder(tmp_path / "even", image_size=5)[0].image_shape == (1, 5, 5)
 
 
@@ -265,10 +265,9 @@ def test_images_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
 
 
 def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):
-    first = save(tmp_path / "cat" / "0.png", size=(2, 2)).read_bytes()
-    (tmp_path / "dog").mkdir()
-    for i in range(1_001):
-        for name in ("cat", "dog"):
+    for name, colour in (("cat", 0), ("dog", 9)):
+        first = save(tmp_path / name / "0.png", size=(2, 2), colour=colour).read_bytes()
+        for i in range(1, 1_001):
             (tmp_path / name / f"{i}.png").write_bytes(first)
     assert len(load_image_folder(tmp_path)[1]) == 400
     captured = capsys.readouterr()

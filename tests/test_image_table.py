@@ -87,7 +87,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     refused(
         lambda: load_image_table(table),
         "cannot tell which column is the label column: rename one column to label",
-        "or train with --set data.label_column=NAME",
+        "or name it in the training with --set data.label_column=NAME",
         known,
     )
     assert load_image_table(table, label_column="class")[0].class_names == ("0", "1")

@@ -43,10 +43,10 @@ SPLITS = ("train", "validation", "test")
 def odd_folder(root):
     """A folder with images of all modes and formats, also rotated, transparent, animated and 12-bit images."""
     random = np.random.default_rng(0)
-    colour = Image.fromarray(random.integers(0, 256, (9, 14, 3), dtype=np.uint8))
     turned = Image.Exif()
     turned[0x0112] = 6
     for name in ("cat", "dog"):
+        colour = Image.fromarray(random.integers(0, 256, (9, 14, 3), dtype=np.uint8))
         folder = root / name
         folder.mkdir(parents=True)
         colour.save(folder / "turned.jpg", exif=turned)

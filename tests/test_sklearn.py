@@ -268,8 +268,9 @@ def test_wrong_images_are_refused_in_one_line():
         (X[:, None, None], r"X has shape \[40, 1, 1, 12, 12\]: give", {}),
         (np.stack([X] * 3, axis=1), r"looks like channels first.*set image_shape=\(3, 12, 12\)", {}),
         (X[:, None], "looks like channels first", {"image_shape": (12, 12)}),
-        (X, r"image_shape is 8, but the images have shape \(12, 12, 1\): leave it out", {"image_shape": 8}),
-        (X, r"image_shape is \(28, 28\), but the images have shape", {"image_shape": (28, 28)}),
+        (np.stack([X] * 4, axis=1), "looks like channels first", {}),
+        (X, r"image_shape is 8, but the images of X have shape \(12, 12, 1\): give images", {"image_shape": 8}),
+        (X, r"image_shape is \(28, 28\), but the images of X have shape", {"image_shape": (28, 28)}),
     ):
         with pytest.raises(BadInput, match=message):
             short(**settings).fit(given, y)
@@ -279,8 +280,26 @@ def test_wrong_images_are_refused_in_one_line():
         short().fit(X, ["left"] * 40)
     with pytest.raises(BadInput, match=r"X has images of shape \(10, 12, 1\): give images of shape \(12, 12, 1\)"):
         short(epochs=1).fit(X, y).predict(X[:, :10])
+    with pytest.raises(
+        BadInput, match=r"image_shape is \(12, 12\), but the images of X have shape \(10, 12, 1\): give"
+    ):
+        short(epochs=1, image_shape=(12, 12)).fit(X, y).predict(X[:, :10])
     with pytest.raises(Diverged, match="use a lower learning_rate"):
         short(learning_rate=1e30).fit(X, y)
+
+
+@pytest.mark.parametrize("weights", [(float("nan"), 1), (-1, 1), (0, 0)])
+def test_class_weights_that_are_not_valid_are_refused(weights):
+    with pytest.raises(BadInput, match=r"class_weight is .*: give finite numbers of at least 0, not all 0"):
+        short(class_weight=dict(zip(("left", "right"), weights, strict=True))).fit(*halves())
+
+
+def test_an_image_whose_scores_are_not_finite_is_refused():
+    X, y = halves()
+    fitted = short(epochs=1).fit(X, y)
+    X[3, 0, 0] = 1e36
+    with pytest.raises(BadInput, match=r"scores of image 3 of X are not finite: its values range from \S+ to 1e\+36"):
+        fitted.predict(X)
 
 
 def test_the_default_dtype_of_pytorch_does_not_change_the_network():

@@ -95,8 +95,8 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images | None = None, val
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
-                f"{folder}: the validation accuracy can be too high; use the validation images of that run, for "
-                "example with the same seed",
+                f"{folder}: the validation accuracy can be too high; remove copies of images from the data, or use the "
+                "validation images of that run, for example with the same seed",
                 DataWarning,
                 stacklevel=2,
             )

@@ -139,6 +139,8 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         if len(self.classes_) < 2:
             raise BadInput(f"y has only one class, {self.classes_.tolist()[0]!r}: give images of at least two classes")
         weight = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
+        if not (np.isfinite(weight).all() and weight.min() >= 0 < weight.max()):
+            raise BadInput(f"class_weight is {self.class_weight!r}: give finite numbers of at least 0, not all 0")
         weights = None if self.class_weight is None else torch.from_numpy(weight[labels]).float()
         X = self._images(X)
         self.image_shape_ = X.shape[1:]
@@ -179,6 +181,12 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         with torch.inference_mode():
             parts = [self.model_(part.to(device)).scores.cpu().double() for part in images.split(64)]
         scores = torch.cat(parts).numpy()
+        if not (finite := np.isfinite(scores).all(axis=1)).all():
+            raise BadInput(
+                f"the scores of image {finite.argmin()} of X are not finite: its values range from "
+                f"{X[finite.argmin()].min():g} to {X[finite.argmin()].max():g}, and the training images have mean "
+                f"{self.mean_:g} and standard deviation {self.scale_:g}; leave the image out, or scale it as in fit"
+            )
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> np.ndarray:
@@ -245,13 +253,16 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         shape = (height, width, channels)
         given = None if flat or self.image_shape is None else tuple(np.ravel(self.image_shape))
         stated = flat or given == shape
-        if height in (1, 3) and channels > 4 and not stated:
+        if height <= 4 < channels and not stated:
             raise BadInput(
                 f"the images have shape {shape}, which looks like channels first: give (height, width, channels), "
                 f"such as X.transpose(0, 2, 3, 1); if the shape is right, set image_shape={shape}"
             )
         if given not in (None, shape, shape[:2]):
-            raise BadInput(f"image_shape is {self.image_shape!r}, but the images have shape {shape}: leave it out")
+            raise BadInput(
+                f"image_shape is {self.image_shape!r}, but the images of X have shape {shape}: give images of shape "
+                "image_shape, or fit without image_shape"
+            )
         return X
 
     def _preprocessed(self, X: np.ndarray) -> Tensor:

@@ -58,6 +58,7 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
+    from torchcaps.data import DATASETS
     from torchcaps.data.files import expanded
     from torchcaps.evaluation import evaluate as evaluation_of
     from torchcaps.run_folder import finished, read_run
@@ -117,11 +118,16 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"{folder}: the evaluated weights were saved before the training to epoch {one.recipe.epochs} began, "
-                "and this training is not finished; to finish it, train with --resume",
+                f"{folder}: the training to epoch {one.recipe.epochs} is not finished, or metrics.json is missing; the "
+                "evaluated weights can be those of an earlier epoch; to complete the run, train with --resume",
                 DataWarning,
                 stacklevel=1,
             )
+    for folder in [] if name in DATASETS else [one for one in runs if one not in known]:
+        print(
+            f"{folder} contains no list of its training images: if some of the evaluated images are training images, "
+            "the accuracy is too high"
+        )
     started = [Path(one.recipe.pretrained) for one in known.values() if one.recipe.pretrained]
     warn_of_seen_images([*dict.fromkeys([*runs, *started])], **{split: images})
 

@@ -2,10 +2,12 @@
 
 import hashlib
 import math
+import re
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +29,8 @@ SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
 """If images are not held in memory, at most this many 16-bit and as many transparent images are decoded as a check."""
+DECIMAL = re.compile(r"-?[0-9]+\.?[0-9]*")
+MISSING = ("NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null")
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +152,7 @@ def read_list(
             parts.append(Images(pixels[number], labels, images.class_names, files=files))
         else:
             parts.append(ImagesOnDisk(files, labels, images.class_names, shape, resize=size is not None))
+    remarks += _remarks_on_copies(images, used, digests)
     return Splits(*parts), [*remarks, *_remarks_on_files(images, facts, size)]
 
 
@@ -167,15 +172,16 @@ def train_and_test(images: ImageList, test_fraction: float, seed: int, **options
 
 
 def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterator[str]:
-    """Yield warning texts about class names that look the same."""
+    """Yield warning texts about class names that look the same, or like a missing value."""
     alike: dict[str, str] = {}
     for one in class_names:
-        other = alike.setdefault(unicodedata.normalize("NFC", one).strip(), one)
+        plain = unicodedata.normalize("NFC", one).strip()
+        key = Decimal(plain).normalize() if DECIMAL.fullmatch(plain) else plain.casefold() if plain[1:] else plain
+        other = alike.setdefault(str(key), one)
         if other != one:
-            yield (
-                f"{name}: the class names {other!a} and {one!a} differ only in Unicode normalisation or in surrounding"
-                f" spaces; {cure} if they are one class"
-            )
+            yield f"{name}: the class names {other!a} and {one!a} look the same; {cure} if they are one class"
+        if plain in MISSING:
+            yield f"{name}: the class name {one!a} looks like a missing value; remove its images if they have no class"
 
 
 def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:
@@ -259,6 +265,21 @@ def _with_pixels(source: Source, facts: dict[int, Facts]) -> dict[int, Facts]:
         for index in chosen[:: math.ceil(len(chosen) / CHECKED) or 1]:
             facts[index] = decode(source.read(index), source.name(index), None, None)[1]
     return facts
+
+
+def _remarks_on_copies(images: ImageList, used: Sequence[int], digests: np.ndarray) -> Iterator[str]:
+    """Yield a warning text if the same file content occurs in several classes."""
+    order = np.asarray(used, np.int64)
+    labels = images.labels.numpy()
+    order = order[np.lexsort((labels[order], digests[order]))]
+    conflicts = np.flatnonzero((np.diff(digests[order]) == 0) & (np.diff(labels[order]) != 0))
+    if len(conflicts):
+        count = np.isin(digests[order], digests[order[conflicts]]).sum()
+        first, second = (printable(images.source.name(int(order[conflicts[0] + one]))) for one in (0, 1))
+        yield (
+            f"{images.name}: {count:,} images are copies that occur in several classes, for example {first} and"
+            f" {second}; remove the copies in the wrong class"
+        )
 
 
 def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple[int, int] | None) -> Iterator[str]:

@@ -346,7 +346,7 @@ def _column(
     if len(fitting) != 1:
         raise BadInput(
             f"{name}: cannot tell which column is the {option.replace('_', ' ')}: rename one column to"
-            f" {usual[0]}, or train with --set data.{option}=NAME; columns of the table: {known}"
+            f" {usual[0]}, or name it in the training with --set data.{option}=NAME; columns of the table: {known}"
         )
     return fitting[0]
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Int64, Shaped, UInt8
 from torch import Tensor
 
+from torchcaps.checks import described
 from torchcaps.data.image_files import ImageFiles
 from torchcaps.errors import BadInput, nearest
 
@@ -39,6 +40,9 @@ class Images:
     files: ImageFiles | None = None
 
     def __post_init__(self) -> None:
+        for name, part in (("pixels", self.pixels), ("labels", self.labels), *self.attributes.items()):
+            if not isinstance(part, Tensor):
+                raise BadInput(f"{name} must be a torch.Tensor; got {described(part)}: convert it with torch.as_tensor")
         if self.pixels.ndim != 4 or self.pixels.dtype != torch.uint8:
             raise BadInput(f"pixels is {_kind(self.pixels)}; give uint8 of shape [N, C, H, W]")
         if self.labels.ndim not in (1, 2) or self.labels.dtype != torch.int64:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from torchcaps.capsules import Prediction
+from torchcaps.checks import described
 from torchcaps.errors import BadInput, first_line, nearest
 from torchcaps.models.attention import AttentionCapsNet
 from torchcaps.models.capsnet import BaselineCNN, CapsNet
@@ -36,7 +37,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "residual-capsnet": ResidualCapsNet,
     "timm-capsnet": TimmCapsNet,
 }
-"""All networks by name. Add a network of your own to train it with `torchcaps train`."""
+"""All networks by name. To train your own network, derive its class from `nn.Module` and `Pretrained`, and add it."""
 
 
 def create_model(name: str, **options: Any) -> nn.Module:
@@ -88,6 +89,11 @@ def routing_of(
 def _kind(name: str) -> type[nn.Module]:
     if name not in MODELS:
         raise BadInput(f"unknown model {name!r}{nearest(name, MODELS)}")
+    if not isinstance(MODELS[name], type) or not issubclass(MODELS[name], Pretrained):
+        raise BadInput(
+            f"torchcaps.MODELS[{name!r}] must be a class derived from torch.nn.Module and torchcaps.models.Pretrained; "
+            f"got {described(MODELS[name])}"
+        )
     return MODELS[name]
 
 
