@@ -20,6 +20,9 @@ from torchcaps.errors import DataWarning
         ("NA", "cat", "the class name 'NA' looks like a missing value; remove its images if they have no class"),
         ("A", "a", ""),
         ("1.5", "15", ""),
+        ("3.1", "3.10", ""),
+        ("CO", "Co", ""),
+        (f"{10**30 - 1}", f"{10**30}", ""),
         ("1e1", "10", ""),
     ],
 )

@@ -71,11 +71,13 @@ def test_a_network_may_change_capsules_between_two_layers():
     torch.testing.assert_close(supports(Gated(*layers), torch.rand(1, 12, 12)).sum(dim=(2, 3)), torch.ones(3, 3))
 
 
-def test_capsules_in_another_order_are_refused():
+@pytest.mark.parametrize("change", [lambda x: x, lambda x: 0.9 * x, torch.ones_like])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_capsules_in_another_order_are_refused(dim, change):
     class Turned(Stack):
         def forward(self, images, labels=None):
             pose, activation = self.first(self.primary(images))
-            capsules = self.classes(self.second(Capsules(pose.flip(1), activation.flip(1))))
+            capsules = self.classes(self.second(Capsules(pose.flip(dim), change(activation.flip(dim)))))
             return Prediction(capsules.activation[:, 0], capsules)
 
     layers = (ConvCaps((5, 5), 4, 4, 3, padding=1, pose_size=(2, 2)) for _ in range(2))

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from torchcaps import (
-    MODELS,
     Agreement,
     BadInput,
     CapsNet,
@@ -20,7 +19,6 @@ from torchcaps import (
     ResidualCapsNet,
     Routing,
     RoutingMap,
-    create_model,
     testing,
 )
 from torchcaps.losses import activation_cross_entropy, cross_entropy
@@ -378,11 +376,3 @@ def test_check_rule_accepts_a_rule_without_moments_and_refuses_swapped_dimension
 
     with pytest.raises(AssertionError, match=r"conv map: The order of parent sites changes only the order"):
         check_rule(lambda _: Swapped())
-
-
-def test_a_network_that_cannot_be_saved_is_refused_by_name(monkeypatch):
-    monkeypatch.setitem(MODELS, "plain", torch.nn.Linear)
-    with pytest.raises(
-        BadInput, match=r"MODELS\['plain'\] must be a class derived from .*Pretrained; got the class Linear"
-    ):
-        create_model("plain", in_features=3)

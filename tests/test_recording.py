@@ -25,12 +25,17 @@ class Biased(Rule):
 
 class Fails(Biased):
     broken = True
+    error: type[BaseException] = RuntimeError
 
     def route(self, votes):
         found = super().route(votes)
         if self.broken:
-            raise RuntimeError("broken")
+            raise self.error("broken")
         return found
+
+
+class Interrupted(Fails):
+    error = KeyboardInterrupt
 
 
 @pytest.mark.parametrize("backend", ["fused", "reference"])
@@ -48,6 +53,30 @@ def test_a_record_does_not_change_if_the_layer_is_trained_afterwards(rule, backe
     assert not torch.equal(layer(CHILDREN).pose, parents.pose)
     assert torch.equal(votes.couplings(agreement), couplings)
     assert torch.equal(votes.materialised(), expected)
+
+
+def test_calls_with_the_same_weights_share_one_copy_of_them():
+    layer = DenseCaps(4, 3, 4, 5, 4)
+    with recorded(layer) as layers, torch.no_grad():
+        layer(CHILDREN)
+        layer(CHILDREN)
+        layer.transform.mul_(2)
+        layer(CHILDREN)
+    first, *_, last = (one.votes.materialised() for one in layers[0].passes)
+    copies = {one.votes._transform.data_ptr() for one in layers[0].passes}
+    assert len(copies) == 2
+    assert layer.transform.data_ptr() not in copies
+    torch.testing.assert_close(last, 2 * first)
+
+
+def test_a_call_after_an_interrupted_one_is_recorded():
+    layer = DenseCaps(4, 3, 4, 5, 4, routing=Interrupted())
+    with recorded(layer) as layers:
+        with pytest.raises(KeyboardInterrupt):
+            layer(CHILDREN)
+        layer.routing.broken = False
+        layer(CHILDREN)
+    assert [(len(layer.passes), len(layer.runs)) for layer in layers] == [(1, 1)]
 
 
 def test_gradients_flow_through_recorded_couplings():

@@ -298,6 +298,8 @@ def test_an_image_whose_scores_are_not_finite_is_refused():
     X, y = halves()
     fitted = short(epochs=1).fit(X, y)
     X[3, 0, 0] = 1e36
+    with pytest.raises(Diverged, match="the scores of all 1 images are not finite; scale X as in fit"):
+        fitted.predict(X[3:4])
     with pytest.raises(BadInput, match=r"scores of image 3 of X are not finite: its values range from \S+ to 1e\+36"):
         fitted.predict(X)
 

@@ -15,7 +15,7 @@ from torchcaps.classifier import Classifier, evaluating
 from torchcaps.errors import BadInput, caption
 from torchcaps.feature_maps import feature_maps, in_the_image
 from torchcaps.pictures import COLOURS, as_picture
-from torchcaps.recording import RECORDING, Layer, equal_parts, parts, recorded
+from torchcaps.recording import RECORDING, Layer, equal_parts, recorded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -157,15 +157,14 @@ def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:
             "layer on one input only"
         )
     for number, (lower, upper) in enumerate(pairwise(layers), start=1):
-        (below, above), _ = parts(lower.parents, upper.children)
-        same = any(equal_parts(lower.parents, upper.children))
+        below, above = (one.activation[0].numel() for one in (lower.parents, upper.children))
         siblings = any(equal_parts(other.children, upper.children)[0] for other in layers[:number])
-        if not same and below.shape == above.shape and torch.equal(below.sort().values, above.sort().values):
+        if _reordered(lower.parents, upper.children):
             raise BadInput(
                 f"the children of {upper.name} are the parents of {lower.name} in another order: inspect a network "
                 "that keeps the capsules in the order of sites, and of types at each site"
             )
-        if below.shape != above.shape or (siblings and not same):
+        if below != above or (siblings and not any(equal_parts(lower.parents, upper.children))):
             raise BadInput(
                 f"the parents of {lower.name} are not the children of {upper.name}: inspect a network in which each "
                 "capsule layer takes the capsules of the layer before it"
@@ -181,6 +180,17 @@ def _check_chain(layers: list[Layer], last: Capsules, classes: int) -> None:
             f"the last capsule layer (rule {layers[-1].name}) has {sites} sites and {types} parent types, but the "
             f"network has {classes} classes: inspect a network with one class capsule per class"
         )
+
+
+def _reordered(below: Capsules, above: Capsules) -> bool:
+    """Return whether the activations or the sums of the poses are the same, but in another order."""
+    columns = min(below.pose.shape[4], above.pose.shape[4])
+    keys = [(one.activation[0], one.pose[0, ..., :columns].sum(dim=(2, 3))) for one in (below, above)]
+    pairs = [(one.flatten().to(other.dtype), other.flatten()) for one, other in zip(*keys, strict=True)]
+    return any(
+        one.shape == other.shape and not torch.equal(one, other) and torch.equal(one.sort().values, other.sort().values)
+        for one, other in pairs
+    )
 
 
 def _support_below(layers: list[Layer]) -> Float[Tensor, "passes J S"]:

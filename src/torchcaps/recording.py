@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.capsules import Capsules
+from torchcaps.checks import has_values
 from torchcaps.routing import votes as routing_votes
 from torchcaps.routing.agreement import Agreement, Moments
 from torchcaps.routing.votes import Votes
@@ -138,11 +139,31 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     """
     layers: list[Layer] = []
     running: list[tuple[Layer, Capsules, int]] = []
+    copied: dict[tuple[int, bool], tuple[Tensor, int, Tensor]] = {}
     thread, handles = get_ident(), []
+
+    def discard(module: nn.Module) -> None:
+        """Remove the record of a call that has not ended."""
+        while running and any(layer.rule is module for layer, _, _ in running):
+            layer, _, first = running.pop()
+            del layer.passes[first:]
+            layers[:] = [known for known in layers if known is not layer or known.runs]
+
+    def copy(tensor: Tensor) -> Tensor:
+        """Copy a tensor that training can change in place. A tensor is copied again only if it has changed."""
+        if tensor.is_inference() or not has_values(tensor.detach()):  # the type of a weight is not Tensor
+            return tensor
+        key = tensor.data_ptr(), tensor.requires_grad and torch.is_grad_enabled()
+        known, version, found = copied.get(key, (tensor, -1, tensor))
+        if version != tensor._version or known.shape != tensor.shape or known.stride() != tensor.stride():
+            found = tensor.clone()
+            copied[key] = tensor, tensor._version, found
+        return found
 
     def begin(name: str) -> Any:
         def hook(module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
             if get_ident() == thread:
+                discard(module)  # a call that Ctrl-C has interrupted
                 children, _, routing_map, *_ = signature(module.forward).bind(*given, **named).arguments.values()
                 same = [known for known in layers if known.name == name and known.routing_map is routing_map]
                 if not same or any(equal_parts(same[-1].parents, children)):
@@ -153,13 +174,12 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         return hook
 
     def end(module: nn.Module, given: Any, result: Any) -> None:
-        if get_ident() != thread or not running or running[-1][0].rule is not module:
+        if get_ident() != thread:
             return
-        layer, children, first = running.pop()
         if result is None:  # the call has failed, or torch.utils.checkpoint has stopped its second computation
-            del layer.passes[first:]
-            layers[:] = [known for known in layers if known is not layer or known.runs]
-        else:
+            discard(module)
+        elif running and running[-1][0].rule is module:
+            layer, children, _ = running.pop()
             parents = result if isinstance(result, Capsules) else result[0]
             layer.runs.append(Run(children, parents, len(layer.passes) - 1))
 
@@ -167,11 +187,10 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         if before is not None:
             before(votes, agreement, moments)
         if get_ident() == thread and running:
-            # Copies, because training changes weights in place, and an agreement may be a weight of the rule.
-            entries = {} if agreement is None else agreement._asdict()
-            copies: Any = {name: x.clone() for name, x in entries.items() if isinstance(x, Tensor)}
+            entries = {} if agreement is None else agreement._asdict()  # an entry can be a weight of the rule
+            copies: Any = {name: copy(x) for name, x in entries.items() if isinstance(x, Tensor)}
             kept = None if agreement is None else agreement._replace(**copies)
-            running[-1][0].passes.append(Pass(votes.kept(), kept, moments))
+            running[-1][0].passes.append(Pass(votes.kept(copy), kept, moments))
 
     with RECORDING:
         for name, module in model.named_modules():
@@ -188,17 +207,16 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
 
 
 @torch.no_grad()
-def parts(one: Capsules, other: Capsules) -> list[tuple[Tensor, Tensor]]:
-    """Pair the activations and the poses of two groups of capsules, flattened per sample, for a comparison.
+def equal_parts(one: Capsules, other: Capsules) -> tuple[bool, bool]:
+    """Return whether two groups of capsules have the same activations, and whether they have the same poses.
 
-    If one group has poses with more columns, such as coordinates that a layer appends, these columns are left out.
+    If one group has poses with more columns, such as coordinates that a layer appends, these columns are not compared.
     """
     columns = min(one.pose.shape[4], other.pose.shape[4])
     pairs = (one.activation, other.activation), (one.pose[..., :columns], other.pose[..., :columns])
-    return [(a.flatten(1).nan_to_num().to(b.dtype), b.flatten(1).nan_to_num()) for a, b in pairs]
-
-
-def equal_parts(one: Capsules, other: Capsules) -> tuple[bool, bool]:
-    """Return whether two groups of capsules have the same activations, and whether they have the same poses."""
-    activations, poses = parts(one, other)
-    return torch.equal(*activations), torch.equal(*poses)
+    same = [
+        first.flatten(1).shape == second.flatten(1).shape
+        and torch.equal(first.flatten(1).nan_to_num().to(second.dtype), second.flatten(1).nan_to_num())
+        for first, second in pairs
+    ]
+    return same[0], same[1]

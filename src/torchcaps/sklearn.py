@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchcaps.devices import clear_memory_errors
-from torchcaps.errors import BadInput, Diverged, first_line, nearest
+from torchcaps.errors import BadInput, Diverged, first_line
 from torchcaps.losses import LOSSES, check_loss
-from torchcaps.models import MODELS, create_model
+from torchcaps.models import create_model, model_class
 from torchcaps.options import kinds_of
 from torchcaps.recipe import OPTIMIZERS, Recipe, batch_starts
 from torchcaps.routing import Routing
@@ -63,9 +63,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             number of images of the class), or a mapping from class to weight. The loss of an image is multiplied by the
             weight of its class.
         image_shape: (height, width) or (height, width, channels) of the images. Needed only if X is flat,
-            ``[N, features]``, or if images of height 1 or 3 have more than four channels. One of the sizes may be -1;
-            it is then computed from the number of features. For example, ``(1, -1)`` makes each row of X an image of
-            height 1.
+            ``[N, features]``, or if images of height 1, 3 or 4 have more than four channels. One of the sizes may be
+            -1; it is then computed from the number of features. For example, ``(1, -1)`` makes each row of X an image
+            of height 1.
         device: device on which `fit` trains the network, such as ``"cpu"`` or ``"cuda"``. In a pickle, the network is
             on the CPU, and so is the network in a copy of the estimator.
         random_state: seed of the initial weights and the order of the images: None, an integer or a ``RandomState``.
@@ -181,7 +181,13 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         with torch.inference_mode():
             parts = [self.model_(part.to(device)).scores.cpu().double() for part in images.split(64)]
         scores = torch.cat(parts).numpy()
-        if not (finite := np.isfinite(scores).all(axis=1)).all():
+        finite = np.isfinite(scores).all(axis=1)
+        if not finite.any():
+            raise Diverged(
+                f"the scores of all {len(X)} images are not finite",
+                "scale X as in fit; if X is the training data, fit again with a lower learning_rate",
+            )
+        if not finite.all():
             raise BadInput(
                 f"the scores of image {finite.argmin()} of X are not finite: its values range from "
                 f"{X[finite.argmin()].min():g} to {X[finite.argmin()].max():g}, and the training images have mean "
@@ -253,7 +259,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         shape = (height, width, channels)
         given = None if flat or self.image_shape is None else tuple(np.ravel(self.image_shape))
         stated = flat or given == shape
-        if height <= 4 < channels and not stated:
+        if height in (1, 3, 4) and channels > 4 and not stated:
             raise BadInput(
                 f"the images have shape {shape}, which looks like channels first: give (height, width, channels), "
                 f"such as X.transpose(0, 2, 3, 1); if the shape is right, set image_shape={shape}"
@@ -273,14 +279,13 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         return functional.pad(images, sides).contiguous(memory_format=torch.channels_last)
 
     def _network(self, image_shape: Sequence[int], recipe: Recipe) -> nn.Module:
-        if recipe.model not in MODELS:
-            raise BadInput(f"unknown model {recipe.model!r}{nearest(recipe.model, MODELS)}")
+        kind = model_class(recipe.model)
         small = SMALL if recipe.model == "efficient-capsnet" else {}
         options = dict(small if self.model_options is None else self.model_options)
         for name in ("image_shape", "num_classes"):
             if name in options:
                 raise BadInput(f"model_options contains {name}, which comes from X and y: leave it out")
-        if "decoder" in kinds_of(MODELS[recipe.model]):
+        if "decoder" in kinds_of(kind):
             options.setdefault("decoder", False)
         if self.routing is not None:
             options["routing"] = self.routing

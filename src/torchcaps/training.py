@@ -206,6 +206,11 @@ def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module
     if routing := routing_of(recipe.model, recipe.model_options, recipe.routing_options):
         options["routing"] = routing
     model = create_model(recipe.model, **options).eval()
+    if not isinstance(model, Pretrained):
+        raise BadInput(
+            f"model {recipe.model} cannot be saved: derive {type(model).__name__} from torch.nn.Module and "
+            "torchcaps.models.Pretrained"
+        )
     blank = torch.zeros(1, *cast(Pretrained, model).options["image_shape"], device=next(model.parameters()).device)
     try:
         with torch.inference_mode():

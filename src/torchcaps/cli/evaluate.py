@@ -58,7 +58,6 @@ def evaluate(
     """
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
-    from torchcaps.data import DATASETS
     from torchcaps.data.files import expanded
     from torchcaps.evaluation import evaluate as evaluation_of
     from torchcaps.run_folder import finished, read_run
@@ -123,7 +122,7 @@ def evaluate(
                 DataWarning,
                 stacklevel=1,
             )
-    for folder in [] if name in DATASETS else [one for one in runs if one not in known]:
+    for folder in (one for one in runs if one not in known):
         print(
             f"{folder} contains no list of its training images: if some of the evaluated images are training images, "
             "the accuracy is too high"

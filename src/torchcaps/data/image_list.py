@@ -7,7 +7,6 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +28,7 @@ SHARE = 0.5
 """With ``cache="auto"``, images are held in memory if they take at most this share of the free memory."""
 CHECKED = 50
 """If images are not held in memory, at most this many 16-bit and as many transparent images are decoded as a check."""
-DECIMAL = re.compile(r"-?[0-9]+\.?[0-9]*")
+NUMBER = re.compile(r"(-?)0*([0-9]+)(?:\.0*)?")
 MISSING = ("NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null")
 
 
@@ -176,8 +175,8 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
     alike: dict[str, str] = {}
     for one in class_names:
         plain = unicodedata.normalize("NFC", one).strip()
-        key = Decimal(plain).normalize() if DECIMAL.fullmatch(plain) else plain.casefold() if plain[1:] else plain
-        other = alike.setdefault(str(key), one)
+        number = NUMBER.fullmatch(plain)
+        other = alike.setdefault("".join(number.groups()) if number else plain.casefold() if plain[2:] else plain, one)
         if other != one:
             yield f"{name}: the class names {other!a} and {one!a} look the same; {cure} if they are one class"
         if plain in MISSING:

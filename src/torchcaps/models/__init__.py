@@ -54,7 +54,7 @@ def create_model(name: str, **options: Any) -> nn.Module:
         >>> create_model("capsnet", image_shape=(1, 28, 28), decoder=False).decoder is None
         True
     """
-    check_options(f"model {name}", options, kinds_of(_kind(name)))
+    check_options(f"model {name}", options, kinds_of(model_class(name)))
     return built(name, MODELS[name], options)
 
 
@@ -76,7 +76,7 @@ def routing_of(
         >>> routing_of("matrix-capsnet", {"routing": "attention"}, {"iterations": 3})
         Routing('attention', iterations=3)
     """
-    arguments = inspect.signature(_kind(model)).parameters
+    arguments = inspect.signature(model_class(model)).parameters
     if "routing" in arguments:
         routing = options.get("routing", arguments["routing"].default)
         routing = routing if isinstance(routing, Routing) else Routing(routing)
@@ -86,13 +86,17 @@ def routing_of(
     return None
 
 
-def _kind(name: str) -> type[nn.Module]:
+def model_class(name: str) -> type[nn.Module]:
+    """Return the class of a model by its name in `MODELS`.
+
+    Raises:
+        BadInput: ``name`` is not in `MODELS`, or the entry is not a class derived from `torch.nn.Module`.
+    """
     if name not in MODELS:
         raise BadInput(f"unknown model {name!r}{nearest(name, MODELS)}")
-    if not isinstance(MODELS[name], type) or not issubclass(MODELS[name], Pretrained):
+    if not isinstance(MODELS[name], type) or not issubclass(MODELS[name], nn.Module):
         raise BadInput(
-            f"torchcaps.MODELS[{name!r}] must be a class derived from torch.nn.Module and torchcaps.models.Pretrained; "
-            f"got {described(MODELS[name])}"
+            f"torchcaps.MODELS[{name!r}] must be a class derived from torch.nn.Module; got {described(MODELS[name])}"
         )
     return MODELS[name]
 

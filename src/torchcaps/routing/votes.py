@@ -182,9 +182,9 @@ class Votes:
         children = {"_pose": self._pose.detach(), "_activation": activation, "_transform": self._transform.detach()}
         return self._copy(**children, _written=None)
 
-    def kept(self) -> "Votes":
+    def kept(self, copy: Callable[[Tensor], Tensor]) -> "Votes":
         """Return the same votes with a copy of the transform, so that later changes of the weights have no effect."""
-        return self._copy(_transform=self._transform.clone())
+        return self._copy(_transform=copy(self._transform))
 
     def _copy(self, **changed: Any) -> "Votes":
         votes = object.__new__(Votes)
