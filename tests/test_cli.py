@@ -159,9 +159,9 @@ def test_damaged_image_folders_are_refused(refused, tmp_path):
     Image.fromarray(np.zeros((20, 20), np.uint8)).save(root / "only" / "a.png")
     assert "class" in refused("train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run")
     shutil.copytree(root / "only", root / "other")
-    for name in ("only", "other"):
+    for grey, name in enumerate(("only", "other")):
         for index in range(4):
-            Image.fromarray(np.zeros((5, 5), np.uint8)).save(root / name / f"{index}.png")
+            Image.fromarray(np.full((5, 5), grey, np.uint8)).save(root / name / f"{index}.png")
         (root / name / "a.png").unlink()
     assert "5×5 are too small for CapsNet" in refused(
         "train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run"

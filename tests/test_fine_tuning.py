@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from conftest import SMALL_CAPSNET, train
+from conftest import SMALL_CAPSNET, make_images, train
 from torchcaps.fine_tuning import load_matching
 from torchcaps.models import create_model
 from torchcaps.recipes import create_recipe
@@ -21,7 +21,7 @@ OF_CLASSES = {"class_capsules.transform", "decoder.layers.0.weight"}
 def three(images, tmp_path):
     """Images of three classes: the two classes of the finished run and one more class."""
     folder = shutil.copytree(images, tmp_path / "three")
-    shutil.copytree(images / "left", folder / "middle")
+    shutil.move(make_images(tmp_path / "other", seed=1) / "left", folder / "middle")
     return folder
 
 

@@ -70,13 +70,13 @@ def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refu
     bad.write_bytes(bad.read_bytes()[:-40])
     assert f"{bad}: cannot be read as an image" in train(refused, tmp_path / "split", run, *DISK)
     trained = (run / "last.ckpt").read_bytes()
-    shutil.copy(photos / "left" / "002.png", bad)
+    shutil.copy(photos / "right" / "002.png", bad)
     code, out, error = train(call, tmp_path / "split", run, *DISK, "--resume")
     assert code == 0, error
     assert "the test images, their labels or their order have changed" in error
     assert "epoch 1/1" not in out
     assert (run / "last.ckpt").read_bytes() == trained
-    shutil.copy(photos / "left" / "004.png", bad)
+    shutil.copy(photos / "right" / "004.png", bad)
     assert "was started with other data" in train(refused, tmp_path / "split", run, *DISK[:-1], 2, "--resume")
 
 

@@ -126,6 +126,9 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
     layer twice, the second run is recorded as another `Layer`. Passes of other threads are not recorded. If another
     thread is already recording, this thread waits until the other thread has finished.
 
+    Training that follows does not change the record: it contains copies of the weights. A call that raises an error is
+    not recorded.
+
     Arguments:
         model: network with routing rules.
 
