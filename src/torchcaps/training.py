@@ -211,7 +211,7 @@ def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module
             f"model {recipe.model} cannot be saved: derive {type(model).__name__} from torch.nn.Module and "
             "torchcaps.models.Pretrained"
         )
-    blank = torch.zeros(1, *cast(Pretrained, model).options["image_shape"], device=next(model.parameters()).device)
+    blank = torch.zeros(1, *model.options["image_shape"], device=next(model.parameters()).device)
     try:
         with torch.inference_mode():
             model(blank)
@@ -220,7 +220,7 @@ def _new_model(recipe: Recipe, images: Images, one_per_batch: bool) -> nn.Module
     except (ValueError, RuntimeError, MemoryError) as error:
         cure = "; if batches of one image are the cause, use a larger --batch-size" if one_per_batch else ""
         raise BadInput(f"model {recipe.model} cannot run with these options: {error}{cure}") from error
-    check_loadable(cast(Pretrained, model))  # not only at the end of the training
+    check_loadable(model)  # not only at the end of the training
     return model.train()
 
 

@@ -29,7 +29,9 @@ SHARE = 0.5
 CHECKED = 50
 """If images are not held in memory, at most this many 16-bit and as many transparent images are decoded as a check."""
 NUMBER = re.compile(r"(-?)0*([0-9]+)(?:\.0*)?")
+"""Pattern of whole numbers. Its groups are the same for 1, 01 and 1.0."""
 MISSING = ("NA", "N/A", "<NA>", "NaN", "nan", "NULL", "null")
+"""Texts that other programs write for a missing value. As the name of a class, they cause a warning."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +153,8 @@ def read_list(
             parts.append(Images(pixels[number], labels, images.class_names, files=files))
         else:
             parts.append(ImagesOnDisk(files, labels, images.class_names, shape, resize=size is not None))
-    remarks += _remarks_on_copies(images, used, digests)
-    return Splits(*parts), [*remarks, *_remarks_on_files(images, facts, size)]
+    remarks += [*_remarks_on_copies(images, used, digests), *_remarks_on_files(images, facts, size)]
+    return Splits(*parts), remarks
 
 
 def train_and_test(images: ImageList, test_fraction: float, seed: int, **options: Any) -> tuple[Images, Images]:
@@ -175,8 +177,10 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
     alike: dict[str, str] = {}
     for one in class_names:
         plain = unicodedata.normalize("NFC", one).strip()
-        number = NUMBER.fullmatch(plain)
-        other = alike.setdefault("".join(number.groups()) if number else plain.casefold() if plain[2:] else plain, one)
+        key = plain.casefold() if len(plain) > 2 else plain  # short names, such as letters, can differ only in case
+        if number := NUMBER.fullmatch(plain):
+            key = "".join(number.groups())
+        other = alike.setdefault(key, one)
         if other != one:
             yield f"{name}: the class names {other!a} and {one!a} look the same; {cure} if they are one class"
         if plain in MISSING:
