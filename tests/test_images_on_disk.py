@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file
+from torch.utils.data._utils import signal_handling
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
@@ -34,6 +35,7 @@ from torchcaps.data import (
 from torchcaps.data.image_file import decode, header
 from torchcaps.environment import available_cores
 from torchcaps.errors import BadInput, DataWarning
+from torchcaps.evaluation import clear_worker_errors
 from torchcaps.seen_images import seen_in_training
 from torchcaps.training import fit
 
@@ -252,6 +254,36 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
     # PyTorch can print more before it, if the worker is killed at the moment when the training ends it.
     last = error.splitlines()[-1]
     assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume", last)
+
+
+class Unreadable(ImageBatches):
+    """Batches that the training process cannot read, as if the worker process had just been killed."""
+
+    def stored(self, indices):
+        raise ConnectionResetError("Connection reset by peer")
+
+
+def one_image():
+    return Images(torch.zeros(1, 1, 4, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), ("cat",))
+
+
+def test_a_batch_that_cannot_be_read_is_the_error_of_a_worker_process():
+    batches = Batches(Unreadable(one_image(), Preprocessing()), np.arange(1), 1, 1, torch.device("cpu"))
+    with pytest.raises(BadInput, match=r"a worker process ended while .*: use less"), clear_worker_errors("use less"):
+        next(iter(batches))
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: None])
+def test_worker_processes_leave_the_signal_handler_alone(handler, monkeypatch):
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)
+    batches = Batches(ImageBatches(one_image(), Preprocessing()), np.arange(1), 1, 1, torch.device("cpu"))
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        next(iter(batches))
+        assert signal_handling._SIGCHLD_handler_set
+        assert signal.getsignal(signal.SIGCHLD) is handler
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_worker_processes_need_enough_shared_memory():

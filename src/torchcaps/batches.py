@@ -2,8 +2,11 @@
 
 import math
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -121,20 +124,28 @@ class Batches(DataLoader):
         self.device = device
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in self._loaded():
+            if isinstance(batch, BadInput):
+                raise batch
+            yield cast(ImageBatches, self.dataset).preprocessed(batch, self.device)
+
+    def _loaded(self) -> Iterator[Stored | BadInput]:
+        """Load the batches in this process or in worker processes."""
         if self.num_workers:
             self._check_shared_memory()
             release_free_memory()  # otherwise, each worker process can get a copy of the freed memory
         try:
-            batches = super().__iter__()
+            with _same_sigchld_handler():
+                batches = super().__iter__()
         except OSError as error:
             raise BadInput(
                 f"{self.num_workers} worker processes cannot start ({error.strerror}): use fewer --workers, or enlarge"
                 " /dev/shm"
             ) from error
-        for batch in batches:
-            if isinstance(batch, BadInput):
-                raise batch
-            yield cast(ImageBatches, self.dataset).preprocessed(batch, self.device)
+        try:
+            yield from batches
+        except (ConnectionError, EOFError) as error:
+            raise RuntimeError("a DataLoader worker exited before its batch was read") from error
 
     def _check_shared_memory(self) -> None:
         """Check that the batches of all worker processes fit into shared memory. If they do not fit, torch hangs."""
@@ -151,6 +162,23 @@ class Batches(DataLoader):
                 f"{free / 1e6:,.0f} MB are free: use fewer --workers (0 needs no /dev/shm) or smaller batches, or "
                 "enlarge /dev/shm"
             )
+
+
+@contextmanager
+def _same_sigchld_handler() -> Iterator[None]:
+    """Remove the handler of SIGCHLD that PyTorch installs with the first worker processes.
+
+    If a worker process ends early, PyTorch's handler raises RuntimeError at any line of the main thread, even while
+    a file is written. Without the handler, the `DataLoader` raises this error within 5 s, when it waits for a batch.
+    """
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def default_workers(images: Images, devices: int = 1) -> int:
