@@ -24,7 +24,11 @@ from torchcaps import (
     Preprocessing,
     Routing,
 )
+from torchcaps.classifier import evaluating
 from torchcaps.data import load_splits, read_image
+from torchcaps.errors import Diverged
+from torchcaps.inspection import inspect as inspect_image
+from torchcaps.models.pretrained import _set_weights
 from torchcaps.options import LATER
 from torchcaps.recipe import Recipe
 from torchcaps.run_folder import read_run
@@ -141,6 +145,39 @@ def test_options_can_be_changed_when_loading(tmp_path):
         MatrixCapsNet.from_pretrained(tmp_path, routing=3)
     with pytest.raises(BadInput, match="do not fit this MatrixCapsNet"):
         MatrixCapsNet.from_pretrained(tmp_path, routing="attention")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_weights_of_another_kind_of_number_are_refused(dtype, tmp_path):
+    model = CapsNet(**TINY)
+    weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    says = f"{tmp_path}: .* has dtype {str(dtype).removeprefix('torch.')}, but the network has float32"
+    with pytest.raises(BadInput, match=says):
+        _set_weights(model, weights, tmp_path)
+
+
+def test_a_network_keeps_its_mode_until_the_last_thread_has_evaluated_it():
+    model = CapsNet(**TINY)
+    frozen = model.class_capsules.eval()
+    first, second = evaluating(model), evaluating(model)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not any(module.training for module in model.modules())
+    second.__exit__(None, None, None)
+    assert model.training
+    assert not frozen.training
+
+
+def test_scores_that_are_not_finite_are_refused():
+    model = CapsNet(**TINY)
+    weights = next(model.parameters())
+    weights.detach().fill_(torch.inf)
+    classifier = Classifier(model, ("ant", "bee", "cat"), (1, 20, 20), Preprocessing())
+    pixels = torch.zeros(1, 1, 20, 20, dtype=torch.uint8)
+    for use in (lambda: classifier.predict(pixels), lambda: inspect_image(classifier, pixels[0])):
+        with pytest.raises(Diverged, match=r"scores that are not finite; first weights that are not finite: conv"):
+            use()
 
 
 def test_loading_leaves_the_random_state_alone(tmp_path):

@@ -1,6 +1,8 @@
 """Files that commands write: files that cannot be written, full disks, and control characters in messages."""
 
+import multiprocessing
 import os
+import queue
 import re
 import resource
 import shutil
@@ -177,17 +179,21 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_during_an_export_is_reported_as_an_interruption(call, finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_an_export_is_reported_as_an_interruption(
+    number, expected, call, finished, tmp_path, monkeypatch
+):
     def exporter(*_, **__):
         try:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(10)
         except KeyboardInterrupt as error:
             raise torch.onnx.OnnxExporterError("no") from error
 
     monkeypatch.setattr(torch.onnx, "export", exporter)
     code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
-    assert (code, error) == (130, "interrupted\n")
+    assert (code, error) == (expected, "interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -207,6 +213,38 @@ def test_ctrl_c_during_a_finaliser_interrupts_the_command(call, finished, tmp_pa
     monkeypatch.setattr(torch.onnx, "export", exporter)
     code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
     assert (code, error) == (130, "interrupted\n")
+
+
+def put_into_a_queue(interrupt, monkeypatch):
+    waiting = queue.Queue()
+    monkeypatch.setattr(waiting, "_put", interrupt)
+    waiting.put(1)
+
+
+def fork_a_process(interrupt, monkeypatch):
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", lambda: interrupt() or fork())
+    multiprocessing.get_context("fork").Process(target=signal.getsignal, args=(signal.SIGINT,)).start()
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("action", [put_into_a_queue, fork_a_process])
+def test_ctrl_c_waits_for_functions_that_must_end(action, call, finished, tmp_path, monkeypatch):
+    """Otherwise, the reader of a queue may not wake up, and Python ignores exceptions while it forks a process."""
+    continued = []
+
+    def interrupt(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        continued.append(action)
+
+    def exporter(*_, **__):
+        action(interrupt, monkeypatch)
+        time.sleep(10)
+
+    monkeypatch.setattr(torch.onnx, "export", exporter)
+    code, _, error = call("export", finished[0], "--out", tmp_path / "model.onnx")
+    assert (code, error) == (130, "interrupted\n")
+    assert continued == [action]
 
 
 def test_a_later_ctrl_c_interrupts_if_the_first_had_no_effect(monkeypatch):

@@ -1,11 +1,14 @@
 """`recorded`: what the record contains after training, failed calls and checkpointing."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchcaps import Agreement, Capsules, DenseCaps, RoutingMap, Rule
+from torchcaps import Agreement, Capsules, DenseCaps, PooledCNN, RoutingMap, Rule
+from torchcaps.feature_maps import feature_maps
 from torchcaps.recording import recorded
 
 CHILDREN = Capsules(torch.randn(2, 4, 3, 1, 4, generator=torch.Generator().manual_seed(1)), torch.full((2, 4, 3), 0.6))
@@ -111,3 +114,12 @@ def test_a_layer_with_checkpointing_is_recorded_once():
         poses.square().sum().backward()
     assert layer.transform.grad.norm() > 0
     assert (len(layers), len(layers[0].passes), len(layers[0].runs)) == (1, layer.routing.iterations, 1)
+
+
+def test_other_threads_can_use_a_model_whose_feature_maps_are_recorded():
+    model, image = PooledCNN((1, 28, 28), 3).eval(), torch.rand(1, 1, 28, 28)
+    with ThreadPoolExecutor(1) as thread, feature_maps(model, [], image) as maps, torch.no_grad():
+        model(image)
+        count = len(maps)
+        thread.submit(model, torch.rand(2, 1, 31, 31)).result()
+    assert len(maps) == count > 0

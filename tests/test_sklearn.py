@@ -326,6 +326,12 @@ def test_an_estimator_whose_fit_fails_is_not_fitted():
         estimator.predict(X)
 
 
+def test_the_mean_of_the_images_does_not_depend_on_their_memory_layout():
+    """A difference in the last digit would become larger in the training."""
+    X = np.asfortranarray(halves(20)[0].astype(np.float32))
+    assert CapsuleClassifier()._validated(X, np.arange(20))[0].flags.c_contiguous
+
+
 def test_the_same_seed_gives_the_same_network_in_several_threads():
     X, y = halves(20)
 

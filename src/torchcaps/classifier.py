@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import IOBase
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,22 +16,50 @@ from torch import Tensor, nn
 from torchcaps.checks import described
 from torchcaps.data import Preprocessing, read_image
 from torchcaps.devices import clear_memory_errors
-from torchcaps.errors import BadInput
+from torchcaps.errors import BadInput, Diverged
 from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 
+_EVALUATING: dict[nn.Module, tuple[int, dict[nn.Module, bool]]] = {}
+"""Models inside `evaluating`: how many times they have entered it, and the earlier mode of each module."""
+_CHANGING = Lock()
+"""Lock for changes of `_EVALUATING` and of the modes."""
+
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode. At the end, each module gets its own mode back: frozen modules stay frozen."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    """Set a model to evaluation mode. At the end, each module gets its own mode back: frozen modules stay frozen.
+
+    If several threads evaluate the same model, the modules get their modes back when the last thread has finished.
+    """
+    with _CHANGING:
+        users, modes = _EVALUATING.get(model, (0, {}))
+        if not users:
+            modes = {module: module.training for module in model.modules()}
+            model.eval()
+        _EVALUATING[model] = users + 1, modes
     try:
         yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        with _CHANGING:
+            users, modes = _EVALUATING.pop(model)
+            if users > 1:
+                _EVALUATING[model] = users - 1, modes
+            else:
+                for module, mode in modes.items():
+                    module.training = mode
+
+
+def check_finite(scores: Tensor, model: nn.Module, cure: str = "train the network again") -> None:
+    """Raise `Diverged` if the scores of a model contain NaN or Inf."""
+    if not torch.isfinite(scores).all():
+        wrong = (name for name, weights in model.named_parameters() if not torch.isfinite(weights).all())
+        raise Diverged(
+            "the network returned scores that are not finite; first weights that are not finite: "
+            f"{next(wrong, 'none')}",
+            cure=cure,
+        )
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -178,7 +207,9 @@ class Classifier:
     ) -> Answer:
         """Predict the class of each image.
 
-        The images are processed one at a time, so the scores of an image do not depend on the other images.
+        The images are processed one at a time, so the scores of an image do not depend on the other images. Several
+        threads can call this method at the same time. A process that is forked after a prediction hangs in PyTorch if
+        the prediction used several CPU threads: call `predict` only after the fork, or use torch.set_num_threads(1).
 
         Arguments:
             images: the path of an image file; a list of paths; or a uint8 tensor or array ``[N, C, H, W]`` with pixels
@@ -188,6 +219,7 @@ class Classifier:
         Raises:
             BadInput: a file cannot be read as an image; `images` is empty, or neither paths nor pixels; the pixels have
                 the wrong dtype or shape; or the memory runs out.
+            Diverged: a score is not finite.
         """
         if isinstance(images, str | Path):
             images = [images]
@@ -205,8 +237,9 @@ class Classifier:
             scores = [self.model(several).scores.float().mean(dim=0).cpu() for several in views]
         if not scores:
             raise BadInput("images is empty: give at least one image")
-        best = torch.stack(scores).argmax(dim=1).tolist()
-        return Answer([self.class_names[index] for index in best], torch.stack(scores))
+        answers = torch.stack(scores)
+        check_finite(answers, self.model)
+        return Answer([self.class_names[index] for index in answers.argmax(dim=1).tolist()], answers)
 
     def preprocessed(self, image: str | Path | Tensor | np.ndarray) -> Float[Tensor, "1 C h w"]:
         """Preprocess one image as input of the model.

@@ -1,14 +1,17 @@
 """Evaluation of a network on a split with Lightning."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -19,6 +22,9 @@ from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
 from torchcaps.scores import top_5_percent
 from torchcaps.training_module import TrainingModule
+
+NO_FOLDER = os.devnull
+"""Root folder of the `Trainer`. In a job of SLURM, Lightning would load ``hpc_ckpt_*.ckpt`` from a real folder."""
 
 
 class Evaluation(NamedTuple):
@@ -79,6 +85,8 @@ def evaluate(
     trainer = lightning.Trainer(
         devices=1,
         precision=PRECISIONS[resolve_precision(precision)],  # type: ignore[arg-type]
+        plugins=cluster(),
+        default_root_dir=NO_FOLDER,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=sys.stdout.isatty(),
@@ -98,14 +106,30 @@ def evaluate(
     return Evaluation(accuracy, module.tested, module.calibration_error_percent(), scores, top_5)
 
 
+def cluster() -> list[Any]:
+    """Return a plugin for the `Trainer` which ignores cluster variables other than those of `torchrun`.
+
+    In a job of SLURM, Lightning would otherwise write checkpoints to the working directory on SIGUSR1, and ask for the
+    job to be started again.
+    """
+    return [] if "TORCHELASTIC_RUN_ID" in os.environ else [LightningEnvironment()]
+
+
 @contextmanager
-def clear_worker_errors(cure: str) -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, where Lightning raises SystemExit, and BadInput if a worker process ends."""
+def clear_errors(trainer: lightning.Trainer, cure: str) -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C and SIGTERM, and BadInput if a worker process ends.
+
+    Lightning raises SystemExit on Ctrl-C, or ValueError if the trainer runs in another thread.
+    """
     try:
         yield
-    except SystemExit as interrupted:
-        raise KeyboardInterrupt from interrupted
+    except (SystemExit, ValueError) as error:
+        if isinstance(error, SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
     except RuntimeError as error:
+        if trainer.received_sigterm:  # which can also have ended the worker processes
+            raise KeyboardInterrupt from error
         if not any(
             text in str(error) for text in ("DataLoader worker", "Too many open files", "allocate shared memory")
         ):
@@ -119,5 +143,5 @@ def clear_worker_errors(cure: str) -> Iterator[None]:
 
 def accuracy_on(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:
     """Test the module on batches with Lightning, and return the accuracy in percent."""
-    with clear_worker_errors(cure):
+    with clear_errors(trainer, cure):
         return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]

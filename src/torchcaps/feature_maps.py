@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +37,17 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
 
     A feature map that another operation computed, such as the sum in a residual block, has the position of the latest
     known feature map of the same size. If there is no such map, the operation has made a known feature map smaller.
+    Feature maps of other threads are not recorded.
     """
+    thread = get_ident()
     maps: list[FeatureMap] = []
     whole = FeatureMap(tuple(image.shape[2:]), (0.0, 0.0), (1.0, 1.0))
     known: dict[int, tuple[Tensor, FeatureMap]] = {id(image): (image, whole)}  # the tensors, so that no id is reused
 
-    def look(module: nn.Module, given: Any, named: Any, result: Any) -> None:
+    def look(module: nn.Module, given: Any, *rest: Any) -> None:
+        if get_ident() != thread:
+            return  # PyTorch can leave out the keyword arguments, if this thread is just adding the hook
+        named, result = rest
         spatial = isinstance(module, SPATIAL) or type(module).__name__ == "BlurPool2d"
         if routed or not spatial or not isinstance(result, Tensor) or result.ndim != 4:
             return

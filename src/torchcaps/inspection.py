@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from torchcaps.capsules import Capsules, Prediction
-from torchcaps.classifier import Classifier, evaluating
+from torchcaps.classifier import Classifier, check_finite, evaluating
 from torchcaps.errors import BadInput, caption
 from torchcaps.feature_maps import feature_maps, in_the_image
 from torchcaps.pictures import COLOURS, as_picture
@@ -110,6 +110,7 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
             a layer does not call `Votes.moments`; the parents of a layer are not the children of the next layer, for
             example in a network with two heads, or they are its children in another order; the last layer does not have
             one capsule per class; the file cannot be read; or the pixels have the wrong dtype or shape.
+        Diverged: a score is not finite.
 
     Example:
         >>> from torchcaps import CapsNet, Preprocessing
@@ -127,6 +128,7 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         torch.no_grad(),
     ):
         prediction = model(inputs)
+    check_finite(prediction.scores, model)
     if not layers or prediction.capsules is None:
         raise BadInput("this network has no capsules: inspect a network with a routing rule")
     for layer in layers:

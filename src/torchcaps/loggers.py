@@ -81,7 +81,7 @@ def create_logger(name: str, folder: Path, recipe: Recipe) -> Logger | Literal[F
 class OneLineErrors:
     """Mixin for loggers: if a value cannot be logged, raise `BadInput` with the cause and the cure."""
 
-    cure = "free disk space"
+    cure = "free disk space, or restore the folder if it was moved"
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self._write(lambda: super(OneLineErrors, self).log_metrics(metrics, step))

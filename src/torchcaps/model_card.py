@@ -13,7 +13,7 @@ from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
 from torchcaps.models.saved_rules import saved_rules
 from torchcaps.routing import ROUTINGS
-from torchcaps.run_folder import finished, read_run
+from torchcaps.run_folder import finished, read_run, remove_leftovers
 
 CARD = """# {name}
 
@@ -144,6 +144,7 @@ def publish(run: Path, folder: Path) -> Path:
     except (ValueError, TypeError) as error:
         raise unreadable(run / "metrics.json", error, "restore it from a copy, or train again elsewhere") from error
     classifier.save_pretrained(folder)
+    remove_leftovers(folder)
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())
     return folder / "README.md"

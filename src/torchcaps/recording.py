@@ -164,8 +164,9 @@ def recorded(model: nn.Module) -> Iterator[list[Layer]]:
         return found
 
     def begin(name: str) -> Any:
-        def hook(module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-            if get_ident() == thread:
+        def hook(module: nn.Module, given: Any, *rest: Any) -> None:
+            if get_ident() == thread:  # in other threads, PyTorch can leave out the keyword arguments
+                named: Mapping[str, Any] = rest[0]
                 discard(module)  # a call that Ctrl-C has interrupted
                 children, _, routing_map, *_ = signature(module.forward).bind(*given, **named).arguments.values()
                 same = [known for known in layers if known.name == name and known.routing_map is routing_map]

@@ -28,7 +28,7 @@ from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
-LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
+LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png|md)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
 
 
@@ -199,10 +199,15 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     return Begun(run, digests, last, trained)
 
 
-def begin_run(folder: Path, begun: Begun) -> None:
-    """Write recipe.json and the image digests. Remove temporary files that a killed process left behind."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files that a killed process left behind."""
     for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
         path.unlink()
+
+
+def begin_run(folder: Path, begun: Begun) -> None:
+    """Write recipe.json and the image digests."""
+    remove_leftovers(folder)
     digests = {**_digests_of_pixels(folder, begun.digests), **begun.digests}
     # recipe.json is written first, because it marks the folder as a run.
     write_run(folder, begun.run)
@@ -318,9 +323,9 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     try:
         rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"), newline=""), strict=True))
         for number, row in enumerate(rows, start=1):
-            float(row["seconds"]), float(row["train_images_per_second"])
-            if int(row["epoch"]) != number or None in row or None in row.values():
+            if None in row or None in row.values() or int(row["epoch"]) != number:
                 raise ValueError(f"row {number} is incomplete")
+            float(row["seconds"]), float(row["train_images_per_second"])
         return rows
     except (OSError, ValueError, LookupError, TypeError, csv.Error) as error:
         raise unreadable(path, error, "restore it from a copy, or train again elsewhere") from error

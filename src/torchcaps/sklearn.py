@@ -235,7 +235,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         several = (getattr(X, "ndim", None) or np.asarray(X).ndim) > 2
         given = {"X": X} if y is None else {"X": X, "y": y}
         return validate_data(
-            self, **given, reset=y is not None, dtype=np.float32, ensure_2d=not several, allow_nd=several
+            self, **given, reset=y is not None, dtype=np.float32, order="C", ensure_2d=not several, allow_nd=several
         )
 
     def _images(self, X: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from torchcaps.devices import (
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
-from torchcaps.evaluation import accuracy_on, clear_worker_errors
+from torchcaps.evaluation import NO_FOLDER, accuracy_on, clear_errors, cluster
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
@@ -245,7 +245,7 @@ def _train(
         data.trainer, kept = trainer, best_epoch(folder, recipe)
         load_saved(folder, module.model)
     else:
-        with clear_worker_errors(FEWER_WORKERS), ExitStack() as stack:
+        with clear_errors(trainer, FEWER_WORKERS), ExitStack() as stack:
             if recipe.compile:
                 stack.callback(torch.compiler.reset)  # it frees the memory of the CUDA graphs
             trainer.fit(module, data, ckpt_path=last)
@@ -325,7 +325,8 @@ def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: 
         logger=create_logger(logger, folder, recipe),
         callbacks=[*callbacks, RichProgressBar(leave=False)] if show_bar else callbacks,
         gradient_clip_val=recipe.gradient_clip or None,
-        plugins=[AtomicCheckpoints()],
+        plugins=[AtomicCheckpoints(), *cluster()],
+        default_root_dir=NO_FOLDER,
         enable_progress_bar=show_bar,
         enable_model_summary=False,
         use_distributed_sampler=False,

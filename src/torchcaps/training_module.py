@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
 from torchcaps.capsules import Prediction
+from torchcaps.classifier import check_finite
 from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
@@ -214,13 +215,7 @@ class TrainingModule(lightning.LightningModule):
         views, labels = batch
         parts = views.flatten(0, 1).split(max(self.recipe.batch_size, len(labels)))
         scores = torch.cat([self.scores(part) for part in parts]).unflatten(0, views.shape[:2]).mean(dim=0)
-        if not torch.isfinite(scores).all():
-            wrong = (name for name, weights in self.model.named_parameters() if not torch.isfinite(weights).all())
-            raise Diverged(
-                "the network returned scores that are not finite in the evaluation; first weights that are not finite: "
-                f"{next(wrong, 'none')}",
-                cure="train again with a lower --lr, or use --precision float32",
-            )
+        check_finite(scores, self.model, "train again with a lower --lr, or use --precision float32")
         self.count(scores, labels)
         if labels.ndim == 1 and scores.ndim == 2:
             self.gathered.update(torch.cat([scores.float(), labels[:, None].float()], dim=1))

@@ -23,20 +23,26 @@ MISSING_GLYPH = r"Glyph .* missing from font\(s\) (.*)\."
 """Warning of matplotlib, once per character."""
 
 
+UNINTERRUPTIBLE = {("popen_fork.py", "_launch"), ("threading.py", "notify"), ("queue.py", "put")}
+"""Files and functions of Python in which an exception would be ignored, or would stop another thread from waking up."""
+
+
 class Interrupted(Exception):
-    """The user pressed Ctrl-C. The message says how to continue."""
+    """The user pressed Ctrl-C, or the process received SIGTERM. The message says how to continue."""
 
 
 def main() -> None:
     """Run `torchcaps` with the arguments in `sys.argv`.
 
-    On bad input, prints one line to standard error and exits with code 2. On Ctrl-C, prints one line to standard error
-    and exits with code 130.
+    On bad input, prints one line to standard error and exits with code 2. On Ctrl-C or SIGTERM, prints one line to
+    standard error and exits with code 130 or 143 (128 plus the number of the signal).
     """
     handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     interrupt = _OneInterrupt()
     if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
+    if handles_sigterm := signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
@@ -63,14 +69,17 @@ def main() -> None:
         code = _run(interrupt)
         message = "interrupted" if code == 130 else ""  # typer returns 130 on Ctrl-C
     except KeyboardInterrupt:
-        code, message = 130, "interrupted"
+        message = "interrupted"
     except Interrupted as interrupted:
-        code, message = 130, f"interrupted: {interrupted}"
+        message = f"interrupted: {interrupted}"
     finally:
         warnings.showwarning, threading.excepthook = show_warning, show_thread
         if handles_interrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN if interrupt.seen else signal.default_int_handler)
+        if handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if message:
+        code = 128 + interrupt.number
         print(_one_line(message), file=sys.stderr)
     raise SystemExit(code)
 
@@ -113,27 +122,31 @@ def _one_line(message: str) -> str:
 
 
 class _OneInterrupt:
-    """Signal handler. Ctrl-C stops the command and is then ignored for `QUIET_SECONDS`, so that cleanup can finish.
+    """Handler of SIGINT (Ctrl-C) and SIGTERM.
 
-    After this time, Ctrl-C takes effect again: the command may still run, because a library can swallow the exception
-    of the first Ctrl-C.
+    The first signal stops the command. Further signals are ignored for `QUIET_SECONDS`, so that cleanup can finish.
+    After this time, a signal takes effect again: the command may still run, because a library can swallow the exception
+    of the first signal.
     Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader. The handler
-    therefore waits until such a method ends.
+    therefore waits until such a method or a function of `UNINTERRUPTIBLE` ends.
     """
 
     def __init__(self) -> None:
         self.seen = False
         self.last = 0.0
+        self.number: int = signal.SIGINT
+        self.process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.seen and time.monotonic() - self.last < QUIET_SECONDS:
             return
-        while frame is not None:
-            if frame.f_code.co_name == "__del__":
+        while frame is not None and os.getpid() == self.process:  # a worker process always has the frame of its fork
+            name = frame.f_code.co_name
+            if name == "__del__" or (os.path.basename(frame.f_code.co_filename), name) in UNINTERRUPTIBLE:
                 threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
                 return
             frame = frame.f_back
-        self.seen, self.last = True, time.monotonic()
+        self.seen, self.last, self.number = True, time.monotonic(), number
         raise KeyboardInterrupt
 
 

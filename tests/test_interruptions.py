@@ -1,0 +1,72 @@
+"""Trainings that a signal or a callback ends, and trainings in a job of SLURM."""
+
+import os
+import shutil
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from test_run_folder import SPLITS, tiny
+from torchcaps import PooledCNN
+from torchcaps.evaluation import evaluate
+from torchcaps.training import fit
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_NAME": "train"}
+
+
+def same_weights(one, other):
+    weights, others = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return all(torch.equal(weights[name], others[name]) for name in weights.keys() | others.keys())
+
+
+def test_a_job_of_slurm_gives_the_same_results_whatever_the_working_directory_contains(tmp_path, monkeypatch):
+    handlers = []
+    fit(tiny(1), SPLITS, tmp_path / "plain")
+    plain = evaluate(PooledCNN.from_pretrained(tmp_path / "plain"), SPLITS.test)
+    fit(tiny(1, learning_rate="0.1"), SPLITS, tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "last.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    monkeypatch.chdir(tmp_path)
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    fit(tiny(1), SPLITS, tmp_path / "job", on_epoch_end=lambda _: handlers.append(signal.getsignal(signal.SIGUSR1)))
+    assert same_weights(tmp_path / "plain", tmp_path / "job")
+    assert handlers == [signal.SIG_DFL]
+    again = evaluate(PooledCNN.from_pretrained(tmp_path / "plain"), SPLITS.test)
+    torch.testing.assert_close(again.scores, plain.scores, rtol=0, atol=0)
+
+
+def terminated(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_with_the_workers(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")
+
+
+@pytest.mark.parametrize("stop", [terminated, terminated_with_the_workers])
+def test_sigterm_interrupts_a_training_which_can_then_be_resumed(stop, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(tiny(2), SPLITS, tmp_path / "run", on_epoch_end=stop)
+    fit(tiny(2), SPLITS, tmp_path / "run", resume=True)
+    fit(tiny(2), SPLITS, tmp_path / "whole")
+    assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_callback_can_exit_with_its_own_code(tmp_path):
+    with pytest.raises(SystemExit) as stopped:
+        fit(tiny(2), SPLITS, tmp_path, on_epoch_end=lambda _: sys.exit(3))
+    assert stopped.value.code == 3
+
+
+def test_an_interruption_in_another_thread_is_a_keyboard_interrupt(tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with ThreadPoolExecutor(1) as thread, pytest.raises(KeyboardInterrupt):
+        thread.submit(fit, tiny(2), SPLITS, tmp_path, on_epoch_end=interrupt).result()
