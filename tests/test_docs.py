@@ -96,7 +96,7 @@ COMMANDS = [
     *((entry["command"], entry["runs"]) for entry in [*ENTRIES["networks"], *ENTRIES["reduced"]]),
     *(
         (entry["command"].replace("RENDERING", re.search(r"render(\d+)", runs[0])[1]), runs)
-        for entry in ENTRIES["renderings"]
+        for entry in [*ENTRIES["renderings"], *ENTRIES["longer_renderings"]]
         for runs in entry["runs"]
     ),
 ]

@@ -141,7 +141,13 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
 
 def test_published_weights_are_evaluated_on_given_images(call, refused, finished, tmp_path):
     run, weights = finished[0], tmp_path / "weights"
+    weights.mkdir()
+    leftover, other = (weights / f"{name}.safetensors.4321.part" for name in ("model", "own"))
+    leftover.touch()  # as if a command had been killed
+    other.touch()
     assert call("publish", run, weights)[0] == 0
+    assert not leftover.exists()
+    assert other.exists()
     new = make_images(tmp_path / "new", per_class=7, seed=9)
     right, table = evaluated(call, run, "--data", new), tmp_path / "scores.csv"
     count, accuracy, out, error = evaluated(call, weights, "--data", new, "--csv", table)

@@ -26,7 +26,7 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
     for number, (budget, data, seeds, value) in enumerate(said):
         row = Row(f"value {value}", [value])._asdict()
         content = {**plain, "budget": budget, "data": data, "seeds": seeds, "rows": [row]}
-        (tmp_path / f"{number}.json").write_text(json.dumps(content))
+        (tmp_path / f"my {number}.json").write_text(json.dumps(content))
     assert write_report(tmp_path, tmp_path / "docs/report.md", EXPERIMENTS) == 2
     report = (tmp_path / "docs/report.md").read_text()
     assert [f"value {value}" in report for *_, value in said] == [False, False, True, True]
@@ -34,7 +34,7 @@ def test_the_report_shows_the_largest_budget_of_each_dataset(tmp_path):
         "seeds 0 to 2, the figure shows seed 0; 2.5 minutes of training; p, threads: 1, torch 2, float32; commits a, b."
         in report
     )
-    assert "](../2.png)" in report
+    assert "](../my%202.png)" in report  # a picture's path with a space is not shown
     (tmp_path / "4.json").write_text('{"experiment": "pitf')
     with pytest.raises(BadInput, match=r"4\.json is damaged .*: run the experiment, the training .* again"):
         write_report(tmp_path, tmp_path / "docs/report.md", EXPERIMENTS)
@@ -60,6 +60,8 @@ def test_an_incomplete_result_is_refused_with_the_name_of_its_file(change, probl
     said = json.loads((RESULTS / "pitfalls-standard.json").read_text())
     change(said)
     (tmp_path / "one.json").write_text(json.dumps(said))
+    for folder in (".", "/", ""):
+        assert "which is a folder" in refused("experiment", "report", "--results", tmp_path, "--report", folder)
     line = refused("experiment", "report", "--results", tmp_path, "--report", tmp_path / "page.md")
     assert f"{tmp_path / 'one.json'} is damaged (" in line
     assert problem in line

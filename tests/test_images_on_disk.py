@@ -19,6 +19,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.numpy import load_file
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from conftest import COMMAND, ENVIRONMENT, SMALL_CAPSNET, make_images
 from image_trees import refused, save, tree
@@ -257,21 +258,36 @@ def test_a_killed_worker_process_causes_an_error_of_one_line(photos, tmp_path):
     assert re.fullmatch(r"error: a worker process .* use fewer --workers, and continue with --resume", last)
 
 
-class Unreadable(ImageBatches):
-    """Batches that the training process cannot read, as if the worker process had just been killed."""
-
-    def stored(self, indices):
-        raise ConnectionResetError("Connection reset by peer")
-
-
 def one_image():
     return Images(torch.zeros(1, 1, 4, 4, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64), ("cat",))
 
 
-def test_a_batch_that_cannot_be_read_is_the_error_of_a_worker_process():
-    batches = Batches(Unreadable(one_image(), Preprocessing()), np.arange(1), 1, 1, torch.device("cpu"))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_connection_to_a_worker_process_names_the_worker_processes(workers, monkeypatch):
+    def reset(_):
+        raise ConnectionResetError("Connection reset by peer")
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", reset)
+    monkeypatch.setattr(_SingleProcessDataLoaderIter, "_next_data", reset)
+    batches = Batches(ImageBatches(one_image(), Preprocessing()), np.arange(1), 1, workers, torch.device("cpu"))
     trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
-    with pytest.raises(BadInput, match=r"a worker process ended .*: use less"), clear_errors(trainer, "use less"):
+    error, says = (
+        (BadInput, "a worker process ended .*: use less") if workers else (ConnectionResetError, "^Connection")
+    )
+    with pytest.raises(error, match=says), clear_errors(trainer, "use less"):
+        next(iter(batches))
+
+
+class Unreachable(ImageBatches):
+    """Batches whose images are on a server that does not answer."""
+
+    def stored(self, indices):
+        raise ConnectionRefusedError("storage.example refused the connection")
+
+
+def test_an_error_of_the_dataset_stays_an_error_of_the_dataset():
+    batches = Batches(Unreachable(one_image(), Preprocessing()), np.arange(1), 1, 1, torch.device("cpu"))
+    with pytest.raises(ConnectionRefusedError, match=r"storage\.example refused"):
         next(iter(batches))
 
 

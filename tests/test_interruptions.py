@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from test_run_folder import SPLITS, tiny
-from torchcaps import PooledCNN
+from torchcaps import BadInput, PooledCNN
 from torchcaps.evaluation import evaluate
 from torchcaps.training import fit
 
@@ -56,6 +56,19 @@ def test_sigterm_interrupts_a_training_which_can_then_be_resumed(stop, tmp_path)
     fit(tiny(2), SPLITS, tmp_path / "run", resume=True)
     fit(tiny(2), SPLITS, tmp_path / "whole")
     assert same_weights(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_error_after_an_interruption_keeps_its_type(tmp_path):
+    """Python stores the interruption as the context of the later error."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(BadInput, match="no such thing"):
+            fit(tiny(1), SPLITS, tmp_path, on_epoch_end=refuse)
+
+
+def refuse(_):
+    raise BadInput("no such thing")
 
 
 def test_a_callback_can_exit_with_its_own_code(tmp_path):

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -135,7 +135,7 @@ class Batches(DataLoader):
             self._check_shared_memory()
             release_free_memory()  # otherwise, each worker process can get a copy of the freed memory
         try:
-            with _same_sigchld_handler():
+            with _same_sigchld_handler() if self.num_workers else nullcontext():
                 batches = super().__iter__()
         except OSError as error:
             raise BadInput(
@@ -145,6 +145,8 @@ class Batches(DataLoader):
         try:
             yield from batches
         except (ConnectionError, EOFError) as error:
+            if not self.num_workers or str(error).startswith("Caught "):  # an error of the dataset
+                raise
             raise RuntimeError("a DataLoader worker exited before its batch was read") from error
 
     def _check_shared_memory(self) -> None:
@@ -178,7 +180,8 @@ def _same_sigchld_handler() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+        if handler is not None:  # None: the handler is not written in Python and cannot be set again
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def default_workers(images: Images, devices: int = 1) -> int:

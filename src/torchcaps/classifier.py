@@ -1,11 +1,12 @@
 """`Classifier`: a trained network with its image preprocessing, which predicts class names for image files."""
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import IOBase
 from pathlib import Path
-from threading import Lock
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +22,18 @@ from torchcaps.models import MODELS
 from torchcaps.models.pretrained import CONFIG, Pretrained, local_folder, read_config
 from torchcaps.options import absent, check_kind, check_options, kinds_of
 
-_EVALUATING: dict[nn.Module, tuple[int, dict[nn.Module, bool]]] = {}
-"""Models inside `evaluating`: how many times they have entered it, and the earlier mode of each module."""
-_CHANGING = Lock()
-"""Lock for changes of `_EVALUATING` and of the modes."""
+_USES: dict[nn.Module, list["_Use"]] = {}
+"""For each model inside `evaluating`, its uses in the order in which they began."""
+_CHANGING = RLock()
+"""Lock for changes of `_USES` and of the modes."""
+
+
+@dataclass(eq=False)
+class _Use:
+    """One use of a model in a thread, and the modes that its modules get back at the end."""
+
+    thread: int
+    modes: dict[nn.Module, bool]
 
 
 @contextmanager
@@ -33,22 +42,36 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     If several threads evaluate the same model, the modules get their modes back when the last thread has finished.
     """
-    with _CHANGING:
-        users, modes = _EVALUATING.get(model, (0, {}))
-        if not users:
-            modes = {module: module.training for module in model.modules()}
-            model.eval()
-        _EVALUATING[model] = users + 1, modes
+    use = _Use(get_ident(), {})
     try:
+        with _CHANGING:
+            use.modes = {module: module.training for module in model.modules()}
+            _USES.setdefault(uncompiled(model), []).append(use)
+            model.eval()
         yield
     finally:
         with _CHANGING:
-            users, modes = _EVALUATING.pop(model)
-            if users > 1:
-                _EVALUATING[model] = users - 1, modes
-            else:
-                for module, mode in modes.items():
+            uses = _USES.pop(uncompiled(model), [])
+            others = [other for other in uses if other.thread != use.thread]
+            later = [other for other in others if use in uses and uses.index(other) > uses.index(use)]
+            if later:
+                later[0].modes = use.modes
+            elif not others:
+                for module, mode in use.modes.items():
                     module.training = mode
+            if remaining := [other for other in uses if other is not use]:
+                _USES[uncompiled(model)] = remaining
+
+
+def _forget_uses() -> None:
+    """Forget the uses of threads that do not exist in a process that was just forked."""
+    global _CHANGING
+    _CHANGING = RLock()
+    _USES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_uses)
 
 
 def check_finite(scores: Tensor, model: nn.Module, cure: str = "train the network again") -> None:

@@ -1,7 +1,9 @@
 """Evaluation of a network on a split with Lightning."""
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ import lightning
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -115,16 +118,37 @@ def cluster() -> list[Any]:
     return [] if "TORCHELASTIC_RUN_ID" in os.environ else [LightningEnvironment()]
 
 
+class OwnHandler(Callback):
+    """Keeps the process's own handler of SIGTERM, such as that of the command line, if several processes train.
+
+    Lightning's handler would wait for the other processes, which may not have received the signal.
+    """
+
+    def __init__(self) -> None:
+        self.handler = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if trainer.world_size > 1 and callable(self.handler) and in_main_thread:
+            signal.signal(signal.SIGTERM, self.handler)
+
+    def on_test_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.on_train_start(trainer, pl_module)
+
+
 @contextmanager
 def clear_errors(trainer: lightning.Trainer, cure: str) -> Iterator[None]:
     """Raise KeyboardInterrupt on Ctrl-C and SIGTERM, and BadInput if a worker process ends.
 
-    Lightning raises SystemExit on Ctrl-C, or ValueError if the trainer runs in another thread.
+    On Ctrl-C, Lightning raises SystemExit(1), or ValueError if the trainer does not run in the main thread.
     """
     try:
         yield
+        if trainer.received_sigterm:  # in the last batch
+            raise KeyboardInterrupt
     except (SystemExit, ValueError) as error:
-        if isinstance(error, SIGTERMException) or isinstance(error.__context__, KeyboardInterrupt):
+        own = getattr(error, "code", None) == 1 or "signal only works in main thread" in str(error)
+        if isinstance(error, SIGTERMException) or (own and isinstance(error.__context__, KeyboardInterrupt)):
             raise KeyboardInterrupt from error
         raise
     except RuntimeError as error:

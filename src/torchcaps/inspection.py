@@ -120,6 +120,8 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
         torch.Size([3, 3, 20, 20])
     """
     inputs, model = classifier.preprocessed(image), classifier.model
+    if not torch.isfinite(inputs).all():
+        raise BadInput("image contains NaN or Inf: give finite numbers")
     with (
         RECORDING,
         evaluating(model),

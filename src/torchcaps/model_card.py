@@ -56,6 +56,8 @@ PUBLISHED = (
     *("epochs", "wall_seconds", "precision"),
 )
 """Entries of metrics.json that the model card shows."""
+LEFTOVER = re.compile(r"(model\.safetensors|config\.json|README\.md)\.\d+\.part")
+"""Names of temporary files that a killed `publish` may leave behind."""
 
 
 def publish(run: Path, folder: Path) -> Path:
@@ -144,7 +146,7 @@ def publish(run: Path, folder: Path) -> Path:
     except (ValueError, TypeError) as error:
         raise unreadable(run / "metrics.json", error, "restore it from a copy, or train again elsewhere") from error
     classifier.save_pretrained(folder)
-    remove_leftovers(folder)
+    remove_leftovers(folder, LEFTOVER)
     with atomically(folder / "README.md") as stream:
         stream.write(text.encode())
     return folder / "README.md"

@@ -28,7 +28,7 @@ from torchcaps.recipe import Recipe
 
 LOCK = ".lock"
 DIGESTS = "image-digests.safetensors"
-LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png|md)\.\d+\.part|\.writable-\d+)")
+LEFTOVER = re.compile(r"(.+\.(json|csv|ckpt|safetensors|png)\.\d+\.part|\.writable-\d+)")
 """Names of temporary files that a killed process may leave behind."""
 
 
@@ -199,9 +199,9 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
     return Begun(run, digests, last, trained)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path, names: re.Pattern[str] = LEFTOVER) -> None:
     """Remove temporary files that a killed process left behind."""
-    for path in [path for path in folder.iterdir() if LEFTOVER.fullmatch(path.name)]:
+    for path in [path for path in folder.iterdir() if names.fullmatch(path.name)]:
         path.unlink()
 
 

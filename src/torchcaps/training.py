@@ -34,7 +34,7 @@ from torchcaps.devices import (
 from torchcaps.early_stopping import EarlyStopping
 from torchcaps.environment import first_process, processes
 from torchcaps.errors import BadInput, first_line
-from torchcaps.evaluation import NO_FOLDER, accuracy_on, clear_errors, cluster
+from torchcaps.evaluation import NO_FOLDER, OwnHandler, accuracy_on, clear_errors, cluster
 from torchcaps.fine_tuning import load_matching
 from torchcaps.loggers import check_logger, create_logger
 from torchcaps.losses import check_loss
@@ -306,10 +306,10 @@ def _train(
 
 def _trainer(recipe: Recipe, folder: Path, devices: int, log: EpochLog, logger: str) -> lightning.Trainer:
     same: dict[str, Any] = {"save_on_train_epoch_end": True, "enable_version_counter": False}
-    callbacks: list[Callback] = [log, RunCheckpoint(str(folder), "last", **same)]
+    callbacks: list[Callback] = [OwnHandler(), log, RunCheckpoint(str(folder), "last", **same)]
     if recipe.choose == "best":
         rank: dict[str, Any] = {"monitor": "validation_rank", "mode": "max", "save_weights_only": True}
-        callbacks.insert(1, RunCheckpoint(str(folder), "best", **rank, **same))
+        callbacks.insert(2, RunCheckpoint(str(folder), "best", **rank, **same))
     if recipe.patience:
         callbacks.append(EarlyStopping(recipe))
     show_bar = sys.stdout.isatty()

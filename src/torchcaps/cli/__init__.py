@@ -23,8 +23,8 @@ MISSING_GLYPH = r"Glyph .* missing from font\(s\) (.*)\."
 """Warning of matplotlib, once per character."""
 
 
-UNINTERRUPTIBLE = {("popen_fork.py", "_launch"), ("threading.py", "notify"), ("queue.py", "put")}
-"""Files and functions of Python in which an exception would be ignored, or would stop another thread from waking up."""
+LONGEST_WAIT = 2.0
+"""Seconds for which a signal waits until another thread has been woken up. It may be blocked, for example by a disk."""
 
 
 class Interrupted(Exception):
@@ -37,11 +37,12 @@ def main() -> None:
     On bad input, prints one line to standard error and exits with code 2. On Ctrl-C or SIGTERM, prints one line to
     standard error and exits with code 130 or 143 (128 plus the number of the signal).
     """
-    handles_interrupt = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    interrupt = _OneInterrupt()
+    interrupt, in_main_thread = _OneInterrupt(), threading.current_thread() is threading.main_thread()
+    handles_interrupt = in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    handles_sigterm = in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if handles_interrupt:
         signal.signal(signal.SIGINT, interrupt)
-    if handles_sigterm := signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if handles_sigterm:
         signal.signal(signal.SIGTERM, interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -127,26 +128,33 @@ class _OneInterrupt:
     The first signal stops the command. Further signals are ignored for `QUIET_SECONDS`, so that cleanup can finish.
     After this time, a signal takes effect again: the command may still run, because a library can swallow the exception
     of the first signal.
-    Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader. The handler
-    therefore waits until such a method or a function of `UNINTERRUPTIBLE` ends.
+
+    Python ignores exceptions that are raised in a ``__del__`` method, such as that of a data loader, and exceptions
+    that are raised while a process is forked. The handler waits until such a function ends. It also waits, for at most
+    `LONGEST_WAIT`, until an item has been put into a queue, because its reader might not wake up otherwise.
     """
 
     def __init__(self) -> None:
         self.seen = False
         self.last = 0.0
+        self.first = 0.0
         self.number: int = signal.SIGINT
         self.process = os.getpid()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.seen and time.monotonic() - self.last < QUIET_SECONDS:
+        now = time.monotonic()
+        if self.seen and now - self.last < QUIET_SECONDS:
             return
+        self.first = self.first or now
         while frame is not None and os.getpid() == self.process:  # a worker process always has the frame of its fork
-            name = frame.f_code.co_name
-            if name == "__del__" or (os.path.basename(frame.f_code.co_filename), name) in UNINTERRUPTIBLE:
+            function = os.path.basename(frame.f_code.co_filename), frame.f_code.co_name
+            wakes_thread = function in (("threading.py", "notify"), ("queue.py", "put"))
+            must_end = function[1] == "__del__" or function == ("popen_fork.py", "_launch")
+            if must_end or (wakes_thread and now - self.first < LONGEST_WAIT):
                 threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
                 return
             frame = frame.f_back
-        self.seen, self.last, self.number = True, time.monotonic(), number
+        self.seen, self.last, self.first, self.number = True, now, 0.0, number
         raise KeyboardInterrupt
 
 

@@ -86,7 +86,7 @@ def print_version(asked: bool | None) -> bool:
 def run_folder(text: str) -> Path:
     """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():
-        raise typer.BadParameter("the name of the run folder is empty; give a name.")
+        raise typer.BadParameter("the name of the folder is empty; give a name.")
     return Path(text)
 
 

@@ -82,7 +82,7 @@ def data_show(
     path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():
         raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
-    writable_file(path, inputs=[] if name in DATASETS else [expanded(name)])
+    writable_file(path, ending=".png", inputs=[] if name in DATASETS else [expanded(name)])
     images = load_splits(name, data_dir, cache="auto", **options).train
     source = None if images.files is None else images.files.source
     if isinstance(source, Paths):

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli import Interrupted
-from torchcaps.cli.common import print_table, writable
+from torchcaps.cli.common import print_table, run_folder, writable, writable_file
 from torchcaps.errors import BadInput, nearest
 from torchcaps.process_memory import keep_freed_memory
 
@@ -31,7 +31,11 @@ def experiment(
     data_dir: Annotated[Path | None, typer.Option(help="Folder that contains the datasets; default: data.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the runs, one subfolder per experiment and budget; default: runs/experiments."),
+        typer.Option(
+            parser=run_folder,
+            metavar="FOLDER",
+            help="Folder for the runs, one subfolder per experiment and budget; default: runs/experiments.",
+        ),
     ] = None,
     results: Annotated[
         Path | None,
@@ -64,8 +68,9 @@ def experiment(
         print_table(("experiment", "result in results/", "paper", "description"), rows)
         return
     if name == "report":
-        report = report or Path("docs/experiments.md")
-        print(f"{write_report(results, report, EXPERIMENTS)} experiments in {report}")
+        report = Path("docs/experiments.md") if report is None else report
+        writable_file(report, "--report", new_folder=True)
+        print(f"results of experiments in {report}: {write_report(results, report, EXPERIMENTS)}")
         if page:
             write_pages(results, page)
             print(f"tables written to {', '.join(map(str, page))}")

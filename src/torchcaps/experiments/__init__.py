@@ -1,5 +1,6 @@
 """Experiments that reproduce tables and figures of papers. `EXPERIMENTS` lists them by name."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -264,7 +265,7 @@ def run_experiment(
         "budget": budget,
         "data": data,
         "seeds": seeds,
-        "command": " ".join([*command, "--data", data] if data else command),
+        "command": shlex.join([*command, "--data", data] if data else command),
         "rows": [row._asdict() for row in outcome.rows],
         "notes": outcome.notes,
         "training_minutes": round(sum(seconds) / 60, 1),

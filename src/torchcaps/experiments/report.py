@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from urllib.parse import quote
 
 from torchcaps.data.files import atomically, read_json
 from torchcaps.errors import BadInput, nearest, unreadable
@@ -187,8 +188,8 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
     columns = [[_render_seed(results / runs[0] / "recipe.json") for runs in entry["runs"]] for entry in entries]
     if any(column != columns[0] for column in columns):
         raise BadInput(
-            "every entry of [[renderings]] in tables.toml must list runs with the same values of data.render_seed, in "
-            f"the same order; the entries have the values {columns}"
+            "every entry of a table of renderings in tables.toml must list runs with the same values of "
+            f"data.render_seed, in the same order; the entries have the values {columns}"
         )
     return _lines(
         ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
@@ -286,6 +287,7 @@ TABLES: dict[str, Callable[[Sequence[Entry], Path], list[str]]] = {
     "networks": _networks,
     "reduced": _networks,
     "renderings": _renderings,
+    "longer_renderings": _renderings,
     "experiments": _experiments,
     "highlights": _highlights,
     "speed": _speed,
@@ -297,6 +299,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "networks": OF_RUNS,
     "reduced": OF_RUNS,
     "renderings": OF_RUNS,
+    "longer_renderings": OF_RUNS,
     "experiments": ("what", "command", "result"),
     "highlights": ("what",),
     "speed": ("what", "file", "case"),
@@ -344,7 +347,7 @@ def write_report(results: Path, report: Path, experiments: Mapping[str, Experime
                 key = ([*experiments].index(said["experiment"]), said["data"] or "")
                 best[key] = max(best.get(key, (rank, path, said)), (rank, path, said), key=lambda one: one[0])
     for _, (_, path, said) in sorted(best.items(), key=lambda one: one[0]):
-        picture = Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix()
+        picture = quote(Path(os.path.relpath(path.with_suffix(".png"), report.parent)).as_posix())
         with _complete(path):
             lines += _section(said, experiments[said["experiment"]], picture)
     if not best:

@@ -31,7 +31,7 @@ def run(study: Study) -> Outcome:
     """
     study.one_seed()
     if study.data:
-        raise BadInput(f"data is {study.data!r}, but this experiment supports MNIST only: omit --data")
+        raise BadInput(f"data is {study.data!r}, but the budget of this experiment chooses its data: omit --data")
     data, target = study.choose("mnist-5k", "mnist", "mnist"), study.choose(95.0, 99.5, 99.5)
     rows, curves, epochs_of_port, images = [], {}, 0, 0
     for name, (recipe_name, changes) in NETWORKS.items():

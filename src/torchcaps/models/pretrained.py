@@ -23,7 +23,6 @@ from torchcaps.options import absent, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-FLOATING = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 FORMAT = 5
 Network = TypeVar("Network", bound="Pretrained")
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -379,12 +378,11 @@ def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Pa
             f"the weights in {path} do not fit this {type(model).__name__}: {name} is {here} in the network, but "
             f"{there} in the file: use the options that the network was saved with"
         )
-    for name, tensor in model.state_dict().items():
-        if weights[name].dtype not in (FLOATING if tensor.dtype in FLOATING else {tensor.dtype}):
-            raise BadInput(
-                f"{path}: {name} has dtype {str(weights[name].dtype).removeprefix('torch.')}, but the network has "
-                f"{str(tensor.dtype).removeprefix('torch.')}: save the network again"
-            )
+    for name, parameter in model.named_parameters():
+        found, own = weights[name], parameter
+        if (found.is_floating_point(), found.is_complex()) != (own.is_floating_point(), own.is_complex()):
+            kinds = (str(one.dtype).removeprefix("torch.") for one in (found, own))
+            raise BadInput("{}: {} has dtype {}, but {} in the network: restore the file".format(path, name, *kinds))
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)
