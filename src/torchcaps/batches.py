@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -135,7 +135,7 @@ class Batches(DataLoader):
             self._check_shared_memory()
             release_free_memory()  # otherwise, each worker process can get a copy of the freed memory
         try:
-            with _same_sigchld_handler() if self.num_workers else nullcontext():
+            with _same_sigchld_handler():
                 batches = super().__iter__()
         except OSError as error:
             raise BadInput(

@@ -52,8 +52,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         with _CHANGING:
             uses = _USES.pop(uncompiled(model), [])
+            begun = uses.index(use) if use in uses else len(uses)
             others = [other for other in uses if other.thread != use.thread]
-            later = [other for other in others if use in uses and uses.index(other) > uses.index(use)]
+            later = [other for other in uses[begun:] if other in others]
             if later:
                 later[0].modes = use.modes
             elif not others:

@@ -20,6 +20,11 @@ def first_process() -> bool:
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0))) == 0
 
 
+def under_torchrun() -> bool:
+    """Return whether `torchrun` has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def processes(devices: int) -> tuple[int, int]:
     """Return the number of processes per machine and the number of machines.
 
@@ -27,7 +32,7 @@ def processes(devices: int) -> tuple[int, int]:
         devices: number of processes to start on this machine. Under `torchrun`, which has started the processes
             already, `devices` is not used.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not under_torchrun():
         return devices, 1
     here = int(os.environ["LOCAL_WORLD_SIZE"])
     return here, int(os.environ["WORLD_SIZE"]) // here

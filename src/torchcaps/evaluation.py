@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchcaps.batches import Batches, ImageBatches, default_workers, images_per_batch
 from torchcaps.data import Images, Preprocessing
 from torchcaps.devices import SMALLER_BATCHES, clear_memory_errors
+from torchcaps.environment import under_torchrun
 from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import PRECISIONS, Recipe, resolve_precision
 from torchcaps.scores import top_5_percent
@@ -115,7 +116,7 @@ def cluster() -> list[Any]:
     In a job of SLURM, Lightning would otherwise write checkpoints to the working directory on SIGUSR1, and ask for the
     job to be started again.
     """
-    return [] if "TORCHELASTIC_RUN_ID" in os.environ else [LightningEnvironment()]
+    return [] if under_torchrun() else [LightningEnvironment()]
 
 
 class OwnHandler(Callback):

@@ -378,11 +378,11 @@ def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Pa
             f"the weights in {path} do not fit this {type(model).__name__}: {name} is {here} in the network, but "
             f"{there} in the file: use the options that the network was saved with"
         )
-    for name, parameter in model.named_parameters():
-        found, own = weights[name], parameter
-        if (found.is_floating_point(), found.is_complex()) != (own.is_floating_point(), own.is_complex()):
-            kinds = (str(one.dtype).removeprefix("torch.") for one in (found, own))
-            raise BadInput("{}: {} has dtype {}, but {} in the network: restore the file".format(path, name, *kinds))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        kinds = [(one.is_floating_point(), one.is_complex()) for one in (weights[name], tensor)]
+        if isinstance(tensor, nn.Parameter) and kinds[0] != kinds[1]:
+            found, own = (str(one.dtype).removeprefix("torch.") for one in (weights[name], tensor))
+            raise BadInput(f"{path}: {name} has dtype {found}, but {own} in the network: restore the file")
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)

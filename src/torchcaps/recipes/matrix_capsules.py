@@ -105,15 +105,8 @@ def matrix_capsnet_toys_variational() -> Recipe:
     Compared with `matrix_capsnet_toys`, the recipe trains for 8 epochs instead of 4, and mixup draws the weights of the
     images from Beta(1, 1) instead of Beta(0.4, 0.4). Both settings were chosen on toys that were not trained on.
     """
-    recipe = matrix_capsnet_toys()
-    return replace(
-        recipe,
-        name="matrix-capsnet-toys-variational",
-        model_options={**recipe.model_options, **VARIATIONAL},
-        routing_options={},
-        mixup=1.0,
-        epochs=8,
-    )
+    recipe = with_variational_bayes(matrix_capsnet_toys())
+    return replace(recipe, name="matrix-capsnet-toys-variational", mixup=1.0, epochs=8, batch_norm_images=0)
 
 
 def matrix_capsnet_smallnorb() -> Recipe:
