@@ -283,3 +283,10 @@ def test_renderings_out_of_range_are_refused(options, problem, tmp_path):
 def test_attributes_of_another_length_are_refused():
     with pytest.raises(BadInput, match="attribute azimuth"):
         Images(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0]), ("a",), {"azimuth": torch.zeros(2)})
+
+
+def test_toys_are_not_rendered_for_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("torchcaps.data.toys.render_toy", None)
+    with pytest.raises(BadInput, match="file is not a folder that you can write to; choose another data folder"):
+        render_toys(tmp_path / "file" / "data")

@@ -99,6 +99,12 @@ def test_plot_is_refused_for_a_benchmark_without_a_plot(refused, tmp_path):
     assert "only `bench memory` draws a picture" in refused("bench", "rules", "--plot", tmp_path / "a.png")
 
 
+@pytest.mark.parametrize(("option", "ending", "other"), [("--out", ".csv", "m.png"), ("--plot", ".png", "m.csv")])
+def test_a_benchmark_refuses_a_file_name_with_another_ending(option, ending, other, refused, tmp_path):
+    line = refused("bench", "memory", option, tmp_path / other)
+    assert line == f"error: {option} must be a file name that ends in {ending}; got {tmp_path / other}"
+
+
 @pytest.mark.parametrize(("option", "value"), [("--heap", "warm"), ("--repeats", "3")])
 def test_options_that_the_memory_benchmark_does_not_use_are_refused(refused, option, value):
     assert f"leave out {option}" in refused("bench", "memory", option, value)

@@ -181,7 +181,8 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     assert line == "error: data.channels takes an integer or null; got RGB"
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
     assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
-    assert "unknown setting 'data.size'; none are known" in refused("train", "capsnet-mnist", "--set", "data.size=3")
+    line = refused("train", "capsnet-mnist", "--set", "data.size=3")
+    assert line == "error: unknown setting 'data.size': 'mnist' has no options; leave out this setting"
 
 
 def test_training_is_refused_if_pytorch_creates_parameters_in_another_dtype():

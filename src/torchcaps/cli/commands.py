@@ -234,7 +234,7 @@ def bench(
             "FILE.partial."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Picture to write (`bench memory` only).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="PNG file to write (`bench memory` only).")] = None,
 ) -> None:
     """Measure the time and memory of several implementations of routing, and the time of training steps.
 
@@ -266,9 +266,9 @@ def bench(
         raise BadInput(f"--plot is {plot}, but only `bench memory` draws a picture: leave out --plot")
     if out and plot and out.resolve() == plot.resolve():
         raise BadInput(f"--out and --plot are both {plot}: give two files")
-    for path, option in ((out, "--out"), (plot, "--plot")):
+    for path, option, ending in ((out, "--out", ".csv"), (plot, "--plot", ".png")):
         if path is not None:
-            writable_file(path, option)
+            writable_file(path, option, ending=ending)
     if state == "warm":
         keep_freed_memory()
     command = f"torchcaps bench {what}" + ("" if what == "memory" else f" --repeats {times} --heap {state}")

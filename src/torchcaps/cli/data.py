@@ -61,7 +61,7 @@ def data_render(
 def data_show(
     name: Annotated[str, typer.Argument(help="Name of a dataset, or a folder or table of images.")],
     data_dir: DataDir = Path("data"),
-    out: Annotated[Path | None, typer.Option(help="Picture to write; default: NAME.png.")] = None,
+    out: Annotated[Path | None, typer.Option(help="PNG file to write; default: NAME.png.")] = None,
     columns: Annotated[int, typer.Option(help="Images per class.", min=1)] = 10,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a data option, written as data.key=value.")
@@ -77,7 +77,7 @@ def data_show(
     changes = dict(setting(text) for text in settings or [])
     for key in changes:
         if not key.startswith("data."):
-            raise BadInput(f"--set {key}: give only options of the data, such as --set data.image_size=32")
+            raise BadInput(f"--set {key}: give only options of the data, written as --set data.KEY=VALUE")
     options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
     path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():

@@ -8,6 +8,7 @@ round differently, so a few pixels can differ between computers.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -63,6 +64,9 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
     folder = _folder(data_dir, seed)
+    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise BadInput(f"{existing} is not a folder that you can write to; choose another data folder")
     jobs = [
         (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
     ]

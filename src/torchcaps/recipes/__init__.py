@@ -264,6 +264,8 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
     if f"{group}.{option}" not in own:
         if group == "model" and (routing := routing_of(chosen, {})):
             own += [f"routing.{name}" for name in routing_options(routing.name)]
+        if not own:
+            raise BadInput(f"unknown setting '{group}.{option}': {chosen!r} has no options; leave out this setting")
         meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
     default = inspect.signature(takes).parameters[option].default
