@@ -25,22 +25,22 @@ def tolerance(case: Case) -> dict[str, Any]:
 
 def couplings_of_children(rule: Routed, case: Case) -> Tensor:
     """Sum the couplings of each child over all its parents: ``[B, S, C]``."""
-    _, couplings = rule(*case)
-    per_edge = couplings.sum(dim=1)
+    per_edge = rule(*case)[1].sum(dim=1)
     per_child = per_edge.new_zeros(per_edge.shape[0], case.routing_map.child_sites, per_edge.shape[2])
     return per_child.index_add(1, case.routing_map.edges[:, 0], per_edge)
 
 
-def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False) -> None:
-    """Check that the couplings of each child sum to 1 over all its parents; with leaky routing, to at most 1."""
-    total = couplings_of_children(rule, case)
-    reached = torch.zeros(case.routing_map.child_sites, dtype=torch.bool)
-    reached[case.routing_map.edges[:, 0]] = True
-    if leaky:
-        assert (total[:, reached] > 0).all()
-        assert (total[:, reached] <= 1 + tolerance(case)["atol"]).all()
+def couplings_sum_to_one(rule: Routed, case: Case, leaky: bool = False, competition: str = "parents") -> None:
+    """Check that the couplings of each child sum to 1 over the parents that compete, or to at most 1 if leaky."""
+    if competition == "types":
+        total = rule(*case)[1].sum(dim=1)
     else:
-        torch.testing.assert_close(total[:, reached], torch.ones_like(total[:, reached]), **tolerance(case))
+        total = couplings_of_children(rule, case)[:, case.routing_map.edges[:, 0].unique()]
+    if leaky:
+        assert (total > 0).all()
+        assert (total <= 1 + tolerance(case)["atol"]).all()
+    else:
+        torch.testing.assert_close(total, torch.ones_like(total), **tolerance(case))
 
 
 def invariant_to_order_of_children(rule: Routed, case: Case) -> None:

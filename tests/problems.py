@@ -80,7 +80,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def dynamic_routing_in_loops(
-    case: Case, iterations: int, logits: str, squash_form: str, inner_squash_form: str | None, leaky: bool
+    case: Case,
+    iterations: int = 3,
+    logits: str = "cumulative",
+    squash_form: str = "sabour",
+    inner_squash_form: str | None = None,
+    leaky: bool = False,
+    competition: str = "parents",
 ) -> tuple[Tensor, Tensor]:
     """Procedure 1 of Sabour, Frosst & Hinton 2017 in plain loops: parents ``[B, P, J, 1, N]`` and couplings."""
     pose, transform, routing_map = case
@@ -105,7 +111,8 @@ def dynamic_routing_in_loops(
         for t in range(iterations):
             coupling = {}
             for e, c, j in vote:
-                reached = [k for k in vote if edges[k[0]][0] == edges[e][0] and k[1] == c]
+                rivals = {e} if competition == "types" else {k for k in range(len(edges)) if edges[k][0] == edges[e][0]}
+                reached = [k for k in vote if k[0] in rivals and k[1] == c]
                 total = sum(math.exp(logit[k]) for k in reached) + (1.0 if leaky else 0.0)
                 coupling[e, c, j] = math.exp(logit[e, c, j]) / total
             form = squash_form if t == iterations - 1 else inner_squash_form or squash_form

@@ -18,6 +18,8 @@ OPTIONS = {
     "one-pass": {"iterations": 1},
     "five-passes": {"iterations": 5},
     "leaky": {"leaky": True},
+    "types": {"competition": "types"},
+    "leaky-types": {"leaky": True, "competition": "types"},
     "no-squash": {"squash_form": "none", "inner_squash_form": "sabour"},
 }
 
@@ -32,7 +34,8 @@ def test_dynamic_routing_has_the_properties_of_a_routing_rule(options, routing_m
     case = random_case(MAPS[routing_map], seed=0, dtype=dtype)
     for law in laws.ALL:
         law(rule(OPTIONS[options]), case)
-    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
+    total = {key: value for key, value in OPTIONS[options].items() if key in ("leaky", "competition")}
+    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, **total)
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,7 +43,8 @@ def test_dynamic_routing_has_the_properties_of_a_routing_rule(options, routing_m
 def test_dynamic_routing_has_these_properties_on_random_problems(case, options):
     for law in laws.ALL:
         law(rule(OPTIONS[options]), case)
-    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, leaky=options == "leaky")
+    total = {key: value for key, value in OPTIONS[options].items() if key in ("leaky", "competition")}
+    laws.couplings_sum_to_one(rule(OPTIONS[options]), case, **total)
 
 
 @pytest.mark.usefixtures("untyped")
@@ -53,8 +57,7 @@ def test_gradients_equal_finite_differences(options, routing_map):
 @pytest.mark.parametrize(("options", "routing_map"), [*product(OPTIONS, MAPS)])
 def test_dynamic_routing_equals_the_pseudo_code_of_the_paper(options, routing_map):
     case = random_case(MAPS[routing_map], seed=2, dtype=torch.float64)
-    given = {"iterations": 3, "logits": "cumulative", "squash_form": "sabour", "inner_squash_form": None}
-    parents, couplings = dynamic_routing_in_loops(case, **{**given, "leaky": False, **OPTIONS[options]})
+    parents, couplings = dynamic_routing_in_loops(case, **OPTIONS[options])
     capsules, found = rule(OPTIONS[options])(*case)
     torch.testing.assert_close(capsules.pose, parents, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found, couplings, rtol=1e-10, atol=1e-12)

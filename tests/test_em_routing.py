@@ -64,11 +64,7 @@ def check_properties(options, case):
     tested = rule(chosen)
     for law in laws.ALL:
         law(tested, case)
-    if OPTIONS[options].get("competition") == "types":
-        couplings = tested(*case)[1].sum(dim=1)
-        torch.testing.assert_close(couplings, torch.ones_like(couplings), **laws.tolerance(case))
-    else:
-        laws.couplings_sum_to_one(tested, case)
+    laws.couplings_sum_to_one(tested, case, competition=OPTIONS[options].get("competition", "parents"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

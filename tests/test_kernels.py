@@ -203,10 +203,9 @@ def test_em_and_dynamic_routing_equal_the_procedures_of_their_papers(routing_map
     betas = torch.randn(2, 4, dtype=torch.float64)
     for options in ({}, {"parent_activation": "mixing"}):
         mean, _, active, _ = em_routing_in_loops(case, activation, *betas.tolist(), **options)
-        children = Capsules(case.pose, activation)
-        found = em_routing(children, *case[1:], *betas, backend="fused", **options)
+        found = em_routing(Capsules(case.pose, activation), *case[1:], *betas, backend="fused", **options)
         torch.testing.assert_close(found, Capsules(mean, active), rtol=1e-10, atol=1e-10)
-    parents, _ = dynamic_routing_in_loops(case, 3, "cumulative", "sabour", None, leaky=False)
+    parents, _ = dynamic_routing_in_loops(case)
     torch.testing.assert_close(dynamic_routing(*case, backend="fused").pose, parents, rtol=1e-10, atol=1e-12)
 
 
@@ -229,6 +228,7 @@ DYNAMIC = {
     "one-pass": {"iterations": 1},
     "five-passes": {"iterations": 5, "inner_squash_form": "none"},
     "leaky": {"leaky": True},
+    "types": {"competition": "types"},
     "last-gradient": {"gradient_passes": "last"},
 }
 

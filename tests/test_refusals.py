@@ -268,7 +268,15 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: decoded(torch.rand(2, 1, 3, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 3, 4\]"),
         (
             lambda: CapsuleLayer(RoutingMap.dense(4), torch.rand(4, 3, 5, 2), "em"),
-            r"transform must be \[K, C, J, Q, N\]; got a float32 tensor \[4, 3, 5, 2\]",
+            r"transform must be a tensor \[K, C, J, Q, N\].* map, 4; got a float32 tensor \[4, 3, 5, 2\]",
+        ),
+        (
+            lambda: CapsuleLayer(RoutingMap.dense(4), torch.rand(3, 3, 5, 2, 2), "em"),
+            r"number of transforms of the routing map, 4; got a float32 tensor \[3, 3, 5, 2, 2\]",
+        ),
+        (
+            lambda: CapsuleLayer(RoutingMap.dense(4), [[1.0]], "em"),
+            r"transform must be a tensor \[K, C, J, Q, N\].*; got list",
         ),
         (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),

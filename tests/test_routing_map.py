@@ -99,6 +99,7 @@ EDGES = torch.tensor([[0, 0, 0], [1, 1, 2]])
         ({"transforms": 2}, r"edges contain transforms from 0 to 2.*set transforms to 3"),
         ({"transforms": 0}, r"transforms must be an integer of at least 1; got int 0"),
         ({"child_sites": 2.0}, r"child_sites must be an integer of at least 1; got float 2.0"),
+        ({"parent_grid": 2}, r"parent_grid must be a tuple \(height, width\).*; got int 2"),
         ({"parent_grid": (2, 2)}, r"parent_grid must be .*parent_sites = 2; got \(2, 2\)"),
         ({"edges": EDGES.to("meta")}, r'edges are on the meta device.*device="cpu"'),
     ],

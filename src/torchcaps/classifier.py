@@ -221,7 +221,8 @@ class Classifier:
         except BadInput as error:
             raise BadInput(f"{path} is damaged ({error}): save the classifier again") from error
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
-        if shape != tuple(model.options["image_shape"]) or len(saved["class_names"]) != model.options["num_classes"]:
+        classes, options = len(saved["class_names"]), model.options
+        if shape != tuple(options.get("image_shape", shape)) or classes != options.get("num_classes", classes):
             raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing)
 

@@ -1,6 +1,7 @@
 """Decoder, which reconstructs images from class capsules."""
 
 from collections.abc import Sequence, Sized
+from inspect import signature
 from itertools import pairwise
 
 import torch
@@ -78,6 +79,12 @@ class Decoder(nn.Module):
         weight = self.layers[0].weight  # a method, if the layer is quantized
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
         return self.layers(visible.flatten(1).to(dtype)).unflatten(1, self.image_shape)
+
+
+def optional_decoder(model: nn.Module) -> Decoder | None:
+    """Return the decoder of a network, if the network can be created without it, with the option ``decoder=False``."""
+    decoder = getattr(model, "decoder", None)
+    return decoder if isinstance(decoder, Decoder) and "decoder" in signature(type(model)).parameters else None
 
 
 def prediction_of(

@@ -126,13 +126,20 @@ def in_the_image(
     Along an axis with a single site, all pixels have the same value.
     """
     sites = below.shape[2]
-    place = maps[-1] if maps else FeatureMap((1, 1), (0.0, 0.0), (1.0, 1.0))
     if sites == 1:
         return below.new_full((*below.shape[:2], height, width), 1 / (height * width))
-    if sites % math.prod(place.grid):
+    if not maps:
         raise BadInput(
-            f"the first capsules have {sites} sites, but the last feature map has {math.prod(place.grid)} positions, "
-            "so the place of a site in the image is unknown: inspect a network with one site per feature map position"
+            "no convolution or pooling module computed the features of the first capsules, so the place of a site in "
+            "the image is unknown: compute them with a module such as torch.nn.Conv2d"
+        )
+    place = maps[-1]
+    positions = math.prod(place.grid)
+    if sites % positions or positions == 1:
+        raise BadInput(
+            f"the first capsules have {sites} sites, but the last feature map from a convolution or pooling module is "
+            f"{place.grid[0]}×{place.grid[1]}, so the place of a site in the image is unknown: inspect a network with "
+            "one site per position of this map"
         )
     values = below.unflatten(2, (*place.grid, -1)).sum(dim=4)
     axes = []

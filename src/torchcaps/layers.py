@@ -63,7 +63,8 @@ class CapsuleLayer(TransformModule):
 
     Arguments:
         routing_map: the graph that connects child sites with parent sites, with the index of a transform for each edge.
-        transform: the initial transforms ``[K, C, J, Q, N]``.
+        transform: the initial transforms ``[K, C, J, Q, N]``. The layer trains a copy. An `nn.Parameter` is not copied,
+            so several layers can share it.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
         child_pose_shape: rows and columns (R, Q) of the poses that the rule receives; (1, Q) by default. Q includes
             columns that `coordinate_addition` appends in the forward pass; in ``transform``, Q does not include them.
@@ -71,8 +72,8 @@ class CapsuleLayer(TransformModule):
 
     Raises:
         TypeError: ``routing_map`` is not a `RoutingMap`.
-        ValueError: ``transform`` does not have five dimensions; or ``routing`` is not a known rule, or is a rule module
-            that was created for a layer with other sizes.
+        ValueError: ``transform`` does not have five dimensions, or not as many matrices as the map has transforms; or
+            ``routing`` is not a known rule, or is a rule module that was created for a layer with other sizes.
 
     Example:
         >>> layer = CapsuleLayer(RoutingMap.dense(6), torch.randn(6, 4, 10, 8, 16), "dynamic")
@@ -91,10 +92,14 @@ class CapsuleLayer(TransformModule):
         super().__init__()
         if not isinstance(routing_map, RoutingMap):
             raise TypeError(f"routing_map must be a RoutingMap; got {described(routing_map)}: use RoutingMap.dense")
-        if transform.ndim != 5:
-            raise ValueError(f"transform must be [K, C, J, Q, N]; got {described(transform)}")
+        if not isinstance(transform, Tensor) or transform.ndim != 5 or len(transform) != routing_map.transforms:
+            raise ValueError(
+                "transform must be a tensor [K, C, J, Q, N], where K is the number of transforms of the routing map, "
+                f"{routing_map.transforms}; got {described(transform)}"
+            )
         self.routing_map = routing_map
-        self.transform = nn.Parameter(transform)
+        shared = isinstance(transform, nn.Parameter)
+        self.transform = transform if shared else nn.Parameter(transform.detach().clone())
         if draw is not None:
             self.initialise(draw)
         transforms, child_types, parent_types, columns, outer = transform.shape

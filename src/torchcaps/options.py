@@ -36,7 +36,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "efficient-capsnet": ("first_kernel_size", "first_stride", "instance_norm"),
     "matrix-capsnet": ("stem_stride",),
     "attention-capsnet": ("concurrent",),
-    "routing": ("initial_beta_a",),
+    "routing": ("initial_beta_a", "competition"),
 }
 """For each kind of saved settings, the options that the first version of the file format lacked.
 
@@ -64,14 +64,15 @@ def absent(owner: str, known: Iterable[str], given: Container[str]) -> list[str]
 def kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Map the name of each option of a function or class to its annotated type.
 
-    An option without annotation has the type of its default if the default is a number, a string, true or false.
+    An option without annotation has the type of its default if the default is a number, a string, true or false. The
+    option ``routing`` is an exception: its default can be a name, but it also accepts a `Routing`.
     """
     # The fields of a NamedTuple are annotated in the class, not in __init__.
     constructed = isinstance(function, type) and not issubclass(function, tuple)
     annotated = get_type_hints(function.__init__ if constructed else function)
     kinds: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        simple = isinstance(parameter.default, bool | int | float | str)
+        simple = isinstance(parameter.default, bool | int | float | str) and name != "routing"
         kinds[name] = annotated.get(name, type(parameter.default) if simple else Any)
     return kinds
 

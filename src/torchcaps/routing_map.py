@@ -140,7 +140,8 @@ class RoutingMap:
 
     def _check_values(self, edges: Tensor) -> None:
         check_sizes(child_sites=self.child_sites, parent_sites=self.parent_sites, transforms=self.transforms)
-        if len(self.parent_grid) != 2 or self.parent_grid[0] * self.parent_grid[1] != self.parent_sites:
+        check_shape("parent_grid", self.parent_grid, "height, width")
+        if self.parent_grid[0] * self.parent_grid[1] != self.parent_sites:
             raise ValueError(
                 f"parent_grid must be (height, width) with height × width = parent_sites = {self.parent_sites}; "
                 f"got {self.parent_grid}"

@@ -1,5 +1,6 @@
 """LightningModule with the training, validation and test steps."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from torchcaps.batches import SplitBatches
 from torchcaps.capsules import Prediction
+from torchcaps.checks import described
 from torchcaps.classifier import check_finite
 from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
@@ -55,11 +57,22 @@ class TrainingModule(lightning.LightningModule):
         self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1, class_weights: Tensor | None = None
     ) -> None:
         super().__init__()
+        try:
+            inspect.signature(model.forward).bind("images", "labels")
+        except TypeError as error:
+            raise BadInput(
+                f"{type(model).__name__}.forward does not take images and labels: define it as "
+                "forward(self, images, labels=None)"
+            ) from error
         self.model = model
         self.steps = steps
         use_channels_last(model)
         self.recipe = recipe
-        rules = [module for module in model.modules() if isinstance(getattr(module, "iterations", None), int)]
+        rules = [
+            module
+            for module in model.modules()
+            if hasattr(module, "for_layer") and isinstance(getattr(module, "iterations", None), int)
+        ]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
         if recipe.early_epochs and not rules:
             raise BadInput(
@@ -93,7 +106,10 @@ class TrainingModule(lightning.LightningModule):
             order = torch.randperm(len(images), device="cpu").to(images.device)
             images, others = share * images + (1 - share) * images[order], labels[order]
         network = self.compiled_model() if recipe.compile and train else self.model
-        prediction = network(images, labels)
+        prediction: Any = network(images, labels)
+        if not isinstance(prediction, Prediction):
+            kind = type(self.model).__name__
+            raise BadInput(f"{kind}.forward must return a torchcaps.Prediction; got {described(prediction)}")
         loss = self.loss_of(prediction, images, labels, train)
         if share < 1:
             loss = share * loss + (1 - share) * self.loss_of(prediction, images, others, train)
@@ -146,7 +162,8 @@ class TrainingModule(lightning.LightningModule):
 
         def look(name: str) -> Any:
             def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                tensors = [output] if isinstance(output, Tensor) else [x for x in output if isinstance(x, Tensor)]
+                outputs = output if isinstance(output, list | tuple) else [output]
+                tensors = [x for x in outputs if isinstance(x, Tensor)]
                 if not all(bool(torch.isfinite(x).all()) for x in tensors):
                     found.append(name)
 

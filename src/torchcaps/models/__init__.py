@@ -37,7 +37,10 @@ MODELS: dict[str, type[nn.Module]] = {
     "residual-capsnet": ResidualCapsNet,
     "timm-capsnet": TimmCapsNet,
 }
-"""All networks by name. To train your own network, derive its class from `nn.Module` and `Pretrained`, and add it."""
+"""All networks by name. To train your own network, derive its class from `nn.Module` and `Pretrained`, and add it.
+
+Its constructor takes ``image_shape`` and ``num_classes``, and ``forward(images, labels=None)`` returns a `Prediction`.
+"""
 
 
 def create_model(name: str, **options: Any) -> nn.Module:

@@ -11,7 +11,7 @@ from torchcaps.capsules import Capsules, SquashForm, check_capsules, squash, squ
 from torchcaps.checks import check_choice, check_iterations
 from torchcaps.kernels import BACKENDS, Backend
 from torchcaps.routing.rule import LayerShape
-from torchcaps.routing.votes import Agreement, Votes, without_autocast
+from torchcaps.routing.votes import COMPETITIONS, Agreement, Competition, Votes, without_autocast
 from torchcaps.routing_map import RoutingMap
 
 Logits = Literal["cumulative", "latest"]
@@ -30,6 +30,7 @@ def dynamic_routing(
     inner_squash_form: SquashForm | None = ...,
     gradient_passes: GradientPasses = ...,
     leaky: bool = ...,
+    competition: Competition = ...,
     return_couplings: Literal[False] = ...,
     backend: Backend = ...,
 ) -> Capsules: ...
@@ -45,6 +46,7 @@ def dynamic_routing(
     inner_squash_form: SquashForm | None = ...,
     gradient_passes: GradientPasses = ...,
     leaky: bool = ...,
+    competition: Competition = ...,
     return_couplings: Literal[True],
     backend: Backend = ...,
 ) -> tuple[Capsules, Tensor]: ...
@@ -59,6 +61,7 @@ def dynamic_routing(
     inner_squash_form: SquashForm | None = None,
     gradient_passes: GradientPasses = "all",
     leaky: bool = False,
+    competition: Competition = "parents",
     return_couplings: bool = False,
     backend: Backend = "auto",
 ) -> Capsules | tuple[Capsules, Float[Tensor, "B J E C"]]:
@@ -91,6 +94,8 @@ def dynamic_routing(
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
             iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax, as in the paper's CIFAR-10 network.
+        competition: ``parents``: softmax over all parents of a child, as in the paper; ``types``: softmax over the
+            parent types at each parent site, as in the segmentation network of LaLonde & Bagci 2018 (arXiv 1804.04241).
         return_couplings: also return the couplings of the last iteration. If the couplings need a gradient, computing
             them stores all votes, even with ``backend="fused"``.
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
@@ -109,10 +114,10 @@ def dynamic_routing(
         >>> dynamic_routing(pose, transform, RoutingMap.dense(6)).pose.shape
         torch.Size([2, 1, 10, 1, 16])
     """
-    _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
+    _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form, competition)
     constant = gradient_passes == "last"
     passes = 1 if constant else iterations
-    votes = Votes(pose, None, transform, routing_map, none_of_the_above=leaky, passes=passes, backend=backend)
+    votes = Votes(pose, None, transform, routing_map, competition, leaky, passes=passes, backend=backend)
     dtype = torch.promote_types(pose.dtype, transform.dtype)
     inner_form = squash_form if inner_squash_form is None else inner_squash_form
     with without_autocast(pose.device):
@@ -131,7 +136,12 @@ def dynamic_routing(
 
 
 def _check_options(
-    iterations: int, logits: str, gradient_passes: str, squash_form: str, inner_squash_form: str | None
+    iterations: int,
+    logits: str,
+    gradient_passes: str,
+    squash_form: str,
+    inner_squash_form: str | None,
+    competition: str,
 ) -> None:
     check_iterations(iterations)
     for name, value, allowed in (
@@ -139,6 +149,7 @@ def _check_options(
         ("gradient_passes", gradient_passes, get_args(GradientPasses)),
         ("squash_form", squash_form, get_args(SquashForm)),
         ("inner_squash_form", inner_squash_form or squash_form, get_args(SquashForm)),
+        ("competition", competition, COMPETITIONS),
     ):
         check_choice(name, value, allowed)
 
@@ -167,6 +178,8 @@ class DynamicRouting(nn.Module):
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
             iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax.
+        competition: ``parents``: softmax over all parents of a child, as in the paper; ``types``: softmax over the
+            parent types at each parent site, as in the segmentation network of LaLonde & Bagci 2018 (arXiv 1804.04241).
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
 
@@ -190,10 +203,11 @@ class DynamicRouting(nn.Module):
         inner_squash_form: SquashForm | None = None,
         gradient_passes: GradientPasses = "all",
         leaky: bool = False,
+        competition: Competition = "parents",
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form)
+        _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form, competition)
         check_choice("backend", backend, BACKENDS)
         self.iterations = iterations
         self.logits: Logits = logits
@@ -201,6 +215,7 @@ class DynamicRouting(nn.Module):
         self.inner_squash_form: SquashForm | None = inner_squash_form
         self.gradient_passes: GradientPasses = gradient_passes
         self.leaky = leaky
+        self.competition: Competition = competition
         self.backend: Backend = backend
 
     @classmethod
@@ -229,6 +244,7 @@ class DynamicRouting(nn.Module):
             inner_squash_form=self.inner_squash_form,
             gradient_passes=self.gradient_passes,
             leaky=self.leaky,
+            competition=self.competition,
             return_couplings=return_couplings,
             backend=self.backend,
         )

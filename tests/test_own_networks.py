@@ -1,0 +1,183 @@
+"""Networks and capsule layers in your own code: shared transforms, training, saving, export and inspection."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchcaps import (
+    MODELS,
+    BadInput,
+    CapsuleLayer,
+    Classifier,
+    DenseCaps,
+    Diverged,
+    Prediction,
+    Preprocessing,
+    PrimaryCaps,
+    Routing,
+    RoutingMap,
+    create_model,
+    inspect,
+    squashed,
+)
+from torchcaps.decoder import optional_decoder
+from torchcaps.export import export_classifier
+from torchcaps.models import Pretrained
+from torchcaps.recipe import Recipe
+from torchcaps.training_module import TrainingModule
+
+pytestmark = pytest.mark.usefixtures("untyped")
+IMAGES, LABELS = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+
+
+class Small(nn.Module, Pretrained):
+    """Network whose subclasses change one part. The routing rule has no annotation."""
+
+    def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
+        super().__init__()
+        self.primary = PrimaryCaps(image_shape[0], 2, (1, 4), 3)
+        self.classes = DenseCaps(36, 2, 4, num_classes, 8, routing=routing)
+
+    def forward(self, images, labels=None):
+        capsules = self.classes(self.primary(images))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(MODELS, "small", Small)
+
+
+def module(model, **settings):
+    return TrainingModule(model, Recipe("small", "small", "mnist-5k", precision="float32", **settings), num_classes=3)
+
+
+def classifier_of(model):
+    return Classifier(model.eval(), ("a", "b", "c"), (1, 8, 8), Preprocessing())
+
+
+def test_a_layer_trains_a_copy_of_the_transforms():
+    transform = torch.randn(6, 4, 3, 8, 5)
+    before = transform.clone()
+    layers = [CapsuleLayer(RoutingMap.dense(6), transform, rule, draw=nn.init.ones_) for rule in ("dynamic", "em")]
+    with torch.no_grad():
+        layers[0].transform.add_(1)
+    assert torch.equal(transform, before)
+    assert (layers[1].transform == 1).all()
+
+
+def test_layers_with_the_same_parameter_share_their_transforms():
+    shared = nn.Parameter(torch.randn(6, 4, 3, 8, 5))
+    layers = nn.ModuleList(CapsuleLayer(RoutingMap.dense(6), shared, "dynamic") for _ in range(2))
+    assert [id(parameter) for parameter in layers.parameters()] == [id(shared)]
+
+
+def test_a_rule_without_annotation_can_be_given_with_options(small, tmp_path):
+    model = create_model("small", routing=Routing("dynamic", iterations=2))
+    model.save_pretrained(tmp_path)
+    assert Small.from_pretrained(tmp_path).classes.routing.iterations == 2
+    assert Small.from_pretrained(tmp_path, routing=Routing("dynamic", iterations=4)).classes.routing.iterations == 4
+
+
+def test_early_iterations_change_only_routing_rules(small):
+    model = Small()
+    model.messages = nn.Identity()
+    model.messages.iterations = 4
+    training = module(model, epochs=2, early_epochs=1, early_iterations=1)
+    training.set_iterations(early=True)
+    assert (model.classes.routing.iterations, model.messages.iterations) == (1, 4)
+
+
+def test_only_a_decoder_that_is_an_option_is_left_out(small, tmp_path):
+    class Encoded(Small):
+        def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
+            super().__init__(image_shape, num_classes, routing)
+            self.decoder = nn.Conv2d(1, 1, 1)
+
+        def forward(self, images, labels=None):
+            return super().forward(self.decoder(images))
+
+    assert optional_decoder(Encoded()) is None
+    assert optional_decoder(create_model("capsnet", image_shape=(1, 20, 20))) is not None
+    exported = export_classifier(classifier_of(Encoded()), tmp_path / "model.pt2", "pt2")
+    assert exported.same_classes == 6
+
+
+def test_a_network_without_the_usual_arguments_is_saved_and_loaded(monkeypatch, tmp_path):
+    class Renamed(nn.Module, Pretrained):
+        def __init__(self, classes=3):
+            super().__init__()
+            self.linear = nn.Linear(64, classes)
+
+        def forward(self, images, labels=None):
+            return Prediction(self.linear(images.flatten(1)))
+
+    monkeypatch.setitem(MODELS, "renamed", Renamed)
+    classifier, pixels = classifier_of(Renamed()), np.zeros((1, 1, 8, 8), dtype=np.uint8)
+    classifier.save_pretrained(tmp_path)
+    assert torch.equal(Classifier.from_pretrained(tmp_path).predict(pixels).scores, classifier.predict(pixels).scores)
+
+
+def test_networks_with_another_forward_are_refused(small):
+    class WithoutLabels(Small):
+        def forward(self, images):
+            return super().forward(images)
+
+    class OnlyScores(Small):
+        def forward(self, images, labels=None):
+            return super().forward(images).scores
+
+    with pytest.raises(BadInput, match=r"WithoutLabels.forward does not take images and labels: define it as"):
+        module(WithoutLabels())
+    with pytest.raises(BadInput, match=r"OnlyScores.forward must return a torchcaps.Prediction; got a float32 tensor"):
+        module(OnlyScores()).loss_and_scores(IMAGES, LABELS, train=True)
+
+
+def test_a_module_with_any_output_can_diverge(small):
+    @dataclass
+    class Found:
+        capsules: object
+
+    class Wrapped(nn.Module):
+        def forward(self, capsules):
+            return Found(capsules)
+
+    class Diverging(Small):
+        def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
+            super().__init__(image_shape, num_classes, routing)
+            self.wrapped = Wrapped()
+
+        def forward(self, images, labels=None):
+            capsules = self.wrapped(self.classes(self.primary(images))).capsules
+            return Prediction(capsules.activation[:, 0] / 0, capsules)
+
+    training = module(Diverging())
+    with pytest.raises(Diverged, match="first value that is not finite: the loss itself"):
+        training._loss(IMAGES, LABELS, train=False)
+
+
+@pytest.mark.parametrize(
+    ("gated", "problem"), [(False, "no convolution or pooling module computed"), (True, "module is 1×1, so the place")]
+)
+def test_inspection_refuses_features_whose_positions_are_unknown(gated, problem, small):
+    class Functional(Small):
+        def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
+            super().__init__(image_shape, num_classes, routing)
+            self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1))
+
+        def forward(self, images, labels=None):
+            convolution = self.primary.convolution
+            if gated:
+                features = convolution(images)
+                features = features * self.gate(features)
+            else:
+                features = functional.conv2d(images, convolution.weight, convolution.bias)
+            capsules = self.classes(squashed(features.flatten(2).mT.unflatten(2, (2, 1, 4))))
+            return Prediction(capsules.activation[:, 0], capsules)
+
+    with pytest.raises(BadInput, match=problem):
+        inspect(classifier_of(Functional()), torch.zeros(1, 8, 8, dtype=torch.uint8))
