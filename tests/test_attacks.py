@@ -80,3 +80,16 @@ def test_gradients_are_averaged_over_all_images():
     together = gradient_health(lambda x: model(x).scores, pixels.float() / 255, images.labels, loss)
     assert found["gradient length"] == pytest.approx(together.norm)
     assert found["zero gradients"] == pytest.approx(together.zero) == pytest.approx(100 * 3 / 103)
+
+
+@pytest.mark.parametrize(
+    ("attack", "options", "problem"),
+    [
+        (fgsm, {"epsilon": -0.25}, "epsilon is -0.25: use a number from 0 to 1"),
+        (bim, {"epsilon": 2.55}, "epsilon is 2.55: use a number from 0 to 1"),
+        (bim, {"epsilon": 0.1, "steps": 0}, "steps must be an integer of at least 1; got int 0"),
+    ],
+)
+def test_sizes_of_attacks_out_of_range_are_refused(attack, options, problem):
+    with pytest.raises(ValueError, match=problem):
+        attack(lambda x: x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0]), **options)

@@ -346,11 +346,12 @@ def test_the_weights_for_mnist_classify_the_digits_of_mnist_5k():
 
 
 def test_files_without_the_options_of_later_versions_load_with_their_defaults(run, tmp_path):
-    before, kinds = Classifier.from_pretrained(run), {"preprocessing": Preprocessing, "recipe": Recipe, **MODELS}
-    kinds["routing"] = EMRouting  # the only rule with an option of a later version
-    for owner, names in LATER.items():
+    before = Classifier.from_pretrained(run)
+    kinds = {"preprocessing": Preprocessing, "recipe": Recipe, **MODELS, **ROUTINGS}
+    of_rules = {name: getattr(rule, "later_options", ()) for name, rule in ROUTINGS.items()}
+    for owner, names in {**LATER, **of_rules}.items():
         parameters = inspect.signature(kinds[owner]).parameters
-        assert all(parameters[name].default in (False, 0, 1, 5, 0.0, "none", "") for name in names)
+        assert all(parameters[name].default in (False, 0, 1, 5, 0.0, "none", "", "parents") for name in names)
     config, recipe = (json.loads((run / name).read_text()) for name in ("config.json", "recipe.json"))
     for name in LATER["preprocessing"]:
         del config["images"]["preprocessing"][name]

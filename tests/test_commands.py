@@ -38,6 +38,13 @@ def test_every_setting_of_a_recipe_has_a_value_and_a_meaning(name):
     assert {"learning_rate", "batch_size", "epochs", "crop"} <= listed.keys()
 
 
+def test_the_list_of_settings_says_which_settings_have_no_effect():
+    listed = {key: meaning for key, _, meaning in settings_of(create_recipe("matrix-capsnet-toys"))}
+    idle = {key for key, meaning in listed.items() if "No effect" in meaning}
+    assert idle == {"brightness", "contrast", "decay_rate", "decay_steps", "early_iterations"}
+    assert listed["contrast"].endswith("in [0, 1]. No effect with standardise=last.")
+
+
 def test_the_meanings_of_options_are_sentences_of_the_docstring():
     def function(one, two, three):
         """Do nothing.

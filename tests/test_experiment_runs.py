@@ -51,6 +51,7 @@ def test_a_run_is_loaded_if_its_images_are_the_same_and_the_refusal_names_what_d
 def test_a_changed_setting_has_the_name_that_the_command_line_uses():
     recipe = create_recipe("capsnet-mnist")
     assert changed_setting(recipe, replace(recipe, data="elsewhere")) is None
+    assert changed_setting(recipe, replace(recipe, name="other", epochs=99)) == "name=capsnet-mnist, not other"
     for settings, text in (
         ({"routing.iterations": "1"}, "routing.iterations=the default, not 1"),
         ({"shift": "3"}, "shift=2, not 3"),

@@ -32,6 +32,14 @@ from torchcaps.training import fit
 from torchcaps.training_module import TrainingModule, mean_recall_percent, validation_rank
 
 
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("loss", [cross_entropy, activation_cross_entropy])
+def test_compiled_losses_do_not_ignore_the_class_that_pytorch_ignores_by_default(loss):
+    """Compiled losses do not check the classes themselves."""
+    with pytest.raises(IndexError, match="-100"):
+        torch.compile(loss, backend="eager")(torch.rand(1, 3), torch.tensor([-100]))
+
+
 def test_a_loss_of_activations_is_refused_for_logits():
     for model, kind in MODELS.items():
         for loss in LOSSES:

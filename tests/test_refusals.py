@@ -278,7 +278,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
             lambda: CapsuleLayer(RoutingMap.dense(4), [[1.0]], "em"),
             r"transform must be a tensor \[K, C, J, Q, N\].*; got list",
         ),
-        (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "standard deviation must be .* at least 0; got -1.0"),
+        (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "initial_std must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
         (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got int 0"),
         *(

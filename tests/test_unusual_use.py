@@ -320,11 +320,30 @@ class Gain(UniformRouting):
         self.gain = gain
 
 
-def test_a_rule_with_other_options_than_it_saves_is_refused(monkeypatch, tmp_path):
+def test_a_rule_that_stores_its_arguments_is_saved(monkeypatch, tmp_path):
     monkeypatch.setitem(ROUTINGS, "gain", Gain)
-    model = CapsNet(**TINY, routing=Routing("gain", gain=3.0))
-    with pytest.raises(BadInput, match="inherits saved_options from UniformRouting but has other constructor argum"):
-        model.save_pretrained(tmp_path)
+    CapsNet(**TINY, routing=Routing("gain", gain=3.0)).save_pretrained(tmp_path)
+    assert CapsNet.from_pretrained(tmp_path).class_capsules.routing.gain == 3.0
+
+
+def test_a_rule_with_other_options_than_it_saves_is_refused(monkeypatch, tmp_path):
+    class Renamed(UniformRouting):
+        def __init__(self, amount=1.0):
+            super().__init__()
+            self.gain = amount
+
+    class Slower(EMRouting):
+        def __init__(self, parent_types, slowness=1.0):
+            super().__init__(parent_types)
+            self.slowness = slowness
+
+    for rule, problem in (
+        (Renamed, "store each argument of its constructor as an attribute of the same name or define saved_options"),
+        (Slower, "inherits saved_options from EMRouting but has other constructor argum"),
+    ):
+        monkeypatch.setitem(ROUTINGS, "own", rule)
+        with pytest.raises(BadInput, match=problem):
+            CapsNet(**TINY, routing="own" if rule is Renamed else rule(3)).save_pretrained(tmp_path)
 
 
 def test_parameters_that_are_not_trained_are_still_not_trained_after_loading(tmp_path):

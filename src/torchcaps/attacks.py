@@ -8,6 +8,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
+from torchcaps.checks import check_sizes
+
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -50,11 +52,15 @@ def fgsm(
         targeted: True to lower the loss for `labels`, False to raise it.
         loss: function of scores and labels that returns the mean loss of the batch.
 
+    Raises:
+        ValueError: ``epsilon`` is not in [0, 1].
+
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
         >>> fgsm(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
+    _check_epsilon(epsilon)
     step = epsilon * input_gradient(classifier, images, labels, loss).sign()
     return (images - step if targeted else images + step).clamp(0, 1)
 
@@ -72,8 +78,8 @@ def bim(
     """Attack images with the basic iterative method.
 
     Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` repeatedly, in
-    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to the range of ±ε around
-    its original value.
+    `steps` steps of size ε / `steps`, so that every pixel stays in the range of ±ε around its original value. After
+    each step, every pixel is clipped to [0, 1].
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
@@ -84,16 +90,25 @@ def bim(
         targeted: True to lower the loss for `labels`, False to raise it.
         loss: function of scores and labels that returns the mean loss of the batch.
 
+    Raises:
+        ValueError: ``epsilon`` is not in [0, 1], or ``steps`` is below 1.
+
     Example:
         >>> images = torch.full((1, 1, 1, 2), 0.5)
         >>> bim(lambda x: x.flatten(1), images, torch.tensor([0]), 0.25)
         tensor([[[[0.2500, 0.7500]]]])
     """
+    _check_epsilon(epsilon)
+    check_sizes(steps=steps)
     attacked = images
     for _ in range(steps):
         attacked = fgsm(classifier, attacked, labels, epsilon / steps, targeted=targeted, loss=loss)
-        attacked = attacked.clamp(images - epsilon, images + epsilon)
     return attacked
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon is {epsilon}: use a number from 0 to 1")
 
 
 class GradientHealth(NamedTuple):

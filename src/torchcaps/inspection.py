@@ -95,7 +95,8 @@ def inspect(classifier: Classifier, image: str | Path | Tensor | np.ndarray) -> 
 
     For each pass of the last layer, `Layer.support` computes how much each child supports each class. In every layer
     below, the support of each parent is distributed among its children, in proportion to activation · coupling. The
-    support on the grid of the first capsules is then interpolated to the size of the image.
+    support on the grid of the first capsules is then interpolated to the size of the image. Poses and activations may
+    change between two layers, but a skip connection around a capsule layer is not taken into account.
 
     If the preprocessing has a crop, the network is run on the central crop. With ``test_crops`` above 1, the scores
     therefore differ from those of `Classifier.predict`, which are means over several crops.

@@ -318,7 +318,7 @@ def columns_of(pose_size: tuple[int, int]) -> int:
     return pose_size[1]
 
 
-def truncated_normal_(weights: Tensor, std: float, name: str = "the initial standard deviation") -> Tensor:
+def truncated_normal_(weights: Tensor, std: float, name: str = "initial_std") -> Tensor:
     """Draw weights in place from a normal distribution truncated at two standard deviations, and return the weights."""
     if not 0 <= std < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0; got {std}")

@@ -36,7 +36,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "efficient-capsnet": ("first_kernel_size", "first_stride", "instance_norm"),
     "matrix-capsnet": ("stem_stride",),
     "attention-capsnet": ("concurrent",),
-    "routing": ("initial_beta_a", "competition"),
 }
 """For each kind of saved settings, the options that the first version of the file format lacked.
 

@@ -332,7 +332,7 @@ def _train(
             schedule.step()
             total += loss.item() * len(batch)
             if not math.isfinite(total):
-                raise Diverged(f"the loss is not finite in epoch {epoch + 1}: use a lower learning_rate")
+                raise Diverged(f"the loss is not finite in epoch {epoch + 1}", cure="use a lower learning_rate")
         curve.append(total / len(images))
         if verbose:
             print(f"epoch {epoch + 1}/{recipe.epochs}  loss {curve[-1]:.6f}", flush=True)

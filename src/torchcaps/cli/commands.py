@@ -86,7 +86,10 @@ def train(
     no_test: Annotated[
         bool, typer.Option("--no-test", help="Do not evaluate on the test images, to compare settings without them.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate memory and time, and write nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only estimate memory and time. Missing data are still downloaded or rendered."),
+    ] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting, written as key=value; can be repeated.")
     ] = None,

@@ -47,7 +47,8 @@ def run(study: Study) -> Outcome:
                 try:
                     chosen.append(study.trained(folder, recipe, splits, watch)[1]["test_accuracy_percent"])
                 except Diverged as error:
-                    reason = error.reason.partition(" diverged: ")[2].partition(";")[0]
+                    cause = error.__cause__ if isinstance(error.__cause__, Diverged) else error
+                    reason = cause.reason.partition(";")[0]
                     broken.append(f"T = {iterations}, {name}, seed {seed} diverged: {reason}.")
                 every = [value for (value,) in study.epoch_metrics(folder, "test_accuracy_percent")]
                 curves.setdefault((iterations, name), every)

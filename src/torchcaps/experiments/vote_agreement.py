@@ -10,7 +10,7 @@ from torchcaps.experiments.study import Outcome, Row, Study, routed, scores_of
 from torchcaps.routing import EMRouting
 
 IMAGES = 500
-"""Number of correctly and of incorrectly classified images on which distances are measured."""
+"""Number of correctly and of incorrectly classified images, drawn at random, on which distances are measured."""
 
 
 def distances(
@@ -42,7 +42,8 @@ def run(study: Study) -> Outcome:
     predicted = scores_of(model, test.pixels, preprocessing).argmax(dim=1)
     right = predicted == test.labels
     masks = {"correct": right, "incorrect": ~right}
-    groups = {name: mask.nonzero().flatten()[:IMAGES] for name, mask in masks.items() if mask.any()}
+    order = torch.randperm(len(right), generator=torch.Generator().manual_seed(0))  # the split is sorted by toy
+    groups = {name: order[mask[order]][:IMAGES] for name, mask in masks.items() if mask.any()}
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
     first = []
     for name, chosen in groups.items():
@@ -62,7 +63,7 @@ def run(study: Study) -> Outcome:
     counts = " and ".join(f"{len(chosen)} {name}ly classified" for name, chosen in groups.items())
     notes = [
         "The distance is that of a vote from the mean of the capsule of the true class. It is averaged over the votes "
-        f"of {counts} test images."
+        f"of {counts} test images, drawn at random."
     ]
     if study.data != "smallnorb":
         notes.append("The images are rendered toys; the paper's are from smallNORB.")

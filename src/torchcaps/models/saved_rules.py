@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from torchcaps.errors import BadInput
-from torchcaps.options import LATER, absent, check_kind, check_options, kinds_of, plain_options
-from torchcaps.routing import ROUTINGS, Routing
+from torchcaps.options import check_kind, check_options, kinds_of, plain_options
+from torchcaps.routing import ROUTINGS, Routing, Rule
 
 
 def _rules(model: nn.Module) -> dict[str, nn.Module]:
@@ -25,29 +25,35 @@ def _rules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _described(rule: nn.Module) -> dict[str, Any] | None:
-    """Return the rule's name in `ROUTINGS` and its options; None if the rule has no name or no ``saved_options``."""
+    """Return the rule's name in `ROUTINGS` and its options; None if one of them is unknown."""
     name = next((name for name, kind in ROUTINGS.items() if type(rule) is kind), None)
     options = getattr(rule, "saved_options", None)
     if isinstance(options, Mapping):
         # The class can inherit options of later versions that its constructor does not have.
         known = inspect.signature(type(rule)).parameters
-        options = {
-            option: value for option, value in options.items() if option in known or option not in LATER["routing"]
-        }
+        later = _later_options(rule)
+        options = {option: value for option, value in options.items() if option in known or option not in later}
     return None if name is None or options is None else {"rule": name, "options": plain_options(name, options)}
+
+
+def _later_options(rule: nn.Module) -> tuple[str, ...]:
+    """Return the options of a rule that files of earlier versions lack."""
+    return getattr(rule, "later_options", ())
 
 
 def saved_rules(model: nn.Module) -> dict[str, Any]:
     """Describe the rule of every layer, so that `from_pretrained` can create it again.
 
     Raises:
-        BadInput: a rule is not in `ROUTINGS`, or has no ``saved_options`` of its own.
+        BadInput: a rule is not in `ROUTINGS`; its options are unknown; or it inherits ``saved_options`` from a rule
+            with other constructor arguments.
     """
     rules = _rules(model)
     found = {layer: _described(rule) for layer, rule in rules.items()}
     for layer, kind in ((layer, type(rule)) for layer, rule in rules.items()):
         owner = next((one for one in kind.__mro__ if "saved_options" in vars(one)), kind)
-        if inspect.signature(kind).parameters.keys() != inspect.signature(owner).parameters.keys():
+        own, inherited = (inspect.signature(one).parameters.keys() for one in (kind, owner))
+        if owner is not Rule and own != inherited:
             raise BadInput(
                 f"layer {layer} has the routing rule {kind.__name__}, which inherits saved_options from "
                 f"{owner.__name__} but has other constructor arguments: define saved_options in {kind.__name__}"
@@ -56,8 +62,8 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
         if rule is None:
             raise BadInput(
                 f"layer {layer} has the routing rule {type(rules[layer]).__name__}, which from_pretrained cannot "
-                "create: add it to torchcaps.ROUTINGS and give it the property saved_options, or save "
-                "model.state_dict()"
+                "create: add it to torchcaps.ROUTINGS, and store each argument of its constructor as an attribute of "
+                "the same name or define saved_options; or save model.state_dict()"
             )
     return found
 
@@ -132,7 +138,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
                 made = kind(**{**rule["options"], **(change.options if change else {})})
         except (TypeError, ValueError, RuntimeError, MemoryError) as error:
             raise BadInput(f"{entry}: {error}") from error
-        if missing := absent("routing", made.saved_options, rule["options"]):  # type: ignore[arg-type]
+        if missing := set(made.saved_options) - {*rule["options"], *_later_options(made)}:  # type: ignore[arg-type]
             raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
         constructed = dict(_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():

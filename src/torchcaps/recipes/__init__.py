@@ -176,6 +176,7 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
     Returns:
         For each setting: its name as in `create_recipe`, its value, and its meaning in one sentence. The meanings are
         the descriptions in the docstrings of `Recipe`, the model, the routing rule, the loss and the dataset's loader.
+        A second sentence says if the setting has no effect in this recipe.
 
     Example:
         >>> next(setting for setting in settings_of(create_recipe("capsnet-mnist")) if setting[0] == "shift")
@@ -195,20 +196,18 @@ def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
         parameters, of_group = inspect.signature(takes).parameters, meanings(takes)
         for name in names:
             found.append((f"{group}.{name}", values.get(name, parameters[name].default), of_group.get(name, "")))
-    return found
+    idle = {key: f" No effect {reason}." for key, (reason, _) in _without_effect(recipe).items()}
+    return [(name, value, f"{meaning}{idle.get(name, '')}") for name, value, meaning in found]
 
 
-def _check_effects(recipe: Recipe, given: Container[str]) -> None:
-    """Refuse a given setting that has no effect. Settings that were not given are accepted without an effect.
-
-    Raises:
-        BadInput: a given setting has no effect.
-    """
+def _without_effect(recipe: Recipe) -> dict[str, tuple[str, str]]:
+    """Return the settings of a recipe that have no effect, with the reason and with the change that gives an effect."""
     model = MODELS[recipe.model]
     decoder = "decoder" in kinds_of(model) and inspect.signature(model).parameters["decoder"].default
     no_decoder = recipe.reconstruction_weight and not recipe.model_options.get("decoder", decoder)
     schedule, rate, early = recipe.schedule, recipe.decay_rate, recipe.early_epochs
     undone = recipe.standardise == "last" and not (recipe.rotation or recipe.squeeze or recipe.elastic or recipe.erase)
+    found: dict[str, tuple[str, str]] = {}
     for key, without_effect, reason, cure in (
         ("decay_rate", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
         ("decay_steps", schedule == "cosine", "with schedule=cosine", "set schedule=exponential"),
@@ -218,7 +217,19 @@ def _check_effects(recipe: Recipe, given: Container[str]) -> None:
         ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):
-        if key in given and without_effect:
+        if without_effect:
+            found.setdefault(key, (reason, cure))
+    return found
+
+
+def _check_effects(recipe: Recipe, given: Container[str]) -> None:
+    """Refuse a given setting that has no effect. Settings that were not given are accepted without an effect.
+
+    Raises:
+        BadInput: a given setting has no effect, or ``warm_up_epochs`` is given and exceeds the epochs of the training.
+    """
+    for key, (reason, cure) in _without_effect(recipe).items():
+        if key in given:
             raise BadInput(f"{key} is {getattr(recipe, key)}, which has no effect {reason}: leave it out, or {cure}")
     if "warm_up_epochs" in given and recipe.warm_up_epochs > recipe.epochs:
         raise BadInput(

@@ -15,7 +15,7 @@ VARIATIONAL = {
 The standard deviations are smaller than the authors' 0.02 (ConvCaps layers) and 0.08 (class capsules).
 """
 BATCH_NORM_IMAGES = 2_000
-"""Number of images for the BatchNorm statistics, in recipes with variational Bayes routing or for your own images.
+"""Number of images for the BatchNorm statistics, in ``variational-capsnet-*`` and the recipes for your own images.
 
 With running averages instead, the validation accuracy is near chance in the first dozens of training steps, and with
 variational Bayes routing in the first hundreds.

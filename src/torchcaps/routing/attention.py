@@ -107,11 +107,6 @@ class AttentionRouting(Rule):
             agreement = Agreement(linear=pose / math.sqrt(self.pose_size))
         return Capsules(pose, _called(self.score, pose.flatten(3)).squeeze(3).sigmoid())
 
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them."""
-        return {"pose_size": self.pose_size, "iterations": self.iterations, "competition": self.competition}
-
 
 def _called(module: Any, values: Tensor) -> Tensor:
     """Call a linear layer or a LayerNorm, whose dtype can differ from the dtype of the values.

@@ -121,7 +121,9 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
             "routing must be a rule, such as DynamicRouting(); a Routing, such as Routing('em'); or one of the names "
             f"{', '.join(ROUTINGS)}; got {described(routing)}"
         )
-    own = {"parent_types": getattr(routing, "parent_types", layer.parent_types)} | getattr(routing, "saved_options", {})
+    own: dict[str, Any] = {"parent_types": getattr(routing, "parent_types", layer.parent_types)}
+    if isinstance(routing, tuple(ROUTINGS.values())):
+        own |= getattr(routing, "saved_options", {})
     for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
         made_for = tuple(own[name]) if isinstance(own.get(name), list) else own.get(name, size)
         if made_for != size:

@@ -194,6 +194,7 @@ class DynamicRouting(nn.Module):
     """
 
     weighs_activations = False
+    later_options = ("competition",)
 
     def __init__(
         self,

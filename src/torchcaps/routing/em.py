@@ -305,8 +305,7 @@ class EMRouting(nn.Module):
         backend: ``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if possible.
         initial_beta_a: initial value of the learned bias β_a of the activations; β_u starts at 0. A parent to which no
             child is coupled has the activation logistic(λ_t β_a), which is 0.1 for β_a = -15 after the default
-            iterations. To make it low, start with a strongly negative β_a: a step of Adam changes β_a by only about the
-            learning rate, so training from 0 would reach such a value too slowly.
+            iterations. To make it low, start with a strongly negative β_a: training from 0 would take too many steps.
 
     Raises:
         ValueError: an option is out of its range or has an unknown value.
@@ -317,6 +316,8 @@ class EMRouting(nn.Module):
         >>> rule(children, torch.randn(1, 4, 6, 4, 4), RoutingMap.shared(9)).activation.shape
         torch.Size([2, 1, 6])
     """
+
+    later_options = ("initial_beta_a",)
 
     def __init__(
         self,
@@ -346,10 +347,9 @@ class EMRouting(nn.Module):
         )
         check_sizes(parent_types=parent_types)
         check_choice("backend", backend, BACKENDS)
-        self.parent_types = parent_types
+        self.parent_types, self.initial_beta_a = parent_types, float(initial_beta_a)
         learned = parent_activation == "logistic"
         self.beta_u, self.beta_a = (nn.Parameter(torch.empty(parent_types), requires_grad=learned) for _ in range(2))
-        self.initial_beta_a = float(initial_beta_a)
         self.reset_parameters()
         self.iterations, self.variance_floor, self.normalise_data = iterations, variance_floor, normalise_data
         self.inverse_temperature, self.mean_damping, self.tempering = inverse_temperature, mean_damping, tempering

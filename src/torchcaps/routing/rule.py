@@ -1,5 +1,6 @@
 """Base class of routing rules. A rule calls `Votes.moments` in a loop, with plain PyTorch between the calls."""
 
+import inspect
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -37,7 +38,7 @@ class Rule(nn.Module):
 
     The dtype of the computation is the widest of float32, the dtype of the poses and the dtype of the transform.
     Autocast does not change it, provided that ``backward`` is called outside the autocast context. A network can be
-    saved if its rule is in ``torchcaps.ROUTINGS`` and has a property ``saved_options``.
+    saved if its rule is in ``torchcaps.ROUTINGS``.
 
     Example:
         >>> from torchcaps.routing.votes import Agreement
@@ -61,6 +62,8 @@ class Rule(nn.Module):
     """Whether every softmax includes an extra parent with logit 0, which takes a part of the couplings of a child."""
     activation_from_mass = False
     """Whether the activation of a parent depends only on its mass. `torchcaps.inspect` reads this attribute."""
+    later_options: tuple[str, ...] = ()
+    """Options that saved networks of earlier versions lack. They have their default values in these networks."""
     backend: Backend = "auto"
     """``fused`` (do not store votes), ``reference`` (store all votes), or ``auto``: fused if the kernels can run."""
 
@@ -68,6 +71,14 @@ class Rule(nn.Module):
     def passes(self) -> int:
         """Number of calls of `Votes.moments` in `route`: ``self.iterations`` if it is defined, otherwise 1."""
         return max(1, getattr(self, "iterations", 1))
+
+    @property
+    def saved_options(self) -> dict[str, Any]:
+        """Constructor arguments, as `save_pretrained` saves them: by default, the attributes with the same names.
+
+        Override this property if the rule does not store each argument as an attribute of the same name.
+        """
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":

@@ -1,6 +1,6 @@
 """Uniform couplings: a baseline with which routing rules are compared."""
 
-from typing import Any, get_args
+from typing import get_args
 
 from torchcaps.capsules import Capsules, SquashForm, squashed
 from torchcaps.checks import check_choice
@@ -45,8 +45,3 @@ class UniformRouting(Rule):
         """Return the squashed sums of evenly weighted votes as poses, and the lengths of these poses as activations."""
         found = votes.moments(variance=False)
         return squashed(found.mass[..., None, None] * found.mean, self.squash_form)
-
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them."""
-        return {"squash_form": self.squash_form}

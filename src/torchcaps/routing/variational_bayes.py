@@ -117,11 +117,6 @@ class VariationalBayesRouting(Rule):
         logit = normalised(self.activation_norm, beta_a - (beta_u + log_part.exp() * entropy))
         return Capsules(normalised(self.pose_norm, centre), logit.sigmoid())
 
-    @property
-    def saved_options(self) -> dict[str, Any]:
-        """Constructor arguments, as `save_pretrained` saves them; β and BatchNorm statistics are in the state dict."""
-        return {"parent_types": self.parent_types, "iterations": self.iterations, "competition": self.competition}
-
 
 def sum_of_digammas(x: Tensor, count: int) -> Tensor:
     """Compute ``Σ ψ(x + k / 2)``, k = 0, …, count - 1, for x of at least 1, with two digamma functions.
