@@ -238,6 +238,7 @@ def changed_setting(before: Recipe, now: Recipe, ignored: Container[str] = ("dat
         now: recipe with which the run is to be continued.
         ignored: settings that are not compared. The default is the path of the data, because the data may have moved;
             `difference` compares the images.
+
     Example:
         >>> changed_setting(Recipe("one", "capsnet", "mnist"), Recipe("one", "capsnet", "digits", epochs=3))
         'epochs=10, not 3'

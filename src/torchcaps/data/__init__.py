@@ -99,6 +99,7 @@ class Dataset:
         verify: function that takes the data folder and returns `(file, "ok" or the problem)` for each file; None if
             there are no files to check.
         options: names of the keyword arguments that `load` accepts.
+
     Example:
         >>> DATASETS["smallnorb"].options
         ('size', 'stereo')
@@ -226,15 +227,18 @@ def load_splits(
         options: for a folder, `image_size` (pixels, or (height, width)), `channels` (1 or 3) and `test_fraction`; for a
             table, also `image_column` and `label_column`; for a named dataset, the options listed in
             `DATASETS[name].options`.
+
     Raises:
         BadInput: `name_or_folder` is neither a known name nor a folder or a table; the dataset does not accept an
             option; the images do not have the attribute `validation_attribute`; a value is out of its range; a split
             has no images; or a file is missing or damaged.
+
     Warns:
         DataWarning: a class has no training images; one class has more than ten times as many training images as
             another; `test_fraction` is given, but there is a test split; files or splits are skipped; resizing changes
             the aspect ratio of images by more than 5 %; 16-bit images are nearly black; or ``cache="auto"`` chooses
             "none".
+
     Example:
         >>> splits = load_splits("mnist-5k", Path("data"))
         >>> len(splits.train), len(splits.validation), len(splits.test)
@@ -303,11 +307,14 @@ def load_test_images(
         cache: as for `load_splits`.
         image_column, label_column: columns of a table, as for `load_image_table`.
         options: `image_size` and `channels`, as for `load_image_folder`.
+
     Returns:
         The images of the test split, and True; or all images, and False, if there is no test split.
+
     Raises:
         BadInput: there is no folder or table with this name; the network does not have a class of the images, or has
             several classes with its name; or an image cannot be read.
+
     Warns:
         DataWarning: as for `load_splits`.
     """

@@ -54,6 +54,7 @@ class Version:
         Arguments:
             data_dir: data folder.
             progress: draw a progress bar on standard error.
+
         Raises:
             BadInput: the archive has a wrong checksum, or cannot be downloaded or written.
         """
@@ -99,8 +100,10 @@ def load_cifar10(data_dir: Path) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: data folder; the archive is `data_dir/cifar-10/cifar-10-binary.tar.gz`.
+
     Raises:
         BadInput: the archive has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_cifar10(Path("data"))  # doctest: +SKIP
     """
@@ -116,8 +119,10 @@ def load_cifar100(data_dir: Path) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: data folder; the archive is `data_dir/cifar-100/cifar-100-binary.tar.gz`.
+
     Raises:
         BadInput: the archive has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_cifar100(Path("data"))  # doctest: +SKIP
     """
@@ -130,9 +135,11 @@ def read_cifar10(archive: Path) -> tuple[Images, Images]:
 
     Arguments:
         archive: path of the tar.gz file, with `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
+
     Raises:
         BadInput: the archive cannot be read; one of the six files is missing; a file does not consist of 1 to 10,000
             images; or a label is above 9.
+
     Example:
         >>> train, test = read_cifar10(Path("cifar-10-binary.tar.gz"))  # doctest: +SKIP
     """
@@ -144,10 +151,12 @@ def read_cifar100(archive: Path) -> tuple[Images, Images]:
 
     Arguments:
         archive: path of the tar.gz file, with `train.bin`, `test.bin` and `fine_label_names.txt`.
+
     Raises:
         BadInput: the archive cannot be read; one of the three files is missing; `train.bin` or `test.bin` does not
             consist of 1 to 50,000 images; a fine label is above 99; or `fine_label_names.txt` does not contain 100
             different names.
+
     Example:
         >>> train, test = read_cifar100(Path("cifar-100-binary.tar.gz"))  # doctest: +SKIP
     """

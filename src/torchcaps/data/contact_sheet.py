@@ -30,10 +30,13 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
         path: file to write.
         columns: number of images to draw per class, 1 or more. If a class has fewer images, all of them are drawn.
         seed: seed for choosing the images.
+
     Returns:
         The number of classes drawn, such as "10 classes" or "the first 100 of 700 classes".
+
     Raises:
         BadInput: `path` cannot be written.
+
     Example:
         >>> import tempfile
         >>> from torchcaps.data import load_mnist_5k

@@ -40,9 +40,11 @@ def download(
             content, even if a mirror serves the file gzipped.
         progress: draw a progress bar on standard error.
         digest: function that computes the checksum of the downloaded file, to compare with `md5`.
+
     Raises:
         BadInput: a URL is neither http nor https, every mirror failed (the message gives the reason for each), or
             `path` cannot be written.
+
     Example:
         >>> urls = ["https://example.org/labels.gz", "https://example.com/labels.gz"]
         >>> download(urls, Path("labels.gz"), "a25bea736e30d166cdddb491f175f624")  # doctest: +SKIP
@@ -77,6 +79,7 @@ def fetched(path: Path, md5: str, mirrors: Sequence[str], progress: bool = True,
         mirrors: URLs of folders that serve the file, with `.gz` appended to its name.
         progress: draw a progress bar on standard error.
         stored: the mirrors serve the file under its own name, and the MD5 is that of the file as stored.
+
     Raises:
         BadInput: the file cannot be downloaded or written.
     """
@@ -99,6 +102,7 @@ def complete(
         mirrors: URLs of folders that serve each file, with `.gz` appended to its name.
         progress: draw a progress bar on standard error.
         stored: as for `fetched`.
+
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded or written.
     """

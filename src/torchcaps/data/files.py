@@ -31,6 +31,7 @@ def content_of(path: Path, header_bytes: int, promised: Callable[[bytes], int], 
         promised: function that takes the header and returns the length in bytes that it declares for the uncompressed
             file, including the header.
         md5: the right MD5 of the content; None if it is not known.
+
     Raises:
         BadInput: the file cannot be read, its gzip stream is truncated or corrupt, `promised` rejects the header, or
             the content has another MD5.
@@ -54,8 +55,10 @@ def uncompressed_md5(path: Path) -> str:
 
     Arguments:
         path: the file, raw or gzipped.
+
     Raises:
         BadInput: the file cannot be read, or its gzip stream is truncated or corrupt.
+
     Example:
         >>> uncompressed_md5(Path("train-labels-idx1-ubyte.gz"))  # doctest: +SKIP
         'a25bea736e30d166cdddb491f175f624'
@@ -89,6 +92,7 @@ def content_as_stored(path: Path, md5: str | None = None) -> bytes:
     Arguments:
         path: the file.
         md5: the right MD5 of the file; None if it is not known.
+
     Raises:
         BadInput: the file cannot be read, or has another MD5.
     """
@@ -204,6 +208,7 @@ def read_json(path: Path, cure: str) -> Any:
     Arguments:
         path: the file.
         cure: what the user can do if the content is invalid.
+
     Raises:
         BadInput: the file cannot be read or is not valid JSON.
     """

@@ -22,8 +22,10 @@ def image_digests(images: Images) -> UInt64[np.ndarray, " N"]:
 
     Arguments:
         images: N images.
+
     Returns:
         The checksums, ``[N]``.
+
     Example:
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> one, other = image_digests(images)
@@ -47,6 +49,7 @@ def checksum(images: Images, digests: UInt64[np.ndarray, " N"] | None = None) ->
     Arguments:
         images: N images with labels.
         digests: checksum of each image, ``[N]``; by default, `image_digests` of the images.
+
     Returns:
         The checksum as 64 hexadecimal digits.
     """
@@ -67,10 +70,12 @@ def fingerprint(
         splits: training, validation and test images.
         before: earlier summary of the same run, to be compared with the new summary. If the earlier summary contains
             checksums of pixels, the new summary contains checksums of pixels too.
+
     Returns:
         The summary, which is saved in recipe.json, and a dict with a checksum of every image. In this dict, each split
         that is in memory has the key "train", "validation" or "test", with its `image_digests`. Each split that was
         read from files has the key "train files", "validation files" or "test files", with checksums of the files.
+
     Example:
         >>> images = Images(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog"))
         >>> fingerprint(Splits(images, images, images))[0]["test"]["images"]
@@ -98,6 +103,7 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
     Arguments:
         before, now: summaries returned by `fingerprint`.
+
     Example:
         >>> difference({"class_names": ["cat", "dog"]}, {"class_names": ["cat", "eel"]})
         'the classes were cat, dog and are now cat, eel'

@@ -25,9 +25,11 @@ def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]
     Arguments:
         content: the whole uncompressed file.
         name: name of the file in error messages.
+
     Raises:
         BadInput: the magic number is wrong, the declared array is empty or larger than 2 GiB, or `content` is longer or
             shorter than the header declares.
+
     Example:
         >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels")
         array([7, 9], dtype=uint8)
@@ -47,9 +49,11 @@ def read_idx(path: Path, md5: str | None = None) -> UInt8[np.ndarray, "..."]:
     Arguments:
         path: the file. Its first bytes show whether it is gzipped; its name does not matter.
         md5: the right MD5 of the uncompressed content; None if it is not known.
+
     Raises:
         BadInput: the file cannot be read, its gzip stream is truncated or corrupt, its content is not an IDX array of
             uint8, or its content has another MD5.
+
     Example:
         >>> read_idx(Path("train-images-idx3-ubyte.gz")).shape  # doctest: +SKIP
         (60000, 28, 28)

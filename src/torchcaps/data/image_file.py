@@ -78,10 +78,12 @@ def read_image(
         channels: 1 for greyscale, 3 for RGB. If None, the image has one channel if the file is greyscale, else three.
         image_size: side of a square, or (height, width), in pixels, each from 1 to 10,000. None keeps the size of the
             file.
+
     Raises:
         BadInput: `channels` is not 1, 3 or None; `image_size` is out of its range; the file does not exist, has another
             format, is damaged, or has more pixels than Pillow's limit `Image.MAX_IMAGE_PIXELS`; or Pillow is not
             installed.
+
     Example:
         >>> read_image(Path("digit.png"), channels=1, image_size=28).shape  # doctest: +SKIP
         torch.Size([1, 28, 28])
@@ -116,6 +118,7 @@ def decode(
         content: content of the file.
         name: name of the image for error messages.
         channels, size: as `channels` and `image_size` of `read_image`.
+
     Returns:
         The pixels and the `Facts` of the file.
     """

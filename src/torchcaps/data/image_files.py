@@ -89,6 +89,7 @@ class ImageFiles:
         Arguments:
             shape: `(C, H, W)` of the decoded images.
             resize: whether to resize the images whose size differs from `shape`.
+
         Raises:
             BadInput: an image cannot be read, or its size differs from `shape` and `resize` is False.
         """

@@ -52,14 +52,17 @@ def load_image_folder(
         seed: without test images, seed for choosing them, 0 or greater.
         test_fraction: without test images, fraction of each class to hold out, above 0 and below 1.
         progress: draw a progress bar on standard error if there are more than 2,000 files.
+
     Raises:
         BadInput: the folder has neither layout; there are fewer than two classes; a class has no images; there are no
             test images and a class has only one image; a class is in only one of train/ and test/; the images have
             different sizes and `image_size` is None; a file cannot be read; an argument is out of its range; or the
             images do not fit into memory.
+
     Warns:
         DataWarning: files or folders are skipped; a file has several frames; resizing changes the aspect ratio by more
             than 5 %; 16-bit images are nearly black; or two class names look the same.
+
     Example:
         >>> train, test = load_image_folder(Path("photos"), image_size=32)  # doctest: +SKIP
     """

@@ -65,6 +65,7 @@ class ImageList:
             seed: seed for choosing the test images.
             validation: `(fraction, seed)` for holding out validation images if there is no validation split. With None,
                 no validation images are held out.
+
         Raises:
             BadInput: there are no training images; there is no test split, and a class has only one image; or
                 `test_fraction` is out of its range.
@@ -118,6 +119,7 @@ def read_list(
             else "none".
         processes: number of processes that each store a copy of all images. Only ``cache="auto"`` uses it: the memory
             of all copies together is compared with the free memory.
+
     Raises:
         BadInput: an image cannot be read; images have different sizes and `image_size` is None; or the images do not
             fit into memory.

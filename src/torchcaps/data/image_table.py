@@ -87,15 +87,18 @@ def load_image_table(
         label_column: name of the column of labels. If None, `load_image_table` uses the column of type
             ``ClassLabel``. If no column has this type, it uses the column with a usual name, such as ``label`` or
             ``class``.
+
     Raises:
         BadInput: the source cannot be read; the column of images or of labels is missing or ambiguous; a row has no
             image or no label; the same file is listed twice; a split has an unknown name; there are fewer than two
             classes; an image cannot be read; the images have different sizes and `image_size` is None; an argument is
             out of its range; or the images do not fit into memory.
+
     Warns:
         DataWarning: a split is skipped because of its name; a source other than a .csv or .tsv file has a column
             ``split``, which is not read; a file has several frames; resizing changes the aspect ratio by more than 5 %;
             16-bit images are nearly black; or two class names look the same.
+
     Example:
         >>> train, test = load_image_table("photos.csv", image_size=32)  # doctest: +SKIP
     """

@@ -25,9 +25,11 @@ class Images:
         attributes: other properties of the images, such as the azimuth of the camera: int64 tensors `[N]`, keyed by
             name.
         files: the N encoded images, such as PNG files, from which the pixels were decoded; None if there are none.
+
     Raises:
         BadInput: `pixels`, `labels` or an attribute has the wrong shape or dtype; the numbers of images, labels and
             attribute values differ; or a label is not an index of `class_names`.
+
     Example:
         >>> Images(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.tensor([0, 1]), ("cat", "dog")).image_shape
         (1, 28, 28)
@@ -91,8 +93,10 @@ class Images:
 
         Arguments:
             allowed: accepted values, as one keyword argument per attribute, such as `azimuth=[0, 2, 34]`.
+
         Raises:
             BadInput: `allowed` names an attribute that the images do not have.
+
         Example:
             >>> azimuth = {"azimuth": torch.tensor([0, 2, 4])}
             >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("car",), azimuth)
@@ -165,8 +169,10 @@ class Splits:
         train: images to train on.
         validation: images for choosing settings, such as the learning rate, and the epoch whose weights are saved.
         test: images on which the reported accuracy is measured.
+
     Raises:
         BadInput: the splits differ in their class names.
+
     Example:
         >>> images = Images(torch.zeros(3, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 0]), ("cat",))
         >>> len(Splits(images.subset([0]), images.subset([1]), images.subset([2])).test)
@@ -196,8 +202,10 @@ def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
         images: images to split, with labels `[N]`.
         fraction: fraction of each class to hold out, above 0 and below 1.
         seed: seed for choosing the images, 0 or greater.
+
     Raises:
         BadInput: `fraction` or `seed` is out of its range.
+
     Example:
         >>> images = Images(torch.zeros(20, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 1] * 10), ("cat", "dog"))
         >>> [len(part) for part in cut(images, 0.1, seed=0)]
@@ -217,8 +225,10 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
         images: images to split, with labels `[N]`.
         attribute: name of the attribute, a key of `images.attributes`.
         seed: seed for choosing which value of the attribute is held out for each class, 0 or greater.
+
     Raises:
         BadInput: the images have no attribute of this name, or all images of a class have the same value.
+
     Example:
         >>> labels, toy = torch.tensor([0, 0, 1, 1]), {"toy": torch.tensor([4, 5, 4, 6])}
         >>> images = Images(torch.zeros(4, 1, 2, 2, dtype=torch.uint8), labels, ("cat", "dog"), toy)
@@ -268,6 +278,7 @@ def shift(pixels: Shaped[Tensor, "N C H W"], offsets: Int64[Tensor, "N 2"]) -> S
     Arguments:
         pixels: images `[N, C, H, W]`, of any dtype.
         offsets: shifts down and to the right, in pixels, `[N, 2]`, on the device of `pixels`.
+
     Example:
         >>> shift(torch.ones(1, 1, 2, 2), torch.tensor([[1, 0]]))
         tensor([[[[0., 0.],
@@ -291,6 +302,7 @@ def shift_offsets(seed: int, epoch: int, count: int, pixels: int) -> Int64[Tenso
         seed, epoch: seeds of the draw, 0 or greater.
         count: number of images.
         pixels: largest shift in each direction, 0 or greater.
+
     Example:
         >>> shift_offsets(seed=0, epoch=0, count=60_000, pixels=2).shape
         torch.Size([60000, 2])

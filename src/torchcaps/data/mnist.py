@@ -73,8 +73,10 @@ def load_mnist(data_dir: Path) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: data folder; the four IDX files, raw or gzipped, are in `data_dir/mnist/`.
+
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_mnist(Path("data"))  # doctest: +SKIP
     """
@@ -88,8 +90,10 @@ def load_fashion_mnist(data_dir: Path) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: data folder; the four IDX files, raw or gzipped, are in `data_dir/fashion-mnist/`.
+
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_fashion_mnist(Path("data"))  # doctest: +SKIP
     """
@@ -103,8 +107,10 @@ def fetch_mnist(name: str, data_dir: Path, progress: bool = True) -> None:
         name: "mnist" or "fashion-mnist".
         data_dir: data folder.
         progress: draw a progress bar on standard error.
+
     Raises:
         BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
+
     Example:
         >>> fetch_mnist("mnist", Path("data"))  # doctest: +SKIP
     """
@@ -117,8 +123,10 @@ def verify_mnist(name: str, data_dir: Path) -> list[tuple[str, str]]:
     Arguments:
         name: "mnist" or "fashion-mnist".
         data_dir: data folder.
+
     Returns:
         `(file, "ok" or the problem)` for each file.
+
     Example:
         >>> verify_mnist("mnist", Path("empty"))[0]
         ('train-images-idx3-ubyte', 'missing from empty/mnist')
@@ -133,9 +141,11 @@ def load_idx_pair(images: Path, labels: Path, class_names: tuple[str, ...]) -> I
         images: IDX file of images `[N, H, W]`, raw or gzipped.
         labels: IDX file of labels `[N]`, raw or gzipped.
         class_names: names of the classes, in the order of the labels.
+
     Raises:
         BadInput: a file cannot be read or is damaged; the two files are swapped; the numbers of images and labels
             differ; or a label is not an index of `class_names`.
+
     Example:
         >>> letters = load_idx_pair(Path("letters-images"), Path("letters-labels"), tuple("abc"))  # doctest: +SKIP
     """

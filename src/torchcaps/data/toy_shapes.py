@@ -268,6 +268,7 @@ def toy(category: str, instance: int, seed: int = 0) -> list[Solid]:
         category: one of `CATEGORIES`.
         instance: index of the toy in its category.
         seed: seed of the shapes, 0 or greater.
+
     Example:
         >>> len(toy("car", 0)) > 4
         True

@@ -51,10 +51,13 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
         size: height and width of the images in pixels, 48 or 96.
         seed: seed of the shapes and the noise, 0 or greater. Each seed gives a different set of fifty toys.
         progress: draw a progress bar on standard error.
+
     Returns:
         The folder of the files.
+
     Raises:
         BadInput: `size` is not 48 or 96, `seed` is negative, or the files cannot be written.
+
     Example:
         >>> render_toys(Path("data"))  # doctest: +SKIP
         PosixPath('data/toys')
@@ -129,9 +132,11 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
         size: height and width in pixels, 96 or a divisor of 48.
         stereo: True for both cameras as two channels, False for the first camera only.
         render_seed: seed of the toys' shapes and of the noise, 0 or greater.
+
     Raises:
         BadInput: `size` is neither 96 nor a divisor of 48, `render_seed` is negative, or a file has a wrong checksum,
             cannot be read, or cannot be written.
+
     Example:
         >>> train, test = load_toys(Path("data"))  # doctest: +SKIP
     """
@@ -184,6 +189,7 @@ def camera_rotation(elevation: int, azimuth: int, camera: int = 0) -> Float[np.n
         elevation: attribute of an image, 0 to 8 for 30° to 70° in steps of 5°.
         azimuth: attribute of an image in units of 10°: 0, 2, …, 34.
         camera: channel of a stereo pair, 0 or 1.
+
     Example:
         >>> camera_rotation(0, 0).shape
         (3, 3)
@@ -201,6 +207,7 @@ def cast(
         solids: solids of one toy.
         cameras: for each camera, its position and three unit vectors: right, up, and from the toy towards the camera.
         width: number of rays per row and per column.
+
     Returns:
         For each ray, the unit normal of the surface that it hits, and whether it hits a surface.
     """
