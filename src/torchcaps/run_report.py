@@ -11,7 +11,7 @@ from typing import Any
 from torchcaps.data.files import atomically
 from torchcaps.errors import BadInput
 from torchcaps.pictures import save_curves
-from torchcaps.run_folder import existing_run, finished, read_rows
+from torchcaps.run_folder import finished, read_rows, read_run
 
 PICTURES = {
     "curves.png": "Loss, validation accuracy and speed",
@@ -39,7 +39,7 @@ def write_run_report(folder: Path, out: Path) -> None:
     Raises:
         BadInput: the folder contains no run with a finished epoch, or a file in the folder is damaged.
     """
-    run = existing_run(folder, resume=True) if (folder / "recipe.json").is_file() else None
+    run = read_run(folder) if (folder / "recipe.json").is_file() else None
     rows = read_rows(folder / "metrics.csv") if run is not None else []
     if run is None or not rows:
         raise BadInput(

@@ -275,13 +275,13 @@ def bench(
     if state == "warm":
         keep_freed_memory()
     command = f"torchcaps bench {what}" + ("" if what == "memory" else f" --repeats {times} --heap {state}")
-    rows, partial = [], out and out.with_name(f"{out.name}.partial")
+    rows, unfinished = [], out and out.with_name(f"{out.name}.partial")
     for row in runs[what]():
         rows.append({**row, "heap": state})
-        if partial:
-            write_csv(partial, rows, command, on_cpu=what == "devices")
-    if out and partial:
-        partial.replace(out)
+        if unfinished:
+            write_csv(unfinished, rows, command, on_cpu=what == "devices")
+    if out and unfinished:
+        unfinished.replace(out)
     same = {key: value for key, value in rows[0].items() if all(row[key] == value for row in rows)}
     keys = [key for key in rows[0] if key not in same]
     print_table(keys, [[row[key] for key in keys] for row in rows], ", ".join(f"{k} {v}" for k, v in same.items()))
