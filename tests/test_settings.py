@@ -8,7 +8,7 @@ import torch
 from conftest import SMALL_CAPSNET
 from torchcaps import ROUTINGS, BadInput, Routing, UniformRouting, create_model
 from torchcaps.recipe import resolve_precision
-from torchcaps.recipes import create_recipe
+from torchcaps.recipes import create_recipe, discarded_options
 
 
 def test_settings_are_applied_to_the_recipe():
@@ -110,6 +110,26 @@ def test_settings_of_a_recipe_that_lose_their_effect_are_accepted():
     assert create_recipe("capsnet-mnist", {"model": "pooled-cnn", "reconstruction_weight": "0"}).mixup == 0
     assert create_recipe("generative-capsnet-smallnorb", {"epochs": "2"}).warm_up_epochs == 5
     assert create_recipe("capsnet-mnist", {"early_epochs": "1", "early_iterations": "2"}).early_iterations == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "discarded"),
+    [
+        ("matrix-capsnet-toys", {"routing.iterations": "2", "epochs": "1"}, []),
+        ("matrix-capsnet-smallnorb-paper", {"loss": "cross_entropy"}, ["margin_schedule=linear"]),
+        ("generative-capsnet-smallnorb", {"data": "toys"}, ["data.size=96"]),
+        ("capsnet-cifar10", {"model": "pooled-capsnet", "routing.iterations": "3"}, ["routing.leaky=True"]),
+    ],
+)
+def test_options_that_do_not_fit_a_change_are_listed(name, settings, discarded):
+    found = discarded_options(create_recipe(name, settings))
+    assert [option for option in found if not option.startswith("model.")] == discarded
+
+
+def test_train_prints_which_options_of_the_recipe_are_not_used(call):
+    words = ("--set", "model.routing=em", "--set", "model.convolution_channels=8", "--set", "model.primary_types=2")
+    out = call("train", "capsnet-cifar10", "--data", "mnist-5k", *words, "--set", "crop=20", "--dry-run")[1]
+    assert "options of capsnet-cifar10 that are not used with these settings: routing.leaky=True\n" in out
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def train(
     from torchcaps.estimate import print_estimate
     from torchcaps.fine_tuning import load_matching
     from torchcaps.loggers import check_logger
-    from torchcaps.recipes import OWN_IMAGES, create_recipe
+    from torchcaps.recipes import OWN_IMAGES, create_recipe, discarded_options
     from torchcaps.run_folder import check_run, existing_run, finished
     from torchcaps.training import fit, new_module
 
@@ -128,6 +128,8 @@ def train(
         )
     check_devices(devices, chosen)
     check_logger(logger)
+    if first_process() and (discarded := discarded_options(chosen)):
+        print(f"options of {recipe} that are not used with these settings: {', '.join(discarded)}", flush=True)
     if first_process() and (resume or not dry_run):
         before = existing_run(folder, resume)
         if resume and before is None:

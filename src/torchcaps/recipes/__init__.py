@@ -170,6 +170,25 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
     return created
 
 
+def discarded_options(changed: Recipe) -> list[str]:
+    """List the options that `create_recipe` has discarded, because another model, rule, loss or dataset was chosen.
+
+    Example:
+        >>> discarded_options(create_recipe("capsnet-cifar10", {"model.routing": "em"}))
+        ['routing.leaky=True']
+    """
+    recipe = RECIPES[changed.name]()
+    found = [
+        f"{group}.{name}={value}"
+        for group in ("model", "routing", "data", "loss")
+        for name, value in getattr(recipe, f"{group}_options").items()
+        if name not in getattr(changed, f"{group}_options")
+    ]
+    if changed.loss != recipe.loss and changed.margin_schedule != recipe.margin_schedule:
+        found.append(f"margin_schedule={recipe.margin_schedule}")
+    return found
+
+
 def settings_of(recipe: Recipe) -> list[tuple[str, Any, str]]:
     """List all settings of a recipe.
 
