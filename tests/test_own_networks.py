@@ -131,8 +131,8 @@ def test_networks_with_another_forward_are_refused(small):
         def forward(self, images, labels=None):
             return super().forward(images).scores
 
-    with pytest.raises(BadInput, match=r"WithoutLabels.forward does not take images and labels: define it as"):
-        module(WithoutLabels())
+    with pytest.raises(BadInput, match=r"WithoutLabels.forward takes no labels: define it as"):
+        module(WithoutLabels()).loss_and_scores(IMAGES, LABELS, train=True)
     with pytest.raises(BadInput, match=r"OnlyScores.forward must return a torchcaps.Prediction; got a float32 tensor"):
         module(OnlyScores()).loss_and_scores(IMAGES, LABELS, train=True)
 

@@ -57,13 +57,6 @@ class TrainingModule(lightning.LightningModule):
         self, model: nn.Module, recipe: Recipe, num_classes: int, steps: int = 1, class_weights: Tensor | None = None
     ) -> None:
         super().__init__()
-        try:
-            inspect.signature(model.forward).bind("images", "labels")
-        except TypeError as error:
-            raise BadInput(
-                f"{type(model).__name__}.forward does not take images and labels: define it as "
-                "forward(self, images, labels=None)"
-            ) from error
         self.model = model
         self.steps = steps
         use_channels_last(model)
@@ -106,9 +99,16 @@ class TrainingModule(lightning.LightningModule):
             order = torch.randperm(len(images), device="cpu").to(images.device)
             images, others = share * images + (1 - share) * images[order], labels[order]
         network = self.compiled_model() if recipe.compile and train else self.model
-        prediction: Any = network(images, labels)
+        kind = type(self.model).__name__
+        try:
+            prediction: Any = network(images, labels)
+        except TypeError as error:
+            if len(inspect.signature(self.model.forward).parameters) == 1:
+                raise BadInput(
+                    f"{kind}.forward takes no labels: define it as forward(self, images, labels=None)"
+                ) from error
+            raise
         if not isinstance(prediction, Prediction):
-            kind = type(self.model).__name__
             raise BadInput(f"{kind}.forward must return a torchcaps.Prediction; got {described(prediction)}")
         loss = self.loss_of(prediction, images, labels, train)
         if share < 1:
