@@ -85,11 +85,13 @@ def test_gradients_are_averaged_over_all_images():
 @pytest.mark.parametrize(
     ("attack", "options", "problem"),
     [
-        (fgsm, {"epsilon": -0.25}, "epsilon is -0.25: use a number from 0 to 1"),
-        (bim, {"epsilon": 2.55}, "epsilon is 2.55: use a number from 0 to 1"),
+        (fgsm, {"epsilon": -0.25}, "epsilon must be a number from 0 to 1; got float -0.25"),
+        (bim, {"epsilon": 2.55}, "epsilon must be a number from 0 to 1; got float 2.55"),
+        (fgsm, {"epsilon": torch.full((1, 1, 1, 1), 0.1)}, "from 0 to 1; got a float32 tensor"),
         (bim, {"epsilon": 0.1, "steps": 0}, "steps must be an integer of at least 1; got int 0"),
     ],
 )
+@pytest.mark.usefixtures("untyped")
 def test_sizes_of_attacks_out_of_range_are_refused(attack, options, problem):
     with pytest.raises(ValueError, match=problem):
         attack(lambda x: x.flatten(1), torch.rand(1, 1, 1, 2), torch.tensor([0]), **options)

@@ -172,7 +172,7 @@ def test_damaged_image_folders_are_refused(refused, tmp_path):
 
 
 def test_missing_and_damaged_run_folders_are_refused(refused, call, tmp_path, finished, images):
-    assert "no such folder" in refused("evaluate", tmp_path / "nowhere")
+    assert "does not exist: give a run folder" in refused("evaluate", tmp_path / "nowhere")
     assert "no config.json" in refused("evaluate", tmp_path)
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)

@@ -38,6 +38,12 @@ def test_every_setting_of_a_recipe_has_a_value_and_a_meaning(name):
     assert {"learning_rate", "batch_size", "epochs", "crop"} <= listed.keys()
 
 
+def test_the_meanings_of_settings_use_the_words_of_the_command_line(call):
+    _, printed, _ = call("recipes", "capsnet-mnist")
+    assert "a squash form, or null for the same as squash_form" in " ".join(printed.replace("│", " ").split())
+    assert not re.search(r"\b(None|True|False)\b", printed)
+
+
 def test_the_list_of_settings_says_which_settings_have_no_effect():
     listed = {key: meaning for key, _, meaning in settings_of(create_recipe("matrix-capsnet-toys"))}
     idle = {key for key, meaning in listed.items() if "No effect" in meaning}

@@ -248,7 +248,7 @@ def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
     assert "ends in .onnx for the format onnx" in refused(*export, tmp_path / "x.pt2")
     assert "ends in .pt2 for the format aoti" in refused(*export, tmp_path / "x.aoti", "--format", "aoti")
     assert "does not exist" in refused(*export, tmp_path / "none" / "x.onnx")
-    assert "no such folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
+    assert "does not exist: give a run folder" in refused("export", tmp_path / "none", "--out", tmp_path / "x.onnx")
     onnx = (*export, tmp_path / "x.onnx", "--data", "mnist-5k")
     assert "mnist-5k has the classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, but the network was trained on a, b, ß" in refused(
         *onnx

@@ -67,7 +67,9 @@ def test_weights_of_another_network_are_refused(refused, finished, images, tmp_p
     line = refused("train", "capsnet-mnist", *words, *SMALL_CAPSNET, *wide, "--set", "model.primary_pose_size=4")
     assert "no weights that fit" in line
     assert "convolution_channels, primary_types, primary_pose_size, decoder" in line
-    assert "no such folder" in refused("train", "capsnet-mnist", *words[:-1], tmp_path / "none", *SMALL_CAPSNET)
+    assert "does not exist: give a run folder" in refused(
+        "train", "capsnet-mnist", *words[:-1], tmp_path / "none", *SMALL_CAPSNET
+    )
     assert not (tmp_path / "run").exists()
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torchcaps import (
     MODELS,
     BadInput,
+    CapsNet,
     CapsuleLayer,
     Classifier,
     DenseCaps,
@@ -20,13 +21,16 @@ from torchcaps import (
     PrimaryCaps,
     Routing,
     RoutingMap,
+    Rule,
+    UniformRouting,
     create_model,
     inspect,
     squashed,
 )
-from torchcaps.decoder import optional_decoder
+from torchcaps.decoder import has_optional_decoder
 from torchcaps.export import export_classifier
 from torchcaps.models import Pretrained
+from torchcaps.models.pretrained import check_loadable
 from torchcaps.recipe import Recipe
 from torchcaps.training_module import TrainingModule
 
@@ -83,13 +87,56 @@ def test_a_rule_without_annotation_can_be_given_with_options(small, tmp_path):
     assert Small.from_pretrained(tmp_path, routing=Routing("dynamic", iterations=4)).classes.routing.iterations == 4
 
 
+class PlainRule(nn.Module):
+    """A rule that is not derived from `Rule`."""
+
+    iterations = 3
+
+    def forward(self, children, transform, routing_map, return_couplings=False):
+        return UniformRouting()(children, transform, routing_map)
+
+
 def test_early_iterations_change_only_routing_rules(small):
-    model = Small()
+    model = Small(routing=PlainRule())
     model.messages = nn.Identity()
     model.messages.iterations = 4
     training = module(model, epochs=2, early_epochs=1, early_iterations=1)
     training.set_iterations(early=True)
     assert (model.classes.routing.iterations, model.messages.iterations) == (1, 4)
+
+
+def test_a_network_with_shared_transforms_is_refused_before_it_is_trained():
+    model = CapsNet((1, 17, 17), 3, convolution_channels=4, primary_types=2, decoder=False)
+    model.again = DenseCaps(1, 2, 8, 3, 16)
+    model.again.transform = model.class_capsules.transform
+    with pytest.raises(BadInput, match=r"class_capsules.transform and again.transform\): give each layer its own"):
+        check_loadable(model)
+
+
+def test_a_rule_that_stores_an_argument_under_another_name_is_not_saved():
+    class Renamed(UniformRouting):
+        def __init__(self, competition="parents"):
+            super().__init__()
+            self.rivals = competition
+
+    with pytest.raises(AttributeError, match="saved_options"):
+        _ = Renamed("types").saved_options
+
+
+def test_the_sizes_of_a_rule_are_compared_with_the_layer_if_the_rule_saves_them():
+    class Sized(Rule):
+        def __init__(self, pose_size):
+            super().__init__()
+            self.pose_size = pose_size
+
+    class Saved(Sized):
+        @property
+        def saved_options(self):
+            return {"pose_size": self.pose_size}
+
+    assert DenseCaps(6, 2, 4, 3, 8, routing=Sized(4))
+    with pytest.raises(ValueError, match="made for pose_size=4, but the layer has pose_size=8"):
+        DenseCaps(6, 2, 4, 3, 8, routing=Saved(4))
 
 
 def test_only_a_decoder_that_is_an_option_is_left_out(small, tmp_path):
@@ -101,8 +148,12 @@ def test_only_a_decoder_that_is_an_option_is_left_out(small, tmp_path):
         def forward(self, images, labels=None):
             return super().forward(self.decoder(images))
 
-    assert optional_decoder(Encoded()) is None
-    assert optional_decoder(create_model("capsnet", image_shape=(1, 20, 20))) is not None
+    assert not has_optional_decoder(Encoded())
+    sizes = {"image_shape": (1, 20, 20), "convolution_channels": 4, "primary_types": 2}
+    assert [has_optional_decoder(create_model("capsnet", **sizes, decoder=one)) for one in (True, False)] == [
+        True,
+        False,
+    ]
     exported = export_classifier(classifier_of(Encoded()), tmp_path / "model.pt2", "pt2")
     assert exported.same_classes == 6
 
@@ -160,24 +211,41 @@ def test_a_module_with_any_output_can_diverge(small):
         training._loss(IMAGES, LABELS, train=False)
 
 
-@pytest.mark.parametrize(
-    ("gated", "problem"), [(False, "no convolution or pooling module computed"), (True, "module is 1×1, so the place")]
-)
-def test_inspection_refuses_features_whose_positions_are_unknown(gated, problem, small):
-    class Functional(Small):
-        def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic"):
-            super().__init__(image_shape, num_classes, routing)
-            self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1))
+class Functional(Small):
+    """Network whose features are computed with or without a convolution module, and weighted by a gate per channel."""
 
-        def forward(self, images, labels=None):
-            convolution = self.primary.convolution
-            if gated:
-                features = convolution(images)
-                features = features * self.gate(features)
-            else:
-                features = functional.conv2d(images, convolution.weight, convolution.bias)
-            capsules = self.classes(squashed(features.flatten(2).mT.unflatten(2, (2, 1, 4))))
-            return Prediction(capsules.activation[:, 0], capsules)
+    def __init__(self, image_shape=(1, 8, 8), num_classes=3, routing="dynamic", gated=False):
+        super().__init__(image_shape, num_classes, routing)
+        self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(8, 8, 1), nn.ReLU()) if gated else None
 
-    with pytest.raises(BadInput, match=problem):
+    def forward(self, images, labels=None):
+        convolution = self.primary.convolution
+        if self.gate is None:
+            features = functional.conv2d(images, convolution.weight, convolution.bias)
+        else:
+            features = convolution(images)
+            features = features * self.gate(features)
+        capsules = self.classes(squashed(features.flatten(2).mT.unflatten(2, (2, 1, 4))))
+        return Prediction(capsules.activation[:, 0], capsules)
+
+
+def test_inspection_refuses_features_whose_positions_are_unknown(small):
+    with pytest.raises(BadInput, match="no convolution or pooling module computed"):
         inspect(classifier_of(Functional()), torch.zeros(1, 8, 8, dtype=torch.uint8))
+
+
+def test_inspection_ignores_weights_per_channel(small):
+    model = Functional(gated=True)
+    nn.init.zeros_(model.gate[1].weight)
+    nn.init.ones_(model.gate[1].bias)
+    pixels = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8)
+    plain = Small()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(*(inspect(classifier_of(one), pixels).support for one in (model, plain)))
+
+
+def test_a_network_whose_capsules_are_all_at_one_position_is_inspected():
+    model = create_model("generative-capsnet", image_shape=(2, 29, 29), num_classes=3)
+    classifier = Classifier(model.eval(), ("a", "b", "c"), (2, 29, 29), Preprocessing())
+    support = inspect(classifier, torch.zeros(2, 29, 29, dtype=torch.uint8)).support
+    torch.testing.assert_close(support, torch.full_like(support, 1 / 29**2))

@@ -343,7 +343,7 @@ def test_different_numbers_of_children_and_coordinates_are_refused():
 def test_labels_out_of_range_are_refused(labels):
     labels = torch.tensor(labels)
     message = r" must be in \[0, 3\) for 3 classes; got "
-    with pytest.raises(ValueError, match="of_class" + message):
+    with pytest.raises(ValueError, match="labels" + message):
         Decoder(3, 4, (1, 2, 2))(torch.randn(2, 1, 3, 1, 4), labels)
     for loss in (margin_loss, spread_loss):
         with pytest.raises(ValueError, match="target" + message):

@@ -294,7 +294,7 @@ def test_a_target_that_is_not_a_class_index_is_refused(name):
 
 @pytest.mark.usefixtures("untyped")
 def test_one_label_for_several_images_is_refused():
-    with pytest.raises(ValueError, match=r"of_class must be integers \[3\]"):
+    with pytest.raises(ValueError, match=r"labels must be integers \[3\]"):
         CapsNet(**TINY)(torch.rand(3, 1, 20, 20), torch.tensor([1]))
 
 

@@ -1,6 +1,7 @@
 """Gradient attacks on any classifier of images in [0, 1], and statistics of the classifier's gradients."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import check_sizes
+from torchcaps.checks import check_sizes, described
 
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
@@ -78,8 +79,8 @@ def bim(
     """Attack images with the basic iterative method.
 
     Kurakin, Goodfellow & Bengio 2017 (arXiv 1607.02533), section 2.2. The method applies `fgsm` repeatedly, in
-    `steps` steps of size ε / `steps`, so that every pixel stays in the range of ±ε around its original value. After
-    each step, every pixel is clipped to [0, 1].
+    `steps` steps of size ε / `steps`. After each step, every pixel is clipped to [0, 1] and to the range of ±ε around
+    its original value.
 
     Arguments:
         classifier: any differentiable function of images in [0, 1] that returns scores ``[B, classes]``.
@@ -103,12 +104,13 @@ def bim(
     attacked = images
     for _ in range(steps):
         attacked = fgsm(classifier, attacked, labels, epsilon / steps, targeted=targeted, loss=loss)
+        attacked = attacked.clamp(images - epsilon, images + epsilon)
     return attacked
 
 
 def _check_epsilon(epsilon: float) -> None:
-    if not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon is {epsilon}: use a number from 0 to 1")
+    if not isinstance(epsilon, Real) or not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon must be a number from 0 to 1; got {described(epsilon)}")
 
 
 class GradientHealth(NamedTuple):

@@ -287,7 +287,8 @@ class Classifier:
             if image.ndim != 3 or image.shape[0] != channels or (fixed and [*image.shape[1:]] != size):
                 height, width = size if fixed else ("height", "width")
                 expected = f"[{channels}, {height}, {width}]"
-                raise BadInput(f"image has shape {list(image.shape)}: give {expected}, without a batch dimension")
+                cure = ": remove the batch dimension, as in image[0]" if image.ndim == 4 else ""
+                raise BadInput(f"image must have shape {expected}; got {list(image.shape)}{cure}")
             if image.is_floating_point():
                 return image[None].detach().to(weights)
             if image.dtype != torch.uint8:

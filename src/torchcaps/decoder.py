@@ -1,7 +1,6 @@
 """Decoder, which reconstructs images from class capsules."""
 
 from collections.abc import Sequence, Sized
-from inspect import signature
 from itertools import pairwise
 
 import torch
@@ -54,37 +53,35 @@ class Decoder(nn.Module):
         self.layers = nn.Sequential(*hidden, nn.Linear(sizes[-1], pixels), nn.Sigmoid())
 
     def forward(
-        self, pose: Float[Tensor, "B 1 J R N"], of_class: Int64[Tensor, "B"]
+        self, pose: Float[Tensor, "B 1 J R N"], labels: Int64[Tensor, "B"]
     ) -> Float[Tensor, "B channels height width"]:
         """Reconstruct images ``[B, channels, height, width]`` in [0, 1], each from the capsule of one class.
 
         Arguments:
             pose: ``[B, 1, J, R, N]``, poses of the class capsules.
-            of_class: ``[B]``, for each sample the class whose capsule is used.
+            labels: ``[B]``, for each sample the class whose capsule is used.
 
         Raises:
             ValueError: ``pose`` does not have one site, ``num_classes`` types and ``pose_size`` elements per pose; or
-                ``of_class`` is not an integer tensor ``[B]`` with values in [0, num_classes).
+                ``labels`` is not an integer tensor ``[B]`` with values in [0, num_classes).
         """
         expected = 1, self.num_classes, self.pose_size
         if pose.ndim != 5 or (*pose.shape[1:3], pose.shape[3] * pose.shape[4]) != expected:
             raise ValueError(
                 f"pose must be [B, 1, {self.num_classes}, R, N] with R·N = {self.pose_size}; got {described(pose)}"
             )
-        if not isinstance(of_class, Tensor) or of_class.shape != pose.shape[:1]:
-            raise ValueError(
-                f"of_class must be integers [{pose.shape[0]}], one class per pose; got {described(of_class)}"
-            )
-        visible = pose * one_hot(of_class, self.num_classes, "of_class").to(pose)[:, None, :, None, None]
+        if not isinstance(labels, Tensor) or labels.shape != pose.shape[:1]:
+            raise ValueError(f"labels must be integers [{pose.shape[0]}], one class per pose; got {described(labels)}")
+        visible = pose * one_hot(labels, self.num_classes, "labels").to(pose)[:, None, :, None, None]
         weight = self.layers[0].weight  # a method, if the layer is quantized
         dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
         return self.layers(visible.flatten(1).to(dtype)).unflatten(1, self.image_shape)
 
 
-def optional_decoder(model: nn.Module) -> Decoder | None:
-    """Return the decoder of a network, if the network can be created without it, with the option ``decoder=False``."""
-    decoder = getattr(model, "decoder", None)
-    return decoder if isinstance(decoder, Decoder) and "decoder" in signature(type(model)).parameters else None
+def has_optional_decoder(model: nn.Module) -> bool:
+    """Return whether a network has a decoder that it would not have with the option ``decoder=False``."""
+    option = getattr(model, "options", {}).get("decoder")
+    return option is True and getattr(model, "decoder", None) is not None
 
 
 def prediction_of(
@@ -101,5 +98,5 @@ def prediction_of(
     scores = capsules.activation.squeeze(1)
     if decoder is None:
         return Prediction(scores, capsules)
-    of_class = scores.argmax(dim=1) if labels is None else labels
-    return Prediction(scores, capsules, decoder(capsules.pose, of_class))
+    labels = scores.argmax(dim=1) if labels is None else labels
+    return Prediction(scores, capsules, decoder(capsules.pose, labels))

@@ -22,7 +22,7 @@ from torchcaps.checks import check_choice
 from torchcaps.classifier import Classifier, uncompiled
 from torchcaps.data import Images, Preprocessing
 from torchcaps.data.files import atomically
-from torchcaps.decoder import optional_decoder
+from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, first_line
 from torchcaps.models.pretrained import model_name
 
@@ -128,7 +128,7 @@ def export_classifier(
             "images of this shape"
         )
     model = copy.deepcopy(uncompiled(classifier.model)).cpu().eval()
-    if optional_decoder(model):
+    if has_optional_decoder(model):
         model.decoder = None  # type: ignore[assignment]
     facts = {
         "class_names": json.dumps(list(classifier.class_names)),

@@ -52,6 +52,8 @@ def feature_maps(model: nn.Module, routed: Sequence[Any], image: Tensor) -> Iter
         if routed or not spatial or not isinstance(result, Tensor) or result.ndim != 4:
             return
         images = given[0] if given else named["input"]
+        if id(images) not in known and images.shape[2:] == (1, 1) and (maps[-1] if maps else whole).grid != (1, 1):
+            return  # a weight per channel, from global pooling, as in squeeze-and-excitation
         source = known[id(images)][1] if id(images) in known else _of_size(images.shape[2:], [whole, *maps])
         first, step = source.first, source.step
         if not isinstance(module, nn.BatchNorm2d | nn.ReLU):
@@ -134,8 +136,7 @@ def in_the_image(
             "the image is unknown: compute them with a module such as torch.nn.Conv2d"
         )
     place = maps[-1]
-    positions = math.prod(place.grid)
-    if sites % positions or positions == 1:
+    if sites % math.prod(place.grid):
         raise BadInput(
             f"the first capsules have {sites} sites, but the last feature map from a convolution or pooling module is "
             f"{place.grid[0]}×{place.grid[1]}, so the place of a site in the image is unknown: inspect a network with "

@@ -64,7 +64,7 @@ class CapsuleLayer(TransformModule):
     Arguments:
         routing_map: the graph that connects child sites with parent sites, with the index of a transform for each edge.
         transform: the initial transforms ``[K, C, J, Q, N]``. The layer trains a copy. An `nn.Parameter` is not copied,
-            so several layers can share it.
+            so several layers can share it; `save_pretrained` refuses such a network.
         routing: a rule module, a name in `ROUTINGS`, or a `Routing` (name and options).
         child_pose_shape: rows and columns (R, Q) of the poses that the rule receives; (1, Q) by default. Q includes
             columns that `coordinate_addition` appends in the forward pass; in ``transform``, Q does not include them.

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchcaps.classifier import Classifier
 from torchcaps.data.files import atomically
-from torchcaps.decoder import optional_decoder
+from torchcaps.decoder import has_optional_decoder
 from torchcaps.errors import BadInput, printable, unreadable
 from torchcaps.models.pretrained import CONFIG
 from torchcaps.models.saved_rules import saved_rules
@@ -105,7 +105,7 @@ def publish(run: Path, folder: Path) -> Path:
             "another folder"
         )
     model: Any = classifier.model
-    has_decoder = optional_decoder(model) is not None
+    has_decoder = has_optional_decoder(model)
     if has_decoder:
         model.decoder, model.options["decoder"] = None, False
     environment, recipe = saved.environment, saved.recipe

@@ -62,8 +62,10 @@ def read_run(folder: Path) -> Run:
         BadInput: recipe.json is missing or damaged.
     """
     path = folder / "recipe.json"
+    if not folder.is_dir():
+        raise BadInput(f"{folder} does not exist: give a run folder of `torchcaps train`")
     if not path.is_file():
-        raise BadInput(f"{folder} has no recipe.json: give a folder made by `torchcaps train`")
+        raise BadInput(f"{folder} has no recipe.json: give a run folder of `torchcaps train`")
     try:
         content = {"test_evaluations": 0, **json.loads(path.read_text(encoding="utf-8"))}
         for name, kind in Run.__annotations__.items():
@@ -261,8 +263,13 @@ def _by_name(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
+    if before.name != recipe.name:
+        raise BadInput(
+            f"{folder} was started with the recipe {before.name}, not {recipe.name}: resume with the same recipe, or "
+            "train in another folder"
+        )
     if changed := changed_setting(before, recipe, ignored=("data", "epochs")):
-        raise BadInput(f"{folder} was started with {changed}: resume with the same value")
+        raise BadInput(f"{folder} was started with {changed}: resume with the same value, or train in another folder")
     if before.epochs == recipe.epochs:
         return
     if recipe.margin_schedule == "linear":

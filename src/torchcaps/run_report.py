@@ -39,9 +39,9 @@ def write_run_report(folder: Path, out: Path) -> None:
     Raises:
         BadInput: the folder contains no run with a finished epoch, or a file in the folder is damaged.
     """
-    run = read_run(folder) if (folder / "recipe.json").is_file() else None
-    rows = read_rows(folder / "metrics.csv") if run is not None else []
-    if run is None or not rows:
+    run = read_run(folder)
+    rows = read_rows(folder / "metrics.csv")
+    if not rows:
         raise BadInput(
             f"{folder} contains no run with a finished epoch: give a run folder of `torchcaps train`, or wait for the "
             "end of the first epoch"

@@ -61,10 +61,12 @@ class TrainingModule(lightning.LightningModule):
         self.steps = steps
         use_channels_last(model)
         self.recipe = recipe
+        of_layers = [getattr(layer, "routing", None) for layer in model.modules()]
         rules = [
             module
             for module in model.modules()
-            if hasattr(module, "for_layer") and isinstance(getattr(module, "iterations", None), int)
+            if (hasattr(module, "for_layer") or any(module is rule for rule in of_layers))
+            and isinstance(getattr(module, "iterations", None), int)
         ]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
         if recipe.early_epochs and not rules:
@@ -103,7 +105,7 @@ class TrainingModule(lightning.LightningModule):
         try:
             prediction: Any = network(images, labels)
         except TypeError as error:
-            if len(inspect.signature(self.model.forward).parameters) == 1:
+            if _takes_no_labels(self.model):
                 raise BadInput(
                     f"{kind}.forward takes no labels: define it as forward(self, images, labels=None)"
                 ) from error
@@ -373,3 +375,10 @@ def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
     """Return the mean recall in percent, over the classes that have images."""
     images = confusion.sum(dim=1)
     return 100 * (confusion.diagonal().float() / images.clamp_min(1)).sum() / (images > 0).sum()
+
+
+def _takes_no_labels(model: nn.Module) -> bool:
+    try:
+        return len(inspect.signature(model.forward).parameters) == 1
+    except ValueError:  # TorchScript
+        return False

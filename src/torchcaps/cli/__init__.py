@@ -107,7 +107,9 @@ def _run(interrupt: "_OneInterrupt") -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             return 2
-        return _refuse(f"{error.format_message().rstrip('.')}. See `torchcaps --help` and `torchcaps COMMAND --help`")
+        said = error.format_message()
+        said = said if said.endswith((".", "?")) else f"{said}."
+        return _refuse(f"{said} See `torchcaps --help` and `torchcaps COMMAND --help`")
 
 
 def _refuse(message: str) -> int:

@@ -61,15 +61,32 @@ def train(
     out: Annotated[
         Path | None, typer.Option(parser=run_folder, metavar="FOLDER", help="Run folder; default: runs/RECIPE-seedN.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Number of epochs (passes over the training images).")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Batch size, summed over all devices.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Initial learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of split, weights, batches and augmentation.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Precision: bf16, float32 or auto.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Number of epochs; default: the recipe's.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Batch size, summed over all devices; default: the recipe's.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Initial learning rate; default: the recipe's.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed of validation split, initial weights, batches and augmentation; default: the recipe's."
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="bf16, float32, or auto: bf16 if the hardware supports it natively, else float32; default: the "
+            "recipe's."
+        ),
+    ] = None,
     devices: Annotated[int, typer.Option(help="Number of processes (DistributedDataParallel).")] = 1,
     workers: Annotated[
         int | None,
-        typer.Option(help="Processes that decode images; default: 0, or one per core for images on disk.", min=0),
+        typer.Option(
+            help="DataLoader workers per device; default: 0, or, for images on disk, the number of cores divided by "
+            "the number of devices.",
+            min=0,
+        ),
     ] = None,
     cache: Cache = "auto",
     logger: Annotated[str, typer.Option(help="Logger: tensorboard, csv, wandb, mlflow or none.")] = "tensorboard",

@@ -24,8 +24,8 @@ MOST_CLASSES = 20
 Cache = Annotated[
     str,
     typer.Option(
-        help="How your own images are loaded. memory: decoded once and kept in memory; none: decoded again in every "
-        "epoch; auto: memory if enough of it is free, otherwise none."
+        help="How your own images are loaded. memory: decode once and keep in memory; none: decode at each use; auto: "
+        "memory if enough of it is free, otherwise none."
     ),
 ]
 

@@ -1,5 +1,6 @@
 """The command `torchcaps recipes`."""
 
+import re
 from inspect import getdoc
 from typing import Annotated
 
@@ -29,7 +30,7 @@ def recipes(
         if data is not None:
             raise BadInput("give either the name of a recipe or --data, not both")
         chosen = create_recipe(name)
-        rows = [(key, _shown(value), meaning.replace("`", "")) for key, value, meaning in settings_of(chosen)]
+        rows = [(key, _shown(value), _as_written(meaning)) for key, value, meaning in settings_of(chosen)]
         print(f"{name}: {_description(name)}\n")
         print_table(("setting", "value", "meaning"), rows)
         folder = " --data FOLDER" if chosen.data == OWN_IMAGES else ""
@@ -58,6 +59,13 @@ def _description(name: str) -> str:
     for key in RECIPES:
         text = text.replace(f"`{key.replace('-', '_')}`", key)
     return text.replace("`", "")
+
+
+def _as_written(meaning: str) -> str:
+    """Return the meaning of a setting without backticks and with None, True and False as in `--set`."""
+    for python, written in (("None", "null"), ("True", "true"), ("False", "false")):
+        meaning = re.sub(rf"\b{python}\b", written, meaning)
+    return meaning.replace("`", "")
 
 
 def _shown(value: object) -> str:

@@ -5,6 +5,7 @@ exactly. A toy consists of solids (see `toy_shapes.py`) and is rendered by ray c
 round differently, so a few pixels can differ between computers.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -67,19 +68,17 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     if seed < 0:
         raise BadInput(f"seed is {seed}; give 0 or greater")
     folder = _folder(data_dir, seed)
-    existing = next(one for one in (folder, *folder.parents) if one.exists())
-    if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        raise BadInput(f"{existing} is not a folder that you can write to; choose another data folder")
     jobs = [
         (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
     ]
     grid = np.array([*product(ELEVATIONS, AZIMUTHS, LIGHTINGS)])
-    rendered = {}
-    for split, instance, category in tracked(jobs, "rendering toys", len(jobs) * len(grid)) if progress else jobs:
-        rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
-    sums = {}
+    rendered, sums = {}, {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        for split, instance, category in tracked(jobs, "rendering toys", len(jobs) * len(grid)) if progress else jobs:
+            rendered[split, instance, category] = render_toy(category, instance, size=size, seed=seed)
         (folder / SUMS.format(size)).unlink(missing_ok=True)
         for split, instances in INSTANCES.items():
             rows = [[rendered[split, instance, category] for category in range(5)] for instance in instances]

@@ -191,7 +191,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
     if folder.is_dir():
         return folder
     if isinstance(source, Path) or not REPOSITORY.fullmatch(source):
-        raise BadInput(f"{source}: no such folder; use a folder written by `torchcaps train` or save_pretrained")
+        raise BadInput(f"{source} does not exist: give a run folder of `torchcaps train` or a folder of weights")
     from huggingface_hub import snapshot_download
 
     try:
@@ -290,6 +290,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
                 "layer, or remove the parametrization, and save the network again; if you need the layer as it is, "
                 "save model.state_dict()"
             )
+    _check_shared(model)
     try:
         check_options(kind, options, kinds_of(type(model)))
         again = _built(type(model), options)
@@ -333,19 +334,21 @@ def different_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
 
 
 def _weights_of(model: nn.Module) -> bytes:
-    """Return the content of a safetensors file with the weights of a network.
-
-    Raises:
-        BadInput: layers share weights.
-    """
+    """Return the content of a safetensors file with the weights of a network."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    try:
-        return safetensors.torch.save(weights, {"format": "pt"})
-    except RuntimeError as error:
-        raise BadInput(
-            f"{type(model).__name__} has weights that share memory ({first_line(error)}): give each layer its own "
-            "weights, or save model.state_dict()"
-        ) from error
+    return safetensors.torch.save(weights, {"format": "pt"})
+
+
+def _check_shared(model: nn.Module) -> None:
+    """Raise `BadInput` if two weights of a network share memory, because they could not be saved separately."""
+    names: dict[tuple[torch.device, int], str] = {}
+    for name, tensor in model.state_dict().items():
+        known = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
+        if known != name:
+            raise BadInput(
+                f"{type(model).__name__} has weights that share memory ({known} and {name}): give each layer its own "
+                "weights, or save model.state_dict()"
+            )
 
 
 def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:

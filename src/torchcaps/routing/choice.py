@@ -122,7 +122,9 @@ def rule_for(routing: nn.Module | Routing | str, layer: LayerShape) -> nn.Module
             f"{', '.join(ROUTINGS)}; got {described(routing)}"
         )
     own: dict[str, Any] = {"parent_types": getattr(routing, "parent_types", layer.parent_types)}
-    if isinstance(routing, tuple(ROUTINGS.values())):
+    # Attributes of a rule of your own may have other meanings, unless the rule defines saved_options.
+    defined = getattr(type(routing), "saved_options", Rule.saved_options) is not Rule.saved_options
+    if defined or isinstance(routing, tuple(ROUTINGS.values())):
         own |= getattr(routing, "saved_options", {})
     for name, size in {**layer._asdict(), "pose_size": math.prod(layer.parent_pose_shape)}.items():
         made_for = tuple(own[name]) if isinstance(own.get(name), list) else own.get(name, size)

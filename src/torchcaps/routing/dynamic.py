@@ -89,8 +89,9 @@ def dynamic_routing(
             b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``; see `torchcaps.squash` for the formulas.
-        inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``. Su's code
-            uses ``logits="latest", squash_form="su", inner_squash_form="unit"``.
+        inner_squash_form: squash of the parents in all earlier iterations: a squash form, or None for the same as
+            ``squash_form``. The form ``none`` means no squash. Su's code uses ``logits="latest", squash_form="su",
+            inner_squash_form="unit"``.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
             iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax, as in the paper's CIFAR-10 network.
@@ -174,14 +175,15 @@ class DynamicRouting(nn.Module):
             b_ij is û_ij · v_j of the previous iteration.
         squash_form: squash of the parents in the last iteration: ``sabour``, ``su``, ``exponential``, ``unit`` or
             ``none``; see `torchcaps.squash` for the formulas.
-        inner_squash_form: squash of the parents in all earlier iterations; None: the same as ``squash_form``.
+        inner_squash_form: squash of the parents in all earlier iterations: a squash form, or None for the same as
+            ``squash_form``. The form ``none`` means no squash.
         gradient_passes: ``all``: backpropagate through all iterations; ``last``: backpropagate through the last
             iteration only, with its couplings as constants.
         leaky: include a "none of the above" parent with logit 0 in each softmax.
-        competition: ``parents``: softmax over all parents of a child, as in the paper; ``types``: softmax over the
-            parent types at each parent site, as in the segmentation network of LaLonde & Bagci 2018 (arXiv 1804.04241).
         backend: ``fused``: kernels that do not store votes and have no second-order gradients; ``reference``: PyTorch
             operations that store all votes; ``auto``: ``fused`` if the kernels can run, otherwise ``reference``.
+        competition: ``parents``: softmax over all parents of a child, as in the paper; ``types``: softmax over the
+            parent types at each parent site, as in the segmentation network of LaLonde & Bagci 2018 (arXiv 1804.04241).
 
     Raises:
         ValueError: ``iterations`` is not in [1, 1000], or an option has an unknown value.
@@ -204,8 +206,8 @@ class DynamicRouting(nn.Module):
         inner_squash_form: SquashForm | None = None,
         gradient_passes: GradientPasses = "all",
         leaky: bool = False,
-        competition: Competition = "parents",
         backend: Backend = "auto",
+        competition: Competition = "parents",
     ) -> None:
         super().__init__()
         _check_options(iterations, logits, gradient_passes, squash_form, inner_squash_form, competition)

@@ -77,8 +77,14 @@ class Rule(nn.Module):
         """Constructor arguments, as `save_pretrained` saves them: by default, the attributes with the same names.
 
         Override this property if the rule does not store each argument as an attribute of the same name.
+
+        Raises:
+            AttributeError: an argument is not stored in this way. Parameters, buffers and modules do not count.
         """
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        names, stored = inspect.signature(type(self)).parameters, vars(self)
+        if missing := [name for name in names if name not in stored]:
+            raise AttributeError(f"{type(self).__name__} does not store {missing[0]!r}: define saved_options")
+        return {name: stored[name] for name in names}
 
     @classmethod
     def for_layer(cls, layer: LayerShape, **options: Any) -> "Rule":
