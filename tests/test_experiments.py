@@ -30,7 +30,7 @@ from torchcaps.experiments.own_images import PRETRAINED
 from torchcaps.experiments.recipe_ablation import CHANGES
 from torchcaps.experiments.study import Outcome
 from torchcaps.experiments.two_digits import named_alike, read_order, strips, traced
-from torchcaps.experiments.vote_agreement import distances
+from torchcaps.experiments.vote_agreement import distances, drawn
 from torchcaps.losses import margin_loss, spread_loss
 from torchcaps.recipes import OWN_IMAGES, RECIPES, create_recipe
 from torchcaps.run_folder import read_rows
@@ -205,6 +205,14 @@ def test_a_sweep_contains_the_reconstruction_of_the_unchanged_pose():
         plain = model(images).reconstruction
     torch.testing.assert_close(drawings[:, :, 5], plain[:, None].expand(-1, 16, -1, -1, -1))
     assert (drawings[:, :, 0] != drawings[:, :, -1]).flatten(2).any(dim=2).all()
+
+
+def test_votes_are_measured_on_images_from_the_whole_split():
+    mask = torch.arange(10_000) % 2 == 0
+    chosen = drawn(mask)
+    assert len(chosen.unique()) == 500
+    assert mask[chosen].all()
+    assert all(25 < (part == chosen // 1000).sum() < 75 for part in range(10))
 
 
 def test_distances_returns_vote_distances_and_couplings_of_every_pass():

@@ -1,7 +1,7 @@
 """Hinton, Sabour & Frosst 2018, figure 2: distances of votes from each class capsule, weighted by couplings."""
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -42,8 +42,7 @@ def run(study: Study) -> Outcome:
     predicted = scores_of(model, test.pixels, preprocessing).argmax(dim=1)
     right = predicted == test.labels
     masks = {"correct": right, "incorrect": ~right}
-    order = torch.randperm(len(right), generator=torch.Generator().manual_seed(0))  # the split is sorted by toy
-    groups = {name: order[mask[order]][:IMAGES] for name, mask in masks.items() if mask.any()}
+    groups = {name: drawn(mask) for name, mask in masks.items() if mask.any()}
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]])]
     first = []
     for name, chosen in groups.items():
@@ -69,6 +68,12 @@ def run(study: Study) -> Outcome:
         notes.append("The images are rendered toys; the paper's are from smallNORB.")
     shown = {name: int(chosen[0]) for name, chosen in groups.items()}
     return Outcome(rows, draw(first, test, predicted, shown, preprocessing), notes)
+
+
+def drawn(mask: Bool[Tensor, " N"]) -> Int64[Tensor, " n"]:
+    """Draw at most `IMAGES` images of a mask at random, because the images of a split are sorted by toy."""
+    order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(0))
+    return order[mask[order]][:IMAGES]
 
 
 def _mean(distance: Float[Tensor, "B votes"], coupling: Float[Tensor, "B votes"]) -> Float[Tensor, "B"]:
