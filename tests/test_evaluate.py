@@ -168,7 +168,7 @@ def test_published_weights_are_evaluated_on_given_images(call, refused, finished
     lost = shutil.copytree(run, tmp_path / "lost")
     for name in ("recipe.json", "metrics.json"):
         (lost / name).unlink()
-    assert "has no recipe.json: give a folder made by" in refused("evaluate", lost, "--data", new)
+    assert "has no recipe.json: give a run folder of" in refused("evaluate", lost, "--data", new)
     assert re.search(r"│ +\d+\.\d\d +│\n", evaluated(call, run, run, "--data", new)[2])
 
 

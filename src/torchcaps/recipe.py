@@ -195,16 +195,13 @@ class Recipe:
                 raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
-            if not least <= getattr(self, key) <= LARGEST:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least} or more, at most {LARGEST}")
+            self._check(key, getattr(self, key) >= least, f"{least} or more", LARGEST)
         for key in ("gradient_clip", "reconstruction_weight", "weight_decay", "warm_up_epochs", "mixup"):
-            if not 0 <= getattr(self, key) <= 1e30:
-                raise BadInput(f"{key} is {getattr(self, key)}: use 0 or more, at most 1e30")
+            self._check(key, getattr(self, key) >= 0, "0 or more", 1e30)
         for key in ("learning_rate", "decay_rate"):
-            if not 0 < getattr(self, key) <= 1e30:
-                raise BadInput(f"{key} is {getattr(self, key)}: use a number above 0, at most 1e30")
-        if self.batch_norm_images != 0 and not 2 <= self.batch_norm_images <= LARGEST:
-            raise BadInput(f"batch_norm_images is {self.batch_norm_images}: use 0, or 2 or more, at most {LARGEST}")
+            self._check(key, getattr(self, key) > 0, "a number above 0", 1e30)
+        images = self.batch_norm_images
+        self._check("batch_norm_images", images == 0 or images >= 2, "0, or 2 or more", LARGEST)
         if not 1 <= self.early_iterations <= 1000:
             raise BadInput(f"early_iterations is {self.early_iterations}: use 1 to 1,000")
         if self.early_epochs and self.early_epochs >= self.epochs:
@@ -233,6 +230,14 @@ class Recipe:
                 "reconstruction_weight is above 0, but standardise, brightness or contrast move pixels out of the "
                 "decoder's range [0, 1]: set reconstruction_weight=0, or standardise=none, brightness=0 and contrast=0"
             )
+
+    def _check(self, key: str, large_enough: bool, right: str, most: int | float) -> None:
+        """Raise `BadInput` if the number ``key`` is not large enough, or is larger than ``most``."""
+        value = getattr(self, key)
+        if not large_enough:
+            raise BadInput(f"{key} is {value}: use {right}")
+        if value > most:
+            raise BadInput(f"{key} is {value}: use at most {most:,}")
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""

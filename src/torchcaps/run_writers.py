@@ -19,6 +19,7 @@ from torch import nn
 from torchcaps.checkpoints import read_checkpoint, save_sealed
 from torchcaps.classifier import evaluating
 from torchcaps.data.files import atomically
+from torchcaps.estimate import duration
 from torchcaps.run_folder import read_rows
 
 PROGRESS_SECONDS = 10.0
@@ -114,7 +115,7 @@ class EpochLog(Callback):
             left = self.train_seconds / done * ((trainer.max_epochs or 0) - trainer.current_epoch - done)
             print(
                 f"epoch {trainer.current_epoch + 1}/{trainer.max_epochs}  step {batch_index + 1}/{steps}  "
-                f"{done * self.images / self.train_seconds:.0f} images/s  {left / 60:.1f} min left",
+                f"{done * self.images / self.train_seconds:.0f} images/s  {duration(left)} left",
                 flush=True,
             )
 
@@ -145,8 +146,8 @@ class EpochLog(Callback):
         margin = f"margin {margins[trainer.current_epoch]:.2f}  " if margins else ""  # the loss rises with the margin
         print(
             f"epoch {row['epoch']}/{trainer.max_epochs}  loss {row['train_loss']}  {margin}"
-            f"validation {float(row['validation_accuracy_percent']):.2f} %  {recall}"
-            f"{float(row['train_images_per_second']):.0f} images/s  {left / 60:.1f} min left",
+            f"validation accuracy {float(row['validation_accuracy_percent']):.2f} %  {recall}"
+            f"{float(row['train_images_per_second']):.0f} images/s" + (f"  {duration(left)} left" if left else ""),
             flush=True,
         )
 

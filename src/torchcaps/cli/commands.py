@@ -318,4 +318,4 @@ def info() -> None:
     facts = environment()
     built = ", ".join(cpu_instruction_sets()) or "not built; using the reference implementation"
     rows = {**facts.pop("versions"), **facts, "precision auto": resolve_precision("auto"), "fused routing (CPU)": built}
-    print_table(("property", "value"), rows.items())
+    print_table(("property", "value"), [(name, "none" if value is None else value) for name, value in rows.items()])

@@ -27,7 +27,7 @@ def inspect(
     found = look(classifier, image)
     write_picture(out, found.figure())
     best = f"{printable(found.class_names[found.best])} ({found.scores[found.best]:.3f}{about_crops(classifier)})"
-    print(f"{best}; the picture: {out}")
+    print(f"{best}; picture: {out}")
 
 
 def report(
@@ -43,7 +43,7 @@ def report(
     if run.is_dir():
         writable_file(out)
     write_run_report(run, out)
-    print(f"the report: {out}")
+    print(f"report: {out}")
 
 
 def export(
