@@ -143,7 +143,7 @@ def test_options_can_be_changed_when_loading(tmp_path):
     assert changed.saved_options["variance_floor"] == 0.05
     with pytest.raises(BadInput, match="did you mean 'routing'"):
         MatrixCapsNet.from_pretrained(tmp_path, routin="em")
-    with pytest.raises(BadInput, match="routing takes a Module, a Routing or a string; got 3"):
+    with pytest.raises(BadInput, match="routing must be a Module, a Routing or a string; got 3"):
         MatrixCapsNet.from_pretrained(tmp_path, routing=3)
     with pytest.raises(BadInput, match="do not fit this MatrixCapsNet"):
         MatrixCapsNet.from_pretrained(tmp_path, routing="attention")
@@ -260,33 +260,33 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.pop("images"), "lacks 'images'"),
         (lambda content: content.update(more=1), "no option 'more'"),
         (lambda content: content.update(format=1), "is not a torchcaps configuration of format 5"),
-        (lambda content: content.update(format=5.0), "format takes an integer"),
-        (lambda content: content.update(options=5), "options takes a mapping"),
-        (lambda content: content.update(options=None), "options takes a mapping"),
-        (lambda content: content.update(routing=[]), "routing takes a mapping"),
-        (lambda content: content.update(routing="x"), "routing takes a mapping"),
-        (lambda content: content.update(images=5), "images takes a mapping"),
-        (lambda content: content.update(model=["capsnet"]), "model takes a string"),
-        (lambda content: content.update(weights_sha256=None), "weights_sha256 takes a string"),
+        (lambda content: content.update(format=5.0), "format must be an integer"),
+        (lambda content: content.update(options=5), "options must be a mapping"),
+        (lambda content: content.update(options=None), "options must be a mapping"),
+        (lambda content: content.update(routing=[]), "routing must be a mapping"),
+        (lambda content: content.update(routing="x"), "routing must be a mapping"),
+        (lambda content: content.update(images=5), "images must be a mapping"),
+        (lambda content: content.update(model=["capsnet"]), "model must be a string"),
+        (lambda content: content.update(weights_sha256=None), "weights_sha256 must be a string"),
         (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
         (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
         (lambda content: content["images"].pop("preprocessing"), "damaged"),
         (lambda content: content["images"].update(class_names=["left"]), "do not match the network"),
-        (lambda content: content["images"].update(class_names=[1, 2]), "class_names takes a list"),
-        (lambda content: content["images"].update(shape=[3, 20]), "shape takes a list"),
-        (lambda content: content["images"]["preprocessing"].update(shift="a"), "shift takes an integer"),
+        (lambda content: content["images"].update(class_names=[1, 2]), "class_names must be a list"),
+        (lambda content: content["images"].update(shape=[3, 20]), "shape must be a list"),
+        (lambda content: content["images"]["preprocessing"].update(shift="a"), "shift must be an integer"),
         (lambda content: content["images"]["preprocessing"].update(crop=18, test_crops=10**6), "use 1 to 32"),
         (lambda content: content["images"]["preprocessing"].pop("shift"), "preprocessing lacks 'shift'"),
         (
             lambda content: content["routing"].update(nowhere={}),
             "a layer that the network does not have, namely 'nowhere'",
         ),
-        (lambda content: content.update(routing={"class_capsules": 3}), "takes a mapping"),
-        (lambda content: rule_of(content).update(options=["leaky"]), "options takes a mapping"),
+        (lambda content: content.update(routing={"class_capsules": 3}), "must be a mapping"),
+        (lambda content: rule_of(content).update(options=["leaky"]), "options must be a mapping"),
         (lambda content: content.update(routing={"class_capsules": {"rule": "x", "options": {}}}), "is 'x', which is"),
         (
             lambda content: content.update(routing={"class_capsules": {"rule": "dynamic", "options": {"leaky": 3}}}),
-            "leaky takes true or false",
+            "leaky must be true or false",
         ),
     ):
         edited(run, change)
@@ -379,7 +379,7 @@ def test_a_classifier_that_could_not_be_loaded_is_not_saved(tmp_path):
 def test_pixels_of_another_size_are_refused_except_by_pooled_networks():
     pixels = torch.zeros(1, 30, 40, dtype=torch.uint8)
     classifier = Classifier(CapsNet(**TINY), ("a", "b", "c"), (1, 24, 24), Preprocessing(crop=20))
-    with pytest.raises(BadInput, match=r"image has shape \[1, 30, 40\]: give \[1, 24, 24\]"):
+    with pytest.raises(BadInput, match=r"image must have shape \[1, 24, 24\]; got \[1, 30, 40\]"):
         classifier.preprocessed(pixels)
     pooled = Classifier(PooledCapsNet((1, 28, 28), 3), ("a", "b", "c"), (1, 28, 28), Preprocessing())
     assert pooled.preprocessed(pixels).shape == (1, 1, 30, 40)

@@ -62,7 +62,7 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
 
 def test_the_commands_evaluate_and_predict_print_their_results(call, finished, images):
     code, _, error = call("evaluate", finished[0], "--precision", "fp16")
-    assert (code, "use one of auto, bf16, float32" in error) == (2, True)
+    assert (code, "precision must be one of auto, bf16, float32" in error) == (2, True)
     code, out, error = call("evaluate", finished[0], "--precision", "float32", "--batch-size", 3)
     assert code == 0, error
     assert "accuracy" in out

@@ -66,7 +66,9 @@ def test_new_labelled_images_are_all_evaluated(call, refused, finished, tmp_path
         lines = ["file,label,split", *(f"{file},{file.parent.name},{split}" for file in files)]
         (tmp_path / name).write_text("\n".join(lines))
         assert evaluated(call, finished[0], "--data", tmp_path / name)[:2] == (14, accuracy)
-    assert "cache is 'disk'; give one of" in refused("evaluate", finished[0], "--data", new, "--cache", "disk")
+    assert "cache must be one of auto, memory, none; got 'disk'" in refused(
+        "evaluate", finished[0], "--data", new, "--cache", "disk"
+    )
     (new / "right").rename(new / "middle")
     line = refused("evaluate", finished[0], "--data", new)
     assert "has the class middle, but the network was trained on left, right" in line
@@ -127,7 +129,7 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     assert evaluated(call, run, "--split", "validation", "--data", moved)[:2] == (6, found)
     line = refused("evaluate", run, "--split", "validation", "--data", "mnist-5k")
     assert f"--split validation needs the data of {run}, {images}, but --data is mnist-5k" in line
-    assert "--split is 'train'; give one of: test, validation" in refused("evaluate", run, "--split", "train")
+    assert "--split must be one of test, validation; got 'train'" in refused("evaluate", run, "--split", "train")
     other = tmp_path / "other"
     code, _, error = train(call, images, other, "--epochs", 1, "--seed", 1)
     assert code == 0, error
@@ -164,7 +166,7 @@ def test_published_weights_are_evaluated_on_given_images(call, refused, finished
     assert "has no recipe.json, so its validation images are unknown" in refused(
         "evaluate", weights, "--data", new, "--split", "validation"
     )
-    assert "give one of: test, validation" in refused("evaluate", weights, "--split", "all")
+    assert "--split must be one of test, validation; got 'all'" in refused("evaluate", weights, "--split", "all")
     lost = shutil.copytree(run, tmp_path / "lost")
     for name in ("recipe.json", "metrics.json"):
         (lost / name).unlink()

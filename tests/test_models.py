@@ -300,7 +300,7 @@ def test_every_layer_of_a_model_gets_a_copy_of_a_rule():
         (AttentionRouting(8), r"\(AttentionRouting\) made for pose_size=8, but the layer has pose_size=16"),
         (GenerativeRouting(9, 2, 3), r"\(GenerativeRouting\) made for child_types=2, but the layer has child_types=3"),
         (SelfRouting(9, 2, 3, (2, 8)), r"child_pose_shape=\(2, 8\), but the layer has child_pose_shape=\(4, 4\)"),
-        (EMRouting, "routing takes a Module, a Routing or a string; got"),
+        (EMRouting, "routing must be a Module, a Routing or a string; got"),
     ):
         with pytest.raises(BadInput, match=message) as refused:
             create_model("matrix-capsnet", routing=routing, widths=(4, 2, 3, 3))
@@ -322,9 +322,9 @@ def test_a_routing_is_an_immutable_name_with_options():
     ("name", "options", "message"),
     [
         ("atention", {}, "unknown routing 'atention'; did you mean 'attention'"),
-        (3, {}, "takes a string; got 3"),
+        (3, {}, "must be a string; got 3"),
         ("em", {"iteration": 2}, "routing em has no option 'iteration'; did you mean 'iterations'"),
-        ("em", {"iterations": "2"}, "iterations takes an integer; got '2'"),
+        ("em", {"iterations": "2"}, "iterations must be an integer; got '2'"),
         ("em", {"parent_types": 3}, "no option 'parent_types'"),
         ("attention", {"pose_size": 16}, "no option 'pose_size'"),
     ],

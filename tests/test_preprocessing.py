@@ -130,7 +130,7 @@ def test_standardise_last_gives_mean_0_and_variance_1_after_crop_and_jitter():
         assert bool(plain.mean(dim=(1, 2, 3)).abs().max() < 1e-5) == flat
         torch.testing.assert_close(plain, preprocessing.plain_of(pixels.float() / 255))
         torch.testing.assert_close(plain, preprocessing.views(pixels)[0])
-    with pytest.raises(BadInput, match="standardise takes one of none, first, last; got 'twice'"):
+    with pytest.raises(BadInput, match="standardise must be one of none, first, last; got 'twice'"):
         Preprocessing(standardise="twice")
 
 

@@ -69,7 +69,8 @@ def test_the_report_of_an_unfinished_run(finished, call, refused, tmp_path):
     assert page.count("<figure>") == 1
     (run / "metrics.csv").unlink()
     assert "no run" in refused("report", run)
-    assert "no run" in refused("report", tmp_path)
+    assert "has no recipe.json: give a run folder" in refused("report", tmp_path)
+    assert "does not exist: give a run folder" in refused("report", tmp_path / "nowhere")
     assert "ends in .html" in refused("report", finished[0], "--out", tmp_path / "page.pdf")
 
 

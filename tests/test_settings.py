@@ -53,8 +53,8 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"data": "toys", "data.stereo": "no"}, "data.stereo takes true or false"),
-        ({"data": "toys", "data.size": "24.0"}, "data.size takes an integer"),
+        ({"data": "toys", "data.stereo": "no"}, "data.stereo must be true or false"),
+        ({"data": "toys", "data.size": "24.0"}, "data.size must be an integer"),
         ({"data": "toys", "data.sise": "24"}, "did you mean 'data.size'"),
         ({"loss": "spread", "margin_schedule": "linear", "loss.margin": "1"}, "set margin_schedule=none"),
         ({"margin_schedule": "linear"}, "works only with loss=spread and no loss.margin"),
@@ -68,16 +68,16 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"model": "matrix-capsnet", "model.iterations": "1"}, "did you mean 'routing.iterations'"),
         ({"routing": "attention"}, "unknown setting 'routing'; did you mean 'model.routing'"),
         ({"routing.iteration": "1"}, "did you mean 'routing.iterations'"),
-        ({"routing.iterations": "many"}, "takes an integer, such as 3; got many"),
-        ({"routing.logits": "old"}, "routing.logits takes one of cumulative, latest"),
+        ({"routing.iterations": "many"}, "must be an integer, such as 3; got many"),
+        ({"routing.logits": "old"}, "routing.logits must be one of cumulative, latest"),
         ({"routing.parent_types": "3", "model.routing": "em"}, "unknown setting 'routing.parent_types'"),
         ({"routing.logits": "latest", "model.routing": "em"}, "unknown setting 'routing.logits'"),
         ({"routing.iterations": "1", "model": "baseline-cnn"}, "model baseline-cnn has no routing rule"),
         ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
-        ({"epochs": "1.5"}, "takes an integer, such as 10"),
+        ({"epochs": "1.5"}, "must be an integer, such as 10"),
         ({"epochs": "0"}, "use 1 or more"),
         ({"learning_rate": "-1"}, "above 0"),
-        ({"learning_rate": "NaN"}, "takes a number"),
+        ({"learning_rate": "NaN"}, "must be a number"),
         ({"learning_rate": "1e31"}, "learning_rate is 1e\\+31: use at most 1e\\+30"),
         ({"precision": "half"}, "auto, bf16, float32"),
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
@@ -190,7 +190,7 @@ def test_options_of_a_rule_without_annotations_have_the_types_of_their_defaults(
     monkeypatch.setitem(ROUTINGS, "own", Own)
     own = {"model.routing": "own", "routing.iterations": "2", "routing.scale": "0.5"}
     assert create_recipe("capsnet-mnist", own).routing_options == {"iterations": 2, "scale": 0.5}
-    with pytest.raises(BadInput, match=r"routing\.iterations takes an integer, such as 3; got two"):
+    with pytest.raises(BadInput, match=r"routing\.iterations must be an integer, such as 3; got two"):
         create_recipe("capsnet-mnist", {**own, "routing.iterations": "two"})
 
 
@@ -198,7 +198,7 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.image_size=48,24")
     assert "write data.image_size=[48,24]" in line
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.channels=RGB")
-    assert line == "error: data.channels takes an integer or null; got RGB"
+    assert line == "error: data.channels must be an integer or null; got RGB"
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
     assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
     line = refused("train", "capsnet-mnist", "--set", "data.size=3")

@@ -161,7 +161,7 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
 def _scaled(pose: Tensor, length: Tensor, form: SquashForm) -> Tensor:
     """Squash each pose, given its length. The form is not ``none``."""
     if form not in get_args(SquashForm):
-        raise ValueError(f"unknown form {form!r} of squash: use one of {', '.join(get_args(SquashForm))}")
+        raise ValueError(f"form must be one of {', '.join(get_args(SquashForm))}; got {form!r}")
     length = length[..., None, None]
     if form == "unit":
         return pose / length.clamp_min(1e-12)

@@ -149,7 +149,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         ValueError: ``value`` is not one of the allowed values.
     """
     if value not in allowed:
-        raise ValueError(f"unknown {name} {value!r}: use one of {', '.join(map(str, allowed))}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
 def _is_integer(value: Any) -> bool:

@@ -160,7 +160,7 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
         return round(0.2 + 0.7 * min(1.0, step / max(1, steps)), 12)
     if schedule == "official":
         return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
-    raise ValueError(f"unknown margin schedule {schedule!r}: use linear or official")
+    raise ValueError(f"schedule must be one of linear, official; got {schedule!r}")
 
 
 def cross_entropy(

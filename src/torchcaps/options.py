@@ -173,7 +173,7 @@ def check_kind(name: str, value: Any, kind: Any) -> None:
         BadInput: ``value`` does not match ``kind``.
     """
     if not fits(value, kind):
-        raise BadInput(f"{name} takes {described(kind)}; got {value!r}")
+        raise BadInput(f"{name} must be {described(kind)}; got {value!r}")
 
 
 def check_options(owner: str, options: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:

@@ -192,7 +192,7 @@ class Recipe:
         choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
-                raise BadInput(f"{key} is {getattr(self, key)!r}: use one of {', '.join(allowed)}")
+                raise BadInput(f"{key} must be one of {', '.join(allowed)}; got {getattr(self, key)!r}")
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
             self._check(key, getattr(self, key) >= least, f"{least} or more", LARGEST)
@@ -290,7 +290,7 @@ def resolve_precision(precision: str) -> str:
         )
     if precision != "auto":
         if precision not in PRECISIONS:
-            raise BadInput(f"precision is {precision!r}: use one of auto, {', '.join(PRECISIONS)}")
+            raise BadInput(f"precision must be one of auto, {', '.join(PRECISIONS)}; got {precision!r}")
         return precision
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -65,7 +65,7 @@ def evaluate(
     from torchcaps.seen_images import warn_of_seen_images
 
     if split not in ("test", "validation"):
-        raise BadInput(f"--split is {split!r}; give one of: test, validation")
+        raise BadInput(f"--split must be one of test, validation; got {split!r}")
     keep_freed_memory()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}

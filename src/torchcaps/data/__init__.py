@@ -354,7 +354,7 @@ def check_source(name: str, cache: str = "auto") -> None:
     if not name.strip():
         raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
     if cache not in CACHES:
-        raise BadInput(f"cache is {cache!r}; give one of {', '.join(CACHES)}")
+        raise BadInput(f"cache must be one of {', '.join(CACHES)}; got {cache!r}")
 
 
 def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:

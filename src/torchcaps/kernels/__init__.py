@@ -60,7 +60,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}")
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call: {obstacle}; use "auto" or "reference"')
     fused = backend != "reference" and obstacle is None

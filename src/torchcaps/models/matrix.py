@@ -109,7 +109,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
         )
         for option, value, allowed in (("size", size, get_args(Size)), ("pose", pose, ("matrix", "vector"))):
             if value not in allowed:
-                raise BadInput(f"{option} is {value!r}: use one of {', '.join(allowed)}")
+                raise BadInput(f"{option} must be one of {', '.join(allowed)}; got {value!r}")
         if widths is not None and (len(widths) != 4 or min(widths) < 1):
             raise BadInput(f"widths is {list(widths)}: use four numbers of at least 1, such as {list(WIDTHS[size])}")
         features, primary, first, second = WIDTHS[size] if widths is None else widths
