@@ -109,6 +109,9 @@ def test_a_network_with_shared_transforms_is_refused_before_it_is_trained():
     model = CapsNet((1, 17, 17), 3, convolution_channels=4, primary_types=2, decoder=False)
     model.again = DenseCaps(1, 2, 8, 3, 16)
     model.again.transform = model.class_capsules.transform
+    with pytest.raises(BadInput, match=r"again.transform and class_capsules.transform\): give each layer its own"):
+        check_loadable(model)
+    model.again.transform = nn.Parameter(model.class_capsules.transform.detach()[:, 1:])
     with pytest.raises(BadInput, match=r"class_capsules.transform and again.transform\): give each layer its own"):
         check_loadable(model)
 

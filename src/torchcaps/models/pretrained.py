@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -341,12 +342,12 @@ def _weights_of(model: nn.Module) -> bytes:
 
 def _check_shared(model: nn.Module) -> None:
     """Raise `BadInput` if two weights of a network share memory, because they could not be saved separately."""
-    names: dict[tuple[torch.device, int], str] = {}
-    for name, tensor in model.state_dict().items():
-        known = names.setdefault((tensor.device, tensor.data_ptr()), name) if tensor.numel() else name
-        if known != name:
+    stored = {name: x for name, x in model.state_dict().items() if x.numel() and not x.is_meta}
+    weights = [(str(x.device), x.data_ptr(), x.nbytes, name) for name, x in stored.items()]
+    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(sorted(weights)):
+        if device == other_device and other_start < start + size:
             raise BadInput(
-                f"{type(model).__name__} has weights that share memory ({known} and {name}): give each layer its own "
+                f"{type(model).__name__} has weights that share memory ({name} and {other}): give each layer its own "
                 "weights, or save model.state_dict()"
             )
 
