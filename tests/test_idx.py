@@ -37,8 +37,8 @@ def test_content_that_is_not_an_idx_file_is_refused():
         (good[:9], "within its header"),
         (good[:-1], "21 bytes"),
         (good + b"\0", "more"),
-        (struct.pack(">4I", 0x803, *3 * [2**32 - 1]), "4294967295 x 4294967295"),
-        (struct.pack(">4I", 0x803, 0, 2**32 - 1, 2**32 - 1), "0 x 4294967295"),
+        (struct.pack(">4I", 0x803, *3 * [2**32 - 1]), "4294967295×4294967295"),
+        (struct.pack(">4I", 0x803, 0, 2**32 - 1, 2**32 - 1), "0×4294967295"),
     ):
         with refused("file-name", part):
             parse_idx(content, "file-name")

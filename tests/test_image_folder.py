@@ -174,7 +174,7 @@ def test_images_of_different_sizes_are_refused_by_name(tmp_path):
     odd = save(tmp_path / "dog" / "odd.png", size=(9, 6))
     refused(
         lambda: load_image_folder(tmp_path),
-        tmp_path / "cat" / "0.png", "8 x 6", odd, "9 x 6", "--set data.image_size=N",
+        tmp_path / "cat" / "0.png", "8×6", odd, "9×6", "--set data.image_size=N",
     )  # fmt: skip
 
 
@@ -261,7 +261,7 @@ def test_images_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    refused(lambda: load_image_folder(tmp_path), "10 images of 8 x 6", "more than the free memory", "data.image_size")
+    refused(lambda: load_image_folder(tmp_path), "10 images of 8×6", "more than the free memory", "data.image_size")
 
 
 def test_many_files_draw_a_progress_bar_on_standard_error(tmp_path, capsys):

@@ -101,7 +101,7 @@ def test_sizes_and_channels_are_found_from_the_headers(tmp_path):
     assert loaded(tmp_path, "none")[0].test.image_shape == (3, 6, 8)
     other = save(tmp_path / "dog" / "z.png", size=(9, 6))
     for cache in ("none", "memory"):
-        refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), other, "9 x 6", "image_size=N")
+        refused(lambda cache=cache: load_splits(str(tmp_path), tmp_path, cache=cache), other, "9×6", "image_size=N")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "TIFF", "WEBP", "PNG"])
@@ -137,7 +137,9 @@ def test_cache_auto_loads_images_into_memory_if_they_fit(tmp_path):
 
 
 def test_unknown_caches_and_named_datasets_are_refused(untyped, tmp_path):
-    refused(lambda: load_splits("mnist-5k", tmp_path, cache="disk"), "cache is 'disk'", "auto, memory, none")
+    refused(
+        lambda: load_splits("mnist-5k", tmp_path, cache="disk"), "cache must be one of auto, memory, none; got 'disk'"
+    )
     refused(lambda: load_splits("mnist-5k", tmp_path, cache="none"), "mnist-5k is always held in memory")
 
 

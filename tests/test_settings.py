@@ -81,6 +81,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"learning_rate": "1e31"}, "learning_rate is 1e\\+31: use at most 1e\\+30"),
         ({"precision": "half"}, "auto, bf16, float32"),
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
+        ({"lr": "1"}, "unknown setting 'lr'; did you mean 'learning_rate'"),
         ({"schedule": "cosine", "decay_rate": "0.5"}, "decay_rate is 0.5, which has no effect with schedule=cosine"),
         ({"schedule": "cosine", "decay_steps": "50"}, "decay_steps is 50, which has no effect with schedule=cosine"),
         (

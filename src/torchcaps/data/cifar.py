@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: 50,000 training and 10,000 test photographs in colour, 32 x 32 pixels, 10 or 100 classes.
+"""CIFAR-10 and CIFAR-100: 50,000 training and 10,000 test photographs in colour, 32×32 pixels, 10 or 100 classes.
 
 Krizhevsky, "Learning multiple layers of features from tiny images", technical report, University of Toronto, 2009.
 """

@@ -78,7 +78,7 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
         raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
-        declared = " x ".join(map(str, sizes))
+        declared = "×".join(map(str, sizes))
         raise BadInput(
             f"{name}: the header declares an array of {declared} bytes, but an array must have 1 byte to 2 GiB;"
             " download it again"

@@ -99,8 +99,8 @@ class ImageFiles:
             image, _ = decode(self.source.read(index), name, shape[0], shape[1:] if resize else None)
             if tuple(image.shape) != shape:
                 raise BadInput(
-                    f"{name} is {image.shape[2]} x {image.shape[1]} pixels, but the other images are {shape[2]} x"
-                    f" {shape[1]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
+                    f"{name} is {image.shape[2]}×{image.shape[1]} pixels (width×height), but the other images are "
+                    f"{shape[2]}×{shape[1]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
                 )
             pixels[row] = image
         return pixels

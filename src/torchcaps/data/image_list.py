@@ -246,8 +246,8 @@ def _common_shape(
 def _check_size(source: Source, place: int, index: int, size: tuple[int, ...], first: tuple[int, ...]) -> None:
     if size != first:
         raise BadInput(
-            f"{source.name(place)} is {first[1]} x {first[0]} pixels but {source.name(index)} is {size[1]} x {size[0]};"
-            " resize all images with --set data.image_size=N (in Python, image_size=N)"
+            f"{source.name(place)} is {first[1]}×{first[0]} pixels (width×height), but {source.name(index)} is "
+            f"{size[1]}×{size[0]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
         )
 
 
@@ -256,9 +256,10 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
         return torch.empty(count, channels, height, width, dtype=torch.uint8, device="cpu")
     except RuntimeError as error:
         raise BadInput(
-            f"{of:,} images of {width} x {height} pixels take {of * channels * height * width / 1e9:,.1f} GB, more than"
-            " the free memory; make them smaller with --set data.image_size=N (in Python, image_size=N), or decode them"
-            ' in each epoch with --cache none (in Python, cache="none")'
+            f"{of:,} images of {width}×{height} pixels (width×height) take "
+            f"{of * channels * height * width / 1e9:,.1f} GB, more than the free memory; make them smaller with --set "
+            "data.image_size=N (in Python, image_size=N), or decode them in each epoch with --cache none (in Python, "
+            'cache="none")'
         ) from error
 
 

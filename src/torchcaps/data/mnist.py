@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images, 28 x 28 greyscale, ten classes.
+"""MNIST and Fashion-MNIST: 60,000 training and 10,000 test images, 28×28 greyscale, ten classes.
 
 MNIST: LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", Proc. IEEE 86, 1998.
 Fashion-MNIST: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking machine learning

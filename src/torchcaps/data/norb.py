@@ -252,7 +252,7 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
         raise BadInput(f"{name}: cut off within its header; download it again")
     sizes = struct.unpack_from(f"<{dimensions}I", content, 8)
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
-        declared = " x ".join(map(str, sizes))
+        declared = "×".join(map(str, sizes))
         raise BadInput(
             f"{name}: the header declares an array of {declared} elements, but an array must not be empty and must"
             " not exceed 16 GiB; download it again"

@@ -1,4 +1,4 @@
-"""SVHN, cropped: 73,257 training and 26,032 test photographs of house-number digits in colour, 32 x 32 pixels.
+"""SVHN, cropped: 73,257 training and 26,032 test photographs of house-number digits in colour, 32×32 pixels.
 
 Netzer, Wang, Coates, Bissacco, Wu, Ng, "Reading digits in natural images with unsupervised feature learning", NIPS
 workshop, 2011. Format 2 on the website of the dataset: each file contains an image array `X` and a label array `y`.

@@ -163,7 +163,8 @@ def create_recipe(name: str, settings: Mapping[str, str] | None = None) -> Recip
                 if key == "loss":
                     changed.setdefault("margin_schedule", "none")
         else:
-            raise BadInput(f"unknown setting {key!r}{nearest(key, [*sorted(plain), *GROUPS])}")
+            meant = {"lr": "learning_rate", "from": "pretrained"}.get(key, key)
+            raise BadInput(f"unknown setting {key!r}{nearest(meant, [*sorted(plain), *GROUPS])}")
     changed = {key: value for key, value in changed.items() if value != getattr(recipe, key)}
     created = replace(recipe, **changed, **_routing_options(recipe, changed, of_routing))
     _check_effects(created, settings)
