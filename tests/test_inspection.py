@@ -154,10 +154,9 @@ def test_every_capsule_network_can_be_inspected(name):
 
 def test_images_of_another_shape_are_refused():
     network = classifier()
-    shape = r"image must have shape \[1, height, width\]; got "
     for image, problem in (
-        (torch.rand(1, 1, 28, 28), rf"{shape}\[1, 1, 28, 28\]: remove the batch dimension"),
-        (torch.rand(3, 28, 28), rf"{shape}\[3, 28, 28\]$"),
+        (torch.rand(1, 1, 28, 28), r"must have shape \[1, height, width\]; got .*: remove the batch dimension"),
+        (torch.rand(3, 28, 28), r"must have shape \[1, height, width\]; got \[3, 28, 28\]$"),
         (torch.zeros(1, 28, 28, dtype=torch.int64), "give uint8"),
     ):
         with pytest.raises(BadInput, match=problem):
