@@ -12,9 +12,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import ENVIRONMENT, SMALL_CAPSNET
+from torchcaps.experiments.capsnet_table1 import WIDER
 from torchcaps.experiments.report import write_pages
+from torchcaps.experiments.study import Study
+from torchcaps.models import create_model, routing_of
 from torchcaps.recipes import create_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -139,3 +143,54 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         assert "<msub>" in text
         assert "squash(Σ" not in text
         assert "aligned" not in text
+
+
+def parameters_in_millions(recipe, image_shape, classes):
+    shape = recipe.preprocessing().image_shape(image_shape)
+    rule = routing_of(recipe.model, recipe.model_options, recipe.routing_options)
+    options = {**recipe.model_options, "image_shape": shape, "num_classes": classes}
+    with torch.device("meta"):
+        model = create_model(recipe.model, **(options if rule is None else {**options, "routing": rule}))
+    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+
+
+def test_the_table_of_the_networks_in_experiments_has_the_right_numbers_of_parameters(tmp_path):
+    study = Study("standard", None, 1, tmp_path, tmp_path)
+    size, networks = {"images": 21_870, "epochs": 3}, ("CNN", "capsules")
+
+    def digits(recipe_of, side):
+        recipes = [recipe_of(name, 0, data="mnist", shift=0, **size) for name in networks]
+        return [parameters_in_millions(recipe, (1, side, side), 10) for recipe in recipes]
+
+    def toys(recipe_of):
+        return [parameters_in_millions(recipe_of(name, 0, **size), (2, 48, 48), 5) for name in networks]
+
+    def own(names, image_shape, classes):
+        return [parameters_in_millions(create_recipe(f"{name}-images"), image_shape, classes) for name in names]
+
+    table1 = [
+        study.digit_recipe(name, 0, data="mnist", shift=2, **size, **options)
+        for name, options in (("CNN", {}), ("capsules", {**WIDER, "decoder": False}), ("capsules", WIDER))
+    ]
+    few = ("cnn", "matrix-capsnet", "residual-capsnet")
+    assert own(["variational-capsnet"], (2, 48, 48), 5) == own(["matrix-capsnet"], (2, 48, 48), 5)
+    expected = {
+        "affnist": digits(study.digit_recipe, 40),
+        "affnist-recent": digits(study.recent_digit_recipe, 40),
+        "multimnist": digits(study.digit_recipe, 36),
+        "multimnist-recent": digits(study.recent_digit_recipe, 36),
+        "capsnet-table1": [parameters_in_millions(recipe, (1, 28, 28), 10) for recipe in table1],
+        "novel-viewpoints`, `adversarial": toys(study.toy_recipe),
+        "novel-viewpoints-recent`, `adversarial-recent`, `recipe-ablation": toys(study.recent_toy_recipe),
+        "own-images`, toys": own(few, (2, 48, 48), 5),
+        "own-images`, Fashion-MNIST": own((*few, "capsnet"), (1, 28, 28), 10),
+    }
+    page = (ROOT / "docs/results.md").read_text()
+    table = page.partition("| experiment | CNN | capsule network |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(table) == len(expected)
+    for row, (experiment, numbers) in zip(table, expected.items(), strict=True):
+        assert row.strip("| `").startswith(experiment)
+        shown = re.findall(r"\d+\.\d+", row)
+        assert shown == [
+            f"{number:.{len(text.partition('.')[2])}f}" for number, text in zip(numbers, shown, strict=True)
+        ]

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import _register_namedtuple
 
-from torchcaps.checks import INTEGERS, bounds, described, has_values
+from torchcaps.checks import INTEGERS, bounds, check_choice, described, has_values
 
 SquashForm = Literal["sabour", "su", "exponential", "unit", "none"]
 SQUASH_CONSTANT = {"sabour": 1.0, "su": 0.5}
@@ -160,8 +160,7 @@ def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") 
 
 def _scaled(pose: Tensor, length: Tensor, form: SquashForm) -> Tensor:
     """Squash each pose, given its length. The form is not ``none``."""
-    if form not in get_args(SquashForm):
-        raise ValueError(f"form must be one of {', '.join(get_args(SquashForm))}; got {form!r}")
+    check_choice("form", form, get_args(SquashForm))
     length = length[..., None, None]
     if form == "unit":
         return pose / length.clamp_min(1e-12)

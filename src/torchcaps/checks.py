@@ -142,14 +142,14 @@ def check_iterations(iterations: Any) -> None:
         raise ValueError(f"iterations must be an integer from 1 to {MOST_ITERATIONS}; got {described(iterations)}")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def check_choice(name: str, value: Any, allowed: Sequence[Any], error: type[ValueError] = ValueError) -> None:
     """Check that an option has one of the allowed values.
 
     Raises:
-        ValueError: ``value`` is not one of the allowed values.
+        ValueError: ``value`` is not one of the allowed values. ``error`` is the class of the error.
     """
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
+        raise error(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
 
 def _is_integer(value: Any) -> bool:

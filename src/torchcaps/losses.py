@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import check_labels, one_hot, wide
-from torchcaps.checks import INTEGERS, bounds, described, has_values
+from torchcaps.checks import INTEGERS, bounds, check_choice, described, has_values
 from torchcaps.errors import BadInput
 
 IGNORE_NONE = -(2**63)
@@ -156,11 +156,10 @@ def spread_margin(schedule: Literal["linear", "official"], step: int, steps: int
         >>> [spread_margin("linear", step, 100) for step in (0, 50, 100)]
         [0.2, 0.55, 0.9]
     """
+    check_choice("schedule", schedule, ("linear", "official"))
     if schedule == "linear":
         return round(0.2 + 0.7 * min(1.0, step / max(1, steps)), 12)
-    if schedule == "official":
-        return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
-    raise ValueError(f"schedule must be one of linear, official; got {schedule!r}")
+    return 0.2 + 0.79 / (1 + math.exp(-min(10.0, step / 50_000 - 4)))
 
 
 def cross_entropy(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from torchcaps.checks import check_choice
 from torchcaps.data import Preprocessing
 from torchcaps.data.preprocessing import Standardise
 from torchcaps.errors import BadInput
@@ -191,8 +192,7 @@ class Recipe:
         choices = {"loss": [*LOSSES], "optimizer": [*OPTIMIZERS], "precision": ["auto", *PRECISIONS]}
         choices["margin_schedule"] = ["none", "linear", "official"]
         for key, allowed in choices.items():
-            if getattr(self, key) not in allowed:
-                raise BadInput(f"{key} must be one of {', '.join(allowed)}; got {getattr(self, key)!r}")
+            check_choice(key, getattr(self, key), allowed, BadInput)
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
             self._check(key, getattr(self, key) >= least, f"{least} or more", LARGEST)
@@ -243,6 +243,14 @@ class Recipe:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""
         return plain_options(f"recipe {self.name}", asdict(self))
 
+    def by_name(self) -> dict[str, Any]:
+        """Return the settings by their names in `create_recipe`, such as ``routing.iterations``."""
+        found: dict[str, Any] = {}
+        for key, value in self.plain().items():
+            group, options, _ = key.partition("_options")
+            found |= {f"{group}.{name}": one for name, one in value.items()} if options else {key: value}
+        return found
+
     def preprocessing(self) -> Preprocessing:
         """Return the image preprocessing that the settings describe."""
         return Preprocessing.of(vars(self))
@@ -289,8 +297,7 @@ def resolve_precision(precision: str) -> str:
             "float32: call torch.set_default_dtype(torch.float32)"
         )
     if precision != "auto":
-        if precision not in PRECISIONS:
-            raise BadInput(f"precision must be one of auto, {', '.join(PRECISIONS)}; got {precision!r}")
+        check_choice("precision", precision, ("auto", *PRECISIONS), BadInput)
         return precision
     if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)

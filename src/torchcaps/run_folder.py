@@ -245,21 +245,12 @@ def changed_setting(before: Recipe, now: Recipe, ignored: Container[str] = ("dat
         >>> changed_setting(Recipe("one", "capsnet", "mnist"), Recipe("one", "capsnet", "digits", epochs=3))
         'epochs=10, not 3'
     """
-    one, other = _by_name(before), _by_name(now)
+    one, other = before.by_name(), now.by_name()
     for key in sorted(one.keys() | other.keys(), key=lambda key: (key != "name", key)):  # the recipe's name first
         values = [settings.get(key, "the default") for settings in (one, other)]
         if key not in ignored and values[0] != values[1]:
             return f"{key}={values[0]}, not {values[1]}"
     return None
-
-
-def _by_name(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of a recipe by their names in `create_recipe`, such as ``routing.iterations``."""
-    found: dict[str, Any] = {}
-    for key, value in recipe.plain().items():
-        group, options, _ = key.partition("_options")
-        found |= {f"{group}.{name}": one for name, one in value.items()} if options else {key: value}
-    return found
 
 
 def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:

@@ -23,6 +23,7 @@ from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
+from torchcaps.models.saved_rules import layer_rules
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
 from torchcaps.scores import calibration_error_percent
@@ -61,11 +62,11 @@ class TrainingModule(lightning.LightningModule):
         self.steps = steps
         use_channels_last(model)
         self.recipe = recipe
-        of_layers = [getattr(layer, "routing", None) for layer in model.modules()]
+        of_layers = layer_rules(model).values()
         rules = [
             module
             for module in model.modules()
-            if (hasattr(module, "for_layer") or any(module is rule for rule in of_layers))
+            if (hasattr(module, "for_layer") or module in of_layers)
             and isinstance(getattr(module, "iterations", None), int)
         ]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]

@@ -56,6 +56,7 @@ def evaluate(
     Several runs are evaluated as an ensemble, whose scores are the mean of the runs' scores. By default, an ensemble is
     evaluated on the dataset of the first run.
     """
+    from torchcaps.checks import check_choice
     from torchcaps.classifier import Classifier
     from torchcaps.confusion import per_class, warn_of_one_prediction
     from torchcaps.data.files import expanded
@@ -64,8 +65,7 @@ def evaluate(
     from torchcaps.scores import MeanScores, write_scores
     from torchcaps.seen_images import warn_of_seen_images
 
-    if split not in ("test", "validation"):
-        raise BadInput(f"--split must be one of test, validation; got {split!r}")
+    check_choice("--split", split, ("test", "validation"), BadInput)
     keep_freed_memory()
     classifier, *others = (Classifier.from_pretrained(folder) for folder in runs)
     known = {one: read_run(one) for one in runs if any(os.path.lexists(one / name) for name in RUN_FILES)}

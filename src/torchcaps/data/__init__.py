@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchcaps.checks import check_choice
 from torchcaps.data.cifar import (
     fetch_cifar10,
     fetch_cifar100,
@@ -353,8 +354,7 @@ def check_source(name: str, cache: str = "auto") -> None:
     """Refuse an empty name of a dataset, folder or table, and an unknown cache."""
     if not name.strip():
         raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
-    if cache not in CACHES:
-        raise BadInput(f"cache must be one of {', '.join(CACHES)}; got {cache!r}")
+    check_choice("cache", cache, CACHES, BadInput)
 
 
 def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from torchcaps.checks import check_choice
 from torchcaps.kernels.flops import let_flops_be_counted
 
 try:
@@ -59,8 +60,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     Raises:
         ValueError: `backend` is not one of the known backends, or is ``fused`` although `obstacle` is given.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
+    check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
         raise ValueError(f'backend "fused" does not support this call: {obstacle}; use "auto" or "reference"')
     fused = backend != "reference" and obstacle is None

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.checks import check_channels, check_sizes
+from torchcaps.checks import check_channels, check_choice, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
@@ -108,8 +108,7 @@ class MatrixCapsNet(nn.Module, Pretrained):
             "MatrixCapsNet", image_shape, smallest=21 if stem_stride == 2 else 17
         )
         for option, value, allowed in (("size", size, get_args(Size)), ("pose", pose, ("matrix", "vector"))):
-            if value not in allowed:
-                raise BadInput(f"{option} must be one of {', '.join(allowed)}; got {value!r}")
+            check_choice(option, value, allowed, BadInput)
         if widths is not None and (len(widths) != 4 or min(widths) < 1):
             raise BadInput(f"widths is {list(widths)}: use four numbers of at least 1, such as {list(WIDTHS[size])}")
         features, primary, first, second = WIDTHS[size] if widths is None else widths

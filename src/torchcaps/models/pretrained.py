@@ -291,7 +291,7 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
                 "layer, or remove the parametrization, and save the network again; if you need the layer as it is, "
                 "save model.state_dict()"
             )
-    _check_shared(model)
+    _check_shared(kind, weights)
     try:
         check_options(kind, options, kinds_of(type(model)))
         again = _built(type(model), options)
@@ -340,14 +340,14 @@ def _weights_of(model: nn.Module) -> bytes:
     return safetensors.torch.save(weights, {"format": "pt"})
 
 
-def _check_shared(model: nn.Module) -> None:
+def _check_shared(kind: str, weights: Mapping[str, torch.Tensor]) -> None:
     """Raise `BadInput` if two weights of a network share memory, because they could not be saved separately."""
-    stored = {name: x for name, x in model.state_dict().items() if x.numel() and not x.is_meta}
-    weights = [(str(x.device), x.data_ptr(), x.nbytes, name) for name, x in stored.items()]
-    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(sorted(weights)):
+    stored = {name: x for name, x in weights.items() if x.numel() and not x.is_meta}
+    places = [(str(x.device), x.data_ptr(), x.nbytes, name) for name, x in stored.items()]
+    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(sorted(places)):
         if device == other_device and other_start < start + size:
             raise BadInput(
-                f"{type(model).__name__} has weights that share memory ({name} and {other}): give each layer its own "
+                f"{kind} has weights that share memory ({name} and {other}): give each layer its own "
                 "weights, or save model.state_dict()"
             )
 

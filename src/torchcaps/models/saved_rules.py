@@ -15,7 +15,7 @@ from torchcaps.options import check_kind, check_options, kinds_of, plain_options
 from torchcaps.routing import ROUTINGS, Routing, Rule
 
 
-def _rules(model: nn.Module) -> dict[str, nn.Module]:
+def layer_rules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routing rule of each layer that has one, keyed by the name of the layer."""
     return {
         name: layer.routing
@@ -48,7 +48,7 @@ def saved_rules(model: nn.Module) -> dict[str, Any]:
         BadInput: a rule is not in `ROUTINGS`; its options are unknown; or it inherits ``saved_options`` from a rule
             with other constructor arguments.
     """
-    rules = _rules(model)
+    rules = layer_rules(model)
     found = {layer: _described(rule) for layer, rule in rules.items()}
     for layer, kind in ((layer, type(rule)) for layer, rule in rules.items()):
         owner = next((one for one in kind.__mro__ if "saved_options" in vars(one)), kind)
@@ -113,7 +113,7 @@ def _is_plain(value: Any) -> bool:
 def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path: Path) -> None:
     """Set the saved rule of every layer, except where ``change`` is another rule."""
     change = Routing(change) if isinstance(change, str) else change
-    layers = _rules(model).keys()
+    layers = layer_rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
         problem = "lacks the layer" if layer in layers else "has a layer that the network does not have, namely"
         raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
@@ -140,7 +140,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
             raise BadInput(f"{entry}: {error}") from error
         if missing := set(made.saved_options) - {*rule["options"], *_later_options(made)}:  # type: ignore[arg-type]
             raise BadInput(f"{entry} lacks the option {min(missing)!r}: save the network again")
-        constructed = dict(_rules(model)[layer].named_parameters())
+        constructed = dict(layer_rules(model)[layer].named_parameters())
         for name, parameter in made.named_parameters():
             if name in constructed and not constructed[name].requires_grad:
                 parameter.requires_grad_(False)

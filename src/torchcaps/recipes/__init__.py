@@ -178,13 +178,8 @@ def discarded_options(changed: Recipe) -> list[str]:
         >>> discarded_options(create_recipe("capsnet-cifar10", {"model.routing": "em"}))
         ['routing.leaky=True']
     """
-    recipe = RECIPES[changed.name]()
-    found = [
-        f"{group}.{name}={value}"
-        for group in ("model", "routing", "data", "loss")
-        for name, value in getattr(recipe, f"{group}_options").items()
-        if name not in getattr(changed, f"{group}_options")
-    ]
+    recipe, kept = RECIPES[changed.name](), changed.by_name()
+    found = [f"{key}={value}" for key, value in recipe.by_name().items() if key not in kept]
     if changed.loss != recipe.loss and changed.margin_schedule != recipe.margin_schedule:
         found.append(f"margin_schedule={recipe.margin_schedule}")
     return found
