@@ -85,10 +85,10 @@ def test_gradients_are_averaged_over_all_images():
 @pytest.mark.parametrize(
     ("attack", "options", "problem"),
     [
-        (fgsm, {"epsilon": -0.25}, "epsilon must be a number from 0 to 1; got float -0.25"),
-        (bim, {"epsilon": 2.55}, "epsilon must be a number from 0 to 1; got float 2.55"),
-        (fgsm, {"epsilon": torch.full((1, 1, 1, 1), 0.1)}, "from 0 to 1; got a float32 tensor"),
-        (bim, {"epsilon": 0.1, "steps": 0}, "steps must be an integer of at least 1; got int 0"),
+        (fgsm, {"epsilon": -0.25}, r"epsilon must be in \[0, 1\]; got -0.25"),
+        (bim, {"epsilon": 2.55}, r"epsilon must be in \[0, 1\]; got 2.55"),
+        (fgsm, {"epsilon": torch.full((1, 1, 1, 1), 0.1)}, r"epsilon must be in \[0, 1\]; got a float32 tensor"),
+        (bim, {"epsilon": 0.1, "steps": 0}, "steps must be an integer of at least 1; got 0"),
     ],
 )
 @pytest.mark.usefixtures("untyped")

@@ -102,7 +102,7 @@ def test_dropout_is_off_frozen_statistics_stay_and_the_model_is_in_evaluation_mo
 
 @pytest.mark.parametrize("images", ["1", "-1"])
 def test_numbers_of_images_out_of_range_are_refused(images):
-    with pytest.raises(BadInput, match=f"batch_norm_images is {images}: use 0, or 2 or more"):
+    with pytest.raises(BadInput, match=f"batch_norm_images must be 0 or an integer of at least 2; got {images}"):
         recipe_of(batch_norm_images=images)
 
 

@@ -62,7 +62,7 @@ def test_cifar10_is_read_from_its_archive(ten, tmp_path):
     with refused(str(path), "test_batch.bin", "1 to 10,000 images of 3,073 bytes each, including the label;"):
         read_cifar10(path)
     write(path, {**files, "data_batch_3.bin": np.full((1, 3073), 10, np.uint8)})
-    with refused(str(path), "data_batch_3.bin", "the label 10; labels are 0 to 9"):
+    with refused(str(path), "data_batch_3.bin", "must be from 0 to 9; got 10"):
         read_cifar10(path)
     del files["data_batch_4.bin"]
     write(path, files)
@@ -97,8 +97,8 @@ def test_a_wrong_archive_of_cifar100_is_refused(hundred, tmp_path, monkeypatch):
             "train.bin",
             "1 to 50,000 images of 3,074 bytes each, including the labels;",
         ),
-        ({"test.bin": b""}, "test.bin is damaged"),
-        ({"test.bin": np.full((1, 3074), 100, np.uint8)}, "test.bin", "the label 100; labels are 0 to 99"),
+        ({"test.bin": b""}, "test.bin must contain from 1"),
+        ({"test.bin": np.full((1, 3074), 100, np.uint8)}, "test.bin", "must be from 0 to 99; got 100"),
     ):
         write(path, {**files, **changes})
         with refused(str(path), "download the archive again", *parts):
@@ -131,7 +131,7 @@ def test_an_archive_with_a_wrong_checksum_is_refused(version, ten, hundred, tmp_
     assert dataset.verify(tmp_path) == [(f"{version.name}-binary.tar.gz", f"missing from {tmp_path / version.name}")]
     write(path, {**ten[1], **hundred[1]})
     seen = md5(path.read_bytes()).hexdigest()
-    problem = f"its md5 is {seen}, not {version.md5}; delete it to download it again"
+    problem = f"its md5 is {seen}, not {version.md5}: delete it to download it again"
     assert dataset.verify(tmp_path) == [(path.name, problem)]
     for use in (lambda: load_splits(version.name, tmp_path), lambda: dataset.fetch(tmp_path)):
         with refused(f"{path}: {problem}"):

@@ -86,14 +86,14 @@ def test_images_of_another_shape_or_type_are_refused(finished):
         torch.zeros(1, 1, 20, 24, dtype=torch.uint8),
         np.zeros((3, 20, 24), np.uint8),
     ):
-        with pytest.raises(BadInput, match=r"give uint8 of shape \[N, 3, 20, 24\]"):
+        with pytest.raises(BadInput, match=r"images must be uint8 \[N, 3, 20, 24\] .*; got"):
             classifier.predict(wrong)
-    for wrong, says in ((5, "int 5"), ([torch.zeros(3, 20, 24)], r"a float32 tensor \[3, 20, 24\]")):
+    for wrong, says in ((5, "5"), ([torch.zeros(3, 20, 24)], r"a float32 tensor \[3, 20, 24\]")):
         with pytest.raises(BadInput, match=f"images must be paths, or uint8 pixels .*; got {says}"):
             classifier.predict(wrong)
     with pytest.raises(BadInput, match="images is empty"):
         classifier.predict([])
-    with pytest.raises(BadInput, match=r"nowhere\.png: no such file"):
+    with pytest.raises(BadInput, match=r"nowhere\.png does not exist"):
         classifier.predict("nowhere.png")
 
 
@@ -153,7 +153,7 @@ def test_options_can_be_changed_when_loading(tmp_path):
 def test_weights_of_another_kind_of_number_are_refused(dtype, tmp_path):
     model = CapsNet(**TINY)
     weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    says = f"{tmp_path}: .* has dtype {str(dtype).removeprefix('torch.')}, but float32 in the network"
+    says = f" in {tmp_path} has dtype {str(dtype).removeprefix('torch.')}, but float32 in the network"
     with pytest.raises(BadInput, match=says):
         _set_weights(model, weights, tmp_path)
 
@@ -204,7 +204,7 @@ def test_scores_that_are_not_finite_are_refused():
     classifier = Classifier(model, ("ant", "bee", "cat"), (1, 20, 20), Preprocessing())
     pixels = torch.zeros(1, 1, 20, 20, dtype=torch.uint8)
     for use in (lambda: classifier.predict(pixels), lambda: inspect_image(classifier, pixels[0])):
-        with pytest.raises(Diverged, match=r"scores that are not finite; first weights that are not finite: conv"):
+        with pytest.raises(Diverged, match=r"scores that are not finite \(first weights that are not finite: conv"):
             use()
 
 
@@ -271,11 +271,14 @@ def test_missing_and_unknown_entries_are_refused(refused, run, images):
         (lambda content: content.update(model="capsnett"), "unknown model 'capsnett'"),
         (lambda content: content.update(model="matrix-capsnet"), "matrix-capsnet"),
         (lambda content: content["images"].pop("preprocessing"), "damaged"),
-        (lambda content: content["images"].update(class_names=["left"]), "do not match the network"),
+        (lambda content: content["images"].update(class_names=["left"]), "does not match the network"),
         (lambda content: content["images"].update(class_names=[1, 2]), "class_names must be a list"),
         (lambda content: content["images"].update(shape=[3, 20]), "shape must be a list"),
         (lambda content: content["images"]["preprocessing"].update(shift="a"), "shift must be an integer"),
-        (lambda content: content["images"]["preprocessing"].update(crop=18, test_crops=10**6), "use 1 to 32"),
+        (
+            lambda content: content["images"]["preprocessing"].update(crop=18, test_crops=10**6),
+            "from 1 to 32; got",
+        ),
         (lambda content: content["images"]["preprocessing"].pop("shift"), "preprocessing lacks 'shift'"),
         (
             lambda content: content["routing"].update(nowhere={}),

@@ -47,7 +47,7 @@ def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monk
     assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
     assert "only options of the data" in refused("data", "show", images, "--set", "shift=3")
     toys = ("data", "show", "toys", "--data-dir", tmp_path, "--set")
-    assert "size is 50; give 96" in refused(*toys, "data.size=50", "--set", "data.render_seed=1")
+    assert "size must be 96 or a divisor of 48; got 50" in refused(*toys, "data.size=50", "--set", "data.render_seed=1")
     assert "did you mean 'data.render_seed'?" in refused(*toys, "data.render_sed=1")
     assert "did you mean 'toys'" in refused("data", "render", "toy")
     monkeypatch.chdir(tmp_path)
@@ -178,7 +178,7 @@ def test_missing_and_damaged_run_folders_are_refused(refused, call, tmp_path, fi
     shutil.copytree(finished[0], run)
     (tmp_path / "empty").mkdir()
     assert "contains no images" in refused("predict", run, tmp_path / "empty")
-    assert "xyz.png: no such file" in refused("predict", run, tmp_path / "xyz.png")
+    assert "xyz.png does not exist" in refused("predict", run, tmp_path / "xyz.png")
     assert "classes" in refused("evaluate", run, "--data", "mnist-5k")
     weights = (run / "model.safetensors").read_bytes()
     (run / "model.safetensors").write_bytes(weights[: len(weights) // 2])

@@ -118,7 +118,7 @@ def test_layers_that_cannot_change_the_scores_are_not_computed():
 def test_a_wrong_number_of_concurrent_iterations_is_refused():
     model = network(2)
     model.class_capsules.routing.iterations = 0
-    with pytest.raises(ValueError, match="iterations must be an integer from 1 to 1000; got int 0"):
+    with pytest.raises(ValueError, match="iterations must be an integer from 1 to 1,000; got 0"):
         model(torch.rand(2, 1, 17, 15, dtype=torch.float64))
 
 

@@ -55,7 +55,7 @@ def test_images_have_a_length_a_shape_and_subsets():
     assert images.subset([2, 0]).labels.tolist() == [1, 0]
     assert images.subset(images.labels == 1).labels.tolist() == [1, 1]
     assert len(images.subset([])) == 0
-    with pytest.raises(BadInput, match=r"the mask is .*; give one value for each of the 3 images"):
+    with pytest.raises(BadInput, match=r"a mask must be bool \[3\]; got .*: give one value per image"):
         images.subset(torch.tensor([True, False]))
 
 
@@ -72,7 +72,7 @@ def test_splits_with_different_classes_are_refused():
 def test_images_whose_pixels_labels_and_class_names_do_not_match_are_refused(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as for a user, without run-time type checks
     pixels, labels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1])
-    with refused("2 images but 1 labels"):
+    with refused("pixels has 2 images, but labels has 1"):
         Images(pixels, labels[:1], ("a", "b"))
     for wrong in ([0, 2], [-1, 0]):
         with refused("2 class names"):
@@ -105,7 +105,8 @@ def test_a_contact_sheet_shows_a_hundred_classes_at_most(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("counts", "parts"), [((30, 3, 0), ["no training image of class c"]), ((31, 3, 3), ["a has 31"])]
+    ("counts", "parts"),
+    [((30, 3, 0), ["no training image of class c"]), ((31, 3, 3), ["31 training images of class a"])],
 )
 def test_classes_without_images_and_unbalanced_classes_cause_a_warning(counts, parts, tmp_path, monkeypatch):
     labels = torch.arange(3).repeat_interleave(torch.tensor(counts) + 1)
@@ -123,7 +124,7 @@ def test_a_dataset_with_an_empty_split_is_refused(train, test, empty, tmp_path, 
     nine = numbered([0] * 9, 1)
     toy = Dataset(lambda _: (nine.subset(range(train)), nine.subset(range(test))), "", "", "")
     monkeypatch.setitem(DATASETS, "own", toy)
-    with refused(f"own: the {empty} split has no images", "give every class more images"):
+    with refused(f"the {empty} split of own has no images", "give every class more images"):
         load_splits("own", tmp_path)
 
 
@@ -197,7 +198,7 @@ def test_cut_refuses_fractions_and_seeds_out_of_range():
     for fraction in (0.0, 1.0, -1.0, float("nan")):
         with refused("fraction"):
             cut(numbered([0, 0], 1), fraction, seed=0)
-    with refused("seed is -1"):
+    with refused("seed must be an integer of at least 0; got -1"):
         cut(numbered([0, 0], 1), 0.5, seed=-1)
 
 
@@ -308,7 +309,7 @@ def test_load_splits_takes_validation_images_from_the_training_images_only(tmp_p
 
 
 def test_load_splits_refuses_unknown_datasets_options_and_bad_fractions(tmp_path):
-    with refused("minst", "did you mean 'mnist'?", "no folder or table exists at this path"):
+    with refused("minst", "did you mean 'mnist'?", "neither a dataset nor an existing folder or table"):
         load_splits("minst", tmp_path)
     with refused("/no/such/place", "mnist-5k"):
         load_splits("/no/such/place", tmp_path)

@@ -133,7 +133,7 @@ def test_more_devices_than_gpus_are_refused_before_anything_is_written(refused, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     words = ("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--batch-size", 8, "--devices", 2)
-    assert "devices is 2, but this machine has 1 GPU: use at most 1" in refused(*words)
+    assert "devices must be at most 1, the number of GPUs of this machine; got 2" in refused(*words)
     assert not (tmp_path / "run").exists()
 
 

@@ -107,7 +107,7 @@ def test_missing_files_of_a_dataset_are_downloaded_as_they_are_stored(server, tm
     assert server.asked == [("good", 0)]
     assert (tmp_path / "zipped.gz").read_bytes() == ZIPPED
     assert (tmp_path / "raw").read_bytes() == b"of the user"
-    with pytest.raises(BadInput, match=f"raw: its md5 is .*, not {RIGHT}; delete it"):
+    with pytest.raises(BadInput, match=f"raw: its md5 is .*, not {RIGHT}: delete it"):
         complete(tmp_path, files, mirrors, progress=False, stored=True)
     (tmp_path / "raw").unlink()
     complete(tmp_path, files, mirrors, progress=False, stored=True)
@@ -120,7 +120,7 @@ def test_the_named_files_of_a_dataset_are_downloaded(name, module, server, tmp_p
     file, _ = DATASETS[name].verify(tmp_path)[0]
     server.files[file] = CONTENT
     for use in (DATASETS[name].fetch, DATASETS[name].load):
-        with pytest.raises(BadInput, match=f"{file}: the download failed .*/lying/{file}: wrong checksum"):
+        with pytest.raises(BadInput, match=f"the download of {file} failed .*/lying/{file}: wrong checksum"):
             use(tmp_path)
     assert left(tmp_path) == []
 

@@ -85,23 +85,29 @@ def test_a_table_with_an_incomplete_result_is_refused_with_the_name_of_its_file(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('[[networks]]\nwhat = "a"\ncommand = "b"', "an entry of [[networks]] lacks 'runs': add it"),
-        ('[[renderings]]\nruns = [["a"]]\ncommand = "b"', "an entry of [[renderings]] lacks 'what': add it"),
-        ('[[experiments]]\nwhat = "a"\ncommand = "b"\ncnn = "c"', "an entry of [[experiments]] lacks 'result': add it"),
-        ('[[highlights]]\nwhat = "a"\nresult = "b"', "an entry of [[highlights]] lacks 'row': add it"),
-        ('[[speed]]\nwhat = "a"\nfile = "b.csv"', "an entry of [[speed]] lacks 'case': add it"),
-        ('[networks]\nwhat = "a"\ncommand = "b"\nruns = ["c"]', "networks is not a list of entries: begin each entry"),
-        ("networks = 3", "networks is not a list of entries"),
-        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = []', "runs of 'a' is []: list at least one run"),
-        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = 3', "runs of 'a' is 3: list at least one run"),
-        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = [1]', "runs of 'a' is [1]: list at least one run"),
-        ('[[networks]]\nwhat = 1\ncommand = "b"\nruns = ["c"]', "what=1 in [[networks]] is not text"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"', "an entry of [[networks]] in PATH lacks 'runs': add it"),
+        ('[[renderings]]\nruns = [["a"]]\ncommand = "b"', "an entry of [[renderings]] in PATH lacks 'what': add it"),
+        (
+            '[[experiments]]\nwhat = "a"\ncommand = "b"\ncnn = "c"',
+            "an entry of [[experiments]] in PATH lacks 'result': add it",
+        ),
+        ('[[highlights]]\nwhat = "a"\nresult = "b"', "an entry of [[highlights]] in PATH lacks 'row': add it"),
+        ('[[speed]]\nwhat = "a"\nfile = "b.csv"', "an entry of [[speed]] in PATH lacks 'case': add it"),
+        (
+            '[networks]\nwhat = "a"\ncommand = "b"\nruns = ["c"]',
+            "networks in PATH is not a list of entries: begin each entry",
+        ),
+        ("networks = 3", "networks in PATH is not a list of entries"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = []', "runs of 'a' in PATH must be a list of runs; got []"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = 3', "runs of 'a' in PATH must be a list of runs; got 3"),
+        ('[[networks]]\nwhat = "a"\ncommand = "b"\nruns = [1]', "runs of 'a' in PATH must be a list of runs; got [1]"),
+        ('[[networks]]\nwhat = 1\ncommand = "b"\nruns = ["c"]', "what in [[networks]] of PATH must be text; got 1"),
     ],
 )
 def test_an_incomplete_or_malformed_table_is_refused(text, problem, tmp_path):
     (tmp_path / "tables.toml").write_text(f"{text}\n")
     (tmp_path / "page.md").write_text("<!-- table: networks -->\n<!-- end of table -->\n")
-    with pytest.raises(BadInput, match=re.escape(f"tables.toml: {problem}")):
+    with pytest.raises(BadInput, match=re.escape(problem.replace("PATH", str(tmp_path / "tables.toml")))):
         write_pages(tmp_path, [tmp_path / "page.md"])
 
 

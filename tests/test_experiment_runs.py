@@ -67,7 +67,7 @@ def test_a_run_that_diverges_belongs_to_the_runs_of_its_experiment(tmp_path, mon
 
     def run(study):
         wrong = (
-            r"^net-seed0 diverged: loss is nan at step \d+ \(epoch 2, training\); .*; use another --budget or --data$"
+            r"^net-seed0 diverged: loss is nan at step \d+ \(epoch 2, training\); .*: use another --budget or --data$"
         )
         with pytest.raises(Diverged, match=wrong):
             study.trained("net-seed0", small(epochs=2), SPLITS, spoil)

@@ -179,7 +179,7 @@ def test_images_of_different_sizes_are_refused_by_name(tmp_path):
 
 
 def test_layouts_that_cannot_be_used_are_refused(tmp_path):
-    refused(lambda: load_image_folder(tmp_path / "nowhere"), tmp_path / "nowhere", "no such folder")
+    refused(lambda: load_image_folder(tmp_path / "nowhere"), tmp_path / "nowhere", "is not an existing folder")
     refused(lambda: load_image_folder(tmp_path), tmp_path, "no class folders")
     tree(tmp_path, classes=("cat",))
     refused(lambda: load_image_folder(tmp_path), tmp_path, "only one class folder, cat")
@@ -191,7 +191,9 @@ def test_layouts_that_cannot_be_used_are_refused(tmp_path):
 
 def test_train_and_test_that_do_not_match_are_refused(tmp_path):
     tree(tmp_path / "train", classes=("cat", "dog", "eel"), count=1)
-    refused(lambda: load_image_folder(tmp_path), tmp_path, "test/ does not", "add a folder per class to test/")
+    refused(
+        lambda: load_image_folder(tmp_path), tmp_path, f"{tmp_path}/test does not", "add a folder per class to test/"
+    )
     tree(tmp_path / "test", count=1)
     refused(lambda: load_image_folder(tmp_path), tmp_path / "train" / "eel", tmp_path / "test" / "eel")
     tree(tmp_path / "test", classes=("eel", "fox"), count=1)
@@ -246,11 +248,13 @@ def test_options_of_another_type_are_refused(tmp_path):
     tree(tmp_path)
     for size in (10_001, 10**10, (5, 10**10), 8.0, True, "8", "many", "8,", (8, "6")):
         refused(lambda size=size: load_image_folder(tmp_path, image_size=size), "image_size", "from 1 to 10,000")
-    refused(lambda: load_image_folder(tmp_path, image_size="48,24"), "'48,24'", "in brackets: image_size=[48,24]")
+    refused(
+        lambda: load_image_folder(tmp_path, image_size="48,24"), "'48,24'", "in brackets, such as image_size=[48,24]"
+    )
     refused(lambda: read_image(tmp_path / "cat" / "0.png", image_size="7,9"), "image_size=[7,9]")
     for fraction in ("0.2", None, [0.2], True):
         refused(
-            lambda fraction=fraction: load_image_folder(tmp_path, test_fraction=fraction), "test_fraction", "number"
+            lambda fraction=fraction: load_image_folder(tmp_path, test_fraction=fraction), "test_fraction", "in (0, 1)"
         )
 
 

@@ -20,7 +20,9 @@ from torchcaps import BadInput, create_model
     ],
 )
 def test_an_image_that_is_too_small_is_refused(name, size):
-    with pytest.raises(BadInput, match=rf"{size}×{size} are too small for \w+.*{size + 1}×{size + 1}"):
+    with pytest.raises(
+        BadInput, match=rf"images for \w+ must be at least {size + 1}×{size + 1} pixels; got {size}×{size}"
+    ):
         create_model(name, image_shape=(1, size, size))
     create_model(name, image_shape=(1, size + 1, size + 1), **SMALL[name])
 

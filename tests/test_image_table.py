@@ -86,7 +86,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     known = "path, label, class"
     refused(
         lambda: load_image_table(table),
-        "cannot tell which column is the label column: rename one column to label",
+        "rename one column to label",
         "or name it in the training with --set data.label_column=NAME",
         known,
     )
@@ -130,8 +130,8 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
-        ((), ("cannot tell which column is the image column", "none")),
-        (("path,label",), ("has no images; add rows",)),
+        ((), ("the image column of", "none")),
+        (("path,label",), ("has no images: add rows",)),
         (("path,label", "cat/0.png,cat,7"), ("line 2", "number of columns")),
         (("path,label", "cat/0.png"), ("line 2", "number of columns")),
         (("path,label", "cat/0.png,"), ("line 2", "label is empty")),
@@ -144,11 +144,11 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
             ("path,label,split, Split", "cat/0.png,cat,train,test"),
             ("several columns named split", "rename all but one"),
         ),
-        (("path,label,label", "cat/0.png,cat,dog"), ("cannot tell which column is the label column",)),
+        (("path,label,label", "cat/0.png,cat,dog"), ("the label column of",)),
         ((",".join(f"column{i}" for i in range(5000)),), ("column19 and 4,980 more",)),
         (
             ("path,label", f"{'x' * 5000}.png,cat", "a.png,cat", "b.png,dog", "c.png,dog"),
-            ("line 2", "does not exist; correct the path"),
+            ("line 2", "does not exist: correct the path"),
         ),
         (("path,label,split", "cat/0.png,cat,trial"), ("line 2", "'trial'", "train, validation or test")),
         (
@@ -157,10 +157,10 @@ def test_labels_that_look_the_same_cause_a_warning(tmp_path):
         ),
         (("path,label", '"cat/0.png,cat'), ("cannot be read as a table",)),
         (('"path,label"', '"cat/0.png,cat"'), ("remove the quotes around whole lines",)),
-        (("path;label", "cat/0.png;cat"), ("the columns are separated by ';'; separate them by ','",)),
+        (("path;label", "cat/0.png;cat"), ("are separated by ';': separate them by ','",)),
         (
             ("path,label", *(f"{name}/{index}.png,{name}" for name in ("cat", "dog") for index in "129")),
-            ("line 4", "9.png", "does not exist; correct the path"),
+            ("line 4", "9.png", "does not exist: correct the path"),
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_splits_whose_names_mean_validation_are_merged(tmp_path):
 def test_a_column_split_of_a_parquet_file_causes_a_warning(tmp_path):
     content = {"image": [one["bytes"] for one in rows(6)["image"]], "label": [0, 1] * 3, "split": ["train", "test"] * 3}
     datasets.Dataset.from_dict(content).to_parquet(tmp_path / "photos.parquet")
-    with warned("the column split is not read; save each split in its own file"):
+    with warned("is not read: save each split in its own file"):
         load_image_table(tmp_path / "photos.parquet")
 
 
@@ -225,9 +225,9 @@ def test_a_column_split_of_a_parquet_file_causes_a_warning(tmp_path):
         ({"label": [0, 1, None, 1, 0, 1]}, ("row 2 of train", "no label")),
         ({"label": [0.5, 1.0, 0.5, 1.0, 0.5, 1.0]}, ("row 0 of train", "0.5", "one whole number")),
         ({"label": [[0], [1], [0], [1], [0], [1]]}, ("row 0 of train", "[0]", "one string or one whole number")),
-        ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("row 0 of train: a: no such file",)),
+        ({"image": ["a"] * 6, "label": [0, 1] * 3}, ("row 0 of train: a does not exist",)),
         ({"label": ["", "b"] * 3}, ("row 0 of train", "no label")),
-        ({"image": [1] * 6}, ("column image does not contain images", "--set data.image_column=NAME")),
+        ({"image": [1] * 6}, ("does not contain images", "--set data.image_column=NAME")),
         ({"image": [png(1)] * 5 + [None]}, ("row 5 of train", "has no image")),
         ({"image": [png(1)] * 5 + [b"text"]}, ("row 5 of train", "cannot be read as an image")),
     ],
@@ -241,7 +241,7 @@ def test_the_error_names_what_is_wrong_with_a_dataset(change, parts, tmp_path):
 def test_files_that_are_not_datasets_are_refused(tmp_path):
     text = write(tmp_path / "photos.parquet", "text")
     refused(lambda: load_image_table(text), text, "cannot be opened as a dataset")
-    refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere: cannot be opened as a dataset")
+    refused(lambda: load_splits("hf:../nowhere", tmp_path), "hf:../nowhere cannot be opened as a dataset")
     datasets.DatasetDict({"trial": dataset(4)}).save_to_disk(tmp_path / "saved")
     refused(
         lambda: load_image_table(tmp_path / "saved"), "has no split named train, validation or test (its splits: trial)"
@@ -337,7 +337,7 @@ def test_splits_with_different_class_names_are_refused(tmp_path):
     text = datasets.Dataset.from_dict({**rows(4), "label": ["cat", "dog"] * 2})
     number = datasets.Dataset.from_dict(rows(6))
     datasets.DatasetDict({"train": number, "test": text}).save_to_disk(tmp_path / "mixed")
-    refused(lambda: load_splits(str(tmp_path / "mixed"), tmp_path), tmp_path / "mixed", "some labels are text")
+    refused(lambda: load_splits(str(tmp_path / "mixed"), tmp_path), tmp_path / "mixed", "labels that are text")
 
 
 def test_a_parquet_file_that_is_replaced_at_the_same_time_is_read_again(tmp_path):
@@ -366,6 +366,6 @@ def test_a_library_datasets_that_cannot_be_imported_is_named_with_the_cure(tmp_p
     monkeypatch.syspath_prepend(tmp_path)
     refused(
         lambda: load_image_table(tmp_path / "photos.parquet"),
-        "photos.parquet: Hugging Face datasets cannot be imported (pyarrow requires NumPy 2.0",
+        "photos.parquet needs Hugging Face datasets, which cannot be imported (pyarrow requires NumPy 2.0",
         "pip install -U 'torchcaps[datasets]'",
     )

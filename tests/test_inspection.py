@@ -157,7 +157,7 @@ def test_images_of_another_shape_are_refused():
     for image, problem in (
         (torch.rand(1, 1, 28, 28), r"must have shape \[1, height, width\]; got .*: remove the batch dimension"),
         (torch.rand(3, 28, 28), r"must have shape \[1, height, width\]; got \[3, 28, 28\]$"),
-        (torch.zeros(1, 28, 28, dtype=torch.int64), "give uint8"),
+        (torch.zeros(1, 28, 28, dtype=torch.int64), "must be uint8 or floating-point; got"),
     ):
         with pytest.raises(BadInput, match=problem):
             inspect(network, image)

@@ -57,9 +57,9 @@ def test_a_resumed_run_gives_bit_identical_weights(epochs_before, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"early_epochs": "4"}, "early_epochs is 4: use a smaller number than epochs=4"),
-        ({"early_epochs": "-1"}, "early_epochs is -1: use 0 or more"),
-        ({"early_iterations": "0"}, "early_iterations is 0: use 1 to 1,000"),
+        ({"early_epochs": "4"}, "early_epochs must be smaller than epochs=4; got 4"),
+        ({"early_epochs": "-1"}, "early_epochs must be an integer of at least 0; got -1"),
+        ({"early_iterations": "0"}, "early_iterations must be an integer from 1 to 1,000; got 0"),
     ],
 )
 def test_schedules_out_of_range_are_refused(changes, message):

@@ -129,7 +129,7 @@ def test_resized_images_keep_their_attributes_and_are_averaged_over_areas(tmp_pa
     assert torch.equal(chosen.subset([0]).attributes["azimuth"], images.attributes["azimuth"][expected[:1]])
     with pytest.raises(BadInput, match="did you mean 'azimuth'"):
         images.where(azimut=[1])
-    with pytest.raises(BadInput, match="divides 96, the images' height"):
+    with pytest.raises(BadInput, match="a divisor of 96, the height of the images"):
         as_images(files, 50, stereo=True)
     with pytest.raises(BadInput, match="size is 48, but the images are not square: omit size"):
         as_images(replace(files, images=files.images[..., :80]), 48, stereo=True)
@@ -199,7 +199,7 @@ def test_the_same_seed_renders_the_same_bytes_and_another_seed_other_bytes(tmp_p
     assert "missing" in problems[f"toys-seed1/{files[-1]}"]
     with pytest.raises(BadInput, match="to render the toys again"):
         load_toys(other, render_seed=1)
-    assert "no rendered toys in" in verify_toys(tmp_path / "nowhere")[0][1]
+    assert "missing from" in verify_toys(tmp_path / "nowhere")[0][1]
     train, test = load_toys(first)
     assert len(train) == len(test) == 5 * 5 * 2 * 3 * 2
     assert train.image_shape == (2, 48, 48)
@@ -268,13 +268,13 @@ def test_a_tapered_cylinder_is_narrower_at_its_top():
     assert rows[1][1] <= rows[0][1] + 1
 
 
-@pytest.mark.parametrize(("options", "problem"), [({"size": 50}, "48 or 96"), ({"seed": -1}, "0 or greater")])
+@pytest.mark.parametrize(("options", "problem"), [({"size": 50}, "48 or 96"), ({"seed": -1}, "at least 0; got -1")])
 def test_renderings_out_of_range_are_refused(options, problem, tmp_path):
     with pytest.raises(BadInput, match=problem):
         render_toys(tmp_path, **options)
-    with pytest.raises(BadInput, match="divides 48"):
+    with pytest.raises(BadInput, match="a divisor of 48"):
         load_toys(tmp_path, size=32)
-    with pytest.raises(BadInput, match="divides 96"):
+    with pytest.raises(BadInput, match="a divisor of 96"):
         load_splits("smallnorb", tmp_path, size=50)
     assert not any(tmp_path.iterdir())
 
@@ -288,5 +288,5 @@ def test_attributes_of_another_length_are_refused():
 def test_toys_are_not_rendered_for_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("torchcaps.data.toys.render_toy", None)
-    with pytest.raises(BadInput, match=r"toys: cannot be written .*choose a data folder that you can write to"):
+    with pytest.raises(BadInput, match=r"toys cannot be written .*choose a data folder that you can write to"):
         render_toys(tmp_path / "file" / "data")

@@ -173,7 +173,7 @@ def test_messages_contain_no_control_characters_and_have_a_limited_length(refuse
     table.write_text("path,label\n" + "x" * 100_000 + ",cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
     said = refused("data", "show", table, "--out", tmp_path / "a.png")
     assert len(said) < LONGEST + 20
-    assert said.endswith("does not exist; correct the path or remove the line")
+    assert said.endswith("does not exist: correct the path or remove the line")
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_attention_routing_in_another_dtype_can_be_traced(dtype):
 def test_a_wrong_number_of_iterations_that_is_set_later_is_refused(rule, iterations):
     one = layer(rule)
     one.routing.iterations = iterations
-    with pytest.raises(ValueError, match=rf"(iterations|passes) must be an integer .*; got \w+ {iterations}"):
+    with pytest.raises(ValueError, match=rf"(iterations|passes) must be an integer .*; got {iterations}"):
         one(children())
 
 
@@ -259,7 +259,7 @@ def test_losses_name_the_argument_that_is_wrong():
     with pytest.raises(ValueError, match=r"scores must be a tensor \[B, classes\].*pass prediction.scores"):
         activation_cross_entropy(torch.rand(2, 1, 3), target)
     for label_smoothing in (-0.1, 1.5, float("nan")):
-        with pytest.raises(ValueError, match="label_smoothing must be at least 0 and at most 1; got"):
+        with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\]; got"):
             cross_entropy(torch.rand(2, 3), target, label_smoothing)
 
 
@@ -310,7 +310,7 @@ def test_a_rule_whose_saved_options_lack_an_argument_is_not_saved(tmp_path, monk
     monkeypatch.setitem(ROUTINGS, "sharpened", Sharpened)
     small = {"image_shape": (1, 17, 17), "num_classes": 5, "convolution_channels": 4, "primary_types": 2}
     CapsNet(**small, routing=Routing("sharpened", schedule=((1, 0.5),))).save_pretrained(tmp_path / "default")
-    with pytest.raises(BadInput, match=r"sharpness is 2.0 here, but would be 1.0; return sharpness in saved_options"):
+    with pytest.raises(BadInput, match=r"sharpness is 2.0 here, but would be 1.0\): return sharpness in saved_options"):
         CapsNet(**small, routing=Routing("sharpened", sharpness=2.0)).save_pretrained(tmp_path / "sharp")
 
 

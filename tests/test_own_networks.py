@@ -210,7 +210,7 @@ def test_a_module_with_any_output_can_diverge(small):
             return Prediction(capsules.activation[:, 0] / 0, capsules)
 
     training = module(Diverging())
-    with pytest.raises(Diverged, match="first value that is not finite: the loss itself"):
+    with pytest.raises(Diverged, match="first value that is not finite is the loss itself"):
         training._loss(IMAGES, LABELS, train=False)
 
 

@@ -197,9 +197,9 @@ def test_a_square_is_erased_anywhere_except_at_the_border():
     ever = erased[:, 0].any(dim=0)
     assert ever[3:9, 3:11].all()
     assert ever.sum() == 6 * 8
-    with pytest.raises(BadInput, match="erase is 3: use at most 2, a third of the image's shorter side"):
+    with pytest.raises(BadInput, match="erase must be at most 2, a third of the image's shorter side; got 3"):
         preprocessing.image_shape((1, 8, 20))
-    with pytest.raises(BadInput, match="shift is 8: use less than 8, the shorter side of the images"):
+    with pytest.raises(BadInput, match="shift must be at most 7 for images of 8×20 pixels; got 8"):
         Preprocessing(shift=8).image_shape((1, 8, 20))
 
 

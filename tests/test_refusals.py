@@ -179,7 +179,7 @@ def test_wrong_agreements_floors_and_passes_are_refused(backend):
     votes = Votes(*children, backend=backend)
     for agreement, message in (
         (votes.moments(), "agreement must be an Agreement or None; got"),
-        (Agreement(linear=0.5), r"'linear' in the agreement must have shape .* got float 0.5"),
+        (Agreement(linear=0.5), r"'linear' in the agreement must have shape .* got 0.5"),
         (Agreement(constant=torch.ones(2, 1, 5).int()), "agreement.constant must have a floating-point dtype"),
         (Agreement(constant=torch.ones(2, 1, 5, device="meta")), "agreement.constant is on meta and pose on cpu"),
     ):
@@ -199,7 +199,7 @@ def test_wrong_agreements_floors_and_passes_are_refused(backend):
 @pytest.mark.parametrize("rule", [em, dynamic])
 @pytest.mark.parametrize("iterations", ITERATIONS)
 def test_iterations_out_of_range_are_refused(rule, iterations, backend):
-    with pytest.raises(ValueError, match=r"iterations must be an integer from 1 to 1000; got "):
+    with pytest.raises(ValueError, match=r"iterations must be an integer from 1 to 1,000; got "):
         rule(backend, {"iterations": iterations})
     with pytest.raises(ValueError, match="iterations must be"):
         EMRouting(4, iterations=iterations)
@@ -253,16 +253,16 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
     [
         (
             lambda: ConvCaps((2, 2), 2, 3, 1, pose_size=16),
-            r"pose_size must be a tuple \(rows, columns\) .*; got int 16",
+            r"pose_size must be a tuple \(rows, columns\) .*; got 16",
         ),
         (lambda: ClassCaps(torch.rand(4), 2, 3), r"coordinates must be \[S, 2\].*got a float32 tensor \[4\]"),
         (lambda: ClassCaps(torch.rand(4, 2, device="meta"), 2, 3), r'coordinates .*meta device.*device="cpu"'),
-        (lambda: ClassCaps(6, 2, 3), r"coordinates must be \[S, 2\].*got int 6"),
+        (lambda: ClassCaps(6, 2, 3), r"coordinates must be \[S, 2\].*got 6"),
         (
             lambda: ConvCaps(6, 2, 3, 1),
-            r"child_grid must be a tuple \(height, width\) of integers of at least 1; got int 6",
+            r"child_grid must be a tuple \(height, width\) of integers of at least 1; got 6",
         ),
-        (lambda: Decoder(3, 4, 28), r"image_shape must be a tuple \(channels, height, width\) .*; got int 28"),
+        (lambda: Decoder(3, 4, 28), r"image_shape must be a tuple \(channels, height, width\) .*; got 28"),
         (lambda: decoded(torch.rand(2, 1, 1, 1, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 1, 1, 4\]"),
         (lambda: decoded(torch.rand(2, 2, 3, 1, 2)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 2, 3, 1, 2\]"),
         (lambda: decoded(torch.rand(2, 1, 3, 4)), r"\[B, 1, 3, R, N\] with R·N = 4; got .* \[2, 1, 3, 4\]"),
@@ -280,7 +280,7 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         ),
         (lambda: ConvCaps((2, 2), 2, 3, 1, initial_std=-1.0), "initial_std must be .* at least 0; got -1.0"),
         (lambda: MatrixCapsNet(primary_initial_std=-1.0), "primary_initial_std must be .* at least 0; got -1.0"),
-        (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got int 0"),
+        (lambda: CapsNet(num_classes=0), "num_classes must be an integer of at least 1; got 0"),
         *(
             (partial(make, num_classes=count), f"num_classes must be an integer of at least 1; got {described(count)}")
             for make in (AttentionCapsNet, BaselineCNN, GenerativeCapsNet, MatrixBaselineCNN, PooledCNN)
@@ -290,29 +290,29 @@ def test_a_rule_for_another_number_of_parent_types_is_refused():
         (lambda: BaselineCNN(hidden_sizes=(8, 0)), r"hidden_sizes must be a tuple of .*; got tuple \(8, 0\)"),
         (lambda: ResidualCapsNet(widths=()), r"widths must be a tuple of .*, one per layer; got tuple \(\)"),
         (lambda: EfficientCapsNet(channels=(32, 0, 64, 128)), r"channels must be a tuple of .*; got tuple \(32, 0, 64"),
-        (lambda: SelfRoutingCapsNet(width=0), "width must be an integer of at least 1; got int 0"),
-        (lambda: SelfRoutingCapsNet(capsule_layers=1.5), "capsule_layers is 1.5: the number of layers must be from 0"),
-        (lambda: MatrixBaselineCNN(channels=8), "channels must be a tuple of .*; got int 8"),
+        (lambda: SelfRoutingCapsNet(width=0), "width must be an integer of at least 1; got 0"),
+        (lambda: SelfRoutingCapsNet(capsule_layers=1.5), "capsule_layers must be an integer from 0 to 100; got 1.5"),
+        (lambda: MatrixBaselineCNN(channels=8), "channels must be a tuple of .*; got 8"),
         (lambda: MatrixBaselineCNN((1, 4, 4), channels=(8, 8, 8)), "at least 8×8"),
         (
             lambda: Decoder(10, 16, (1, 28, 28), hidden_sizes=(0,)),
             r"hidden_sizes must be a tuple of .*; got tuple \(0,\)",
         ),
-        (lambda: RoutingMap.dense(-1), "child_sites must be an integer of at least 1; got int -1"),
-        (lambda: RoutingMap.shared(2.5), "child_sites must be an integer of at least 1; got float 2.5"),
+        (lambda: RoutingMap.dense(-1), "child_sites must be an integer of at least 1; got -1"),
+        (lambda: RoutingMap.shared(2.5), "child_sites must be an integer of at least 1; got 2.5"),
         (lambda: CapsNet(routing=DynamicRouting), "routing must be a rule.*; got the class DynamicRouting"),
-        (lambda: SelfRouting(6, 4, 10, 8), r"child_pose_shape must be a tuple \(rows, columns\) .*; got int 8"),
-        (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got int 0"),
+        (lambda: SelfRouting(6, 4, 10, 8), r"child_pose_shape must be a tuple \(rows, columns\) .*; got 8"),
+        (lambda: DenseCaps(4, 0, 2, 3, 2), "child_types must be an integer of at least 1; got 0"),
         (
             lambda: ConvCaps((2, 2), 2, 0, 1, routing="dynamic"),
-            "parent_types must be an integer of at least 1; got int 0",
+            "parent_types must be an integer of at least 1; got 0",
         ),
-        (lambda: DenseCaps(4, 2, 2, 3, 0), "parent_pose_size must be an integer of at least 1; got int 0"),
-        (lambda: SharedCaps(2, 3, 0), "parent_pose_size must be an integer of at least 1; got int 0"),
-        (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got int 0"),
-        (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got int 0"),
+        (lambda: DenseCaps(4, 2, 2, 3, 0), "parent_pose_size must be an integer of at least 1; got 0"),
+        (lambda: SharedCaps(2, 3, 0), "parent_pose_size must be an integer of at least 1; got 0"),
+        (lambda: SharedCaps(2, 0, 2), "parent_types must be an integer of at least 1; got 0"),
+        (lambda: EMRouting(0), "parent_types must be an integer of at least 1; got 0"),
         (lambda: PrimaryCaps(1, 2, 4, 3, "same"), "stride must be an integer of at least 1; got str 'same'"),
-        (lambda: PrimaryCaps(1, 2, 4, 3, padding=-1), "padding must be an integer of at least 0; got int -1"),
+        (lambda: PrimaryCaps(1, 2, 4, 3, padding=-1), "padding must be an integer of at least 0; got -1"),
         (
             lambda: PrimaryCaps(1, 2, (4, 4, 1), 3),
             r"pose_size must be a tuple \(rows, columns\) .*; got tuple \(4, 4, 1\)",
@@ -342,7 +342,7 @@ def test_different_numbers_of_children_and_coordinates_are_refused():
 @pytest.mark.parametrize("labels", [[0, 3], [-1, 2]])
 def test_labels_out_of_range_are_refused(labels):
     labels = torch.tensor(labels)
-    message = r" must be in \[0, 3\) for 3 classes; got "
+    message = " must be from 0 to 2 for 3 classes; got "
     with pytest.raises(ValueError, match="labels" + message):
         Decoder(3, 4, (1, 2, 2))(torch.randn(2, 1, 3, 1, 4), labels)
     for loss in (margin_loss, spread_loss):
@@ -357,10 +357,10 @@ def test_labels_out_of_range_are_refused(labels):
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (margin_loss, {"positive_margin": 0.0}, "positive_margin must be above 0 and at most 1; got 0.0"),
-        (margin_loss, {"negative_margin": 1.0}, "negative_margin must be at least 0 and below 1; got 1.0"),
-        (margin_loss, {"negative_weight": -0.5}, "negative_weight must be at least 0 and finite; got -0.5"),
-        (spread_loss, {"margin": -1.0}, "margin must be above 0 and at most 1; got -1.0"),
+        (margin_loss, {"positive_margin": 0.0}, r"positive_margin must be in \(0, 1\]; got 0.0"),
+        (margin_loss, {"negative_margin": 1.0}, r"negative_margin must be in \[0, 1\); got 1.0"),
+        (margin_loss, {"negative_weight": -0.5}, "negative_weight must be a finite number of at least 0; got -0.5"),
+        (spread_loss, {"margin": -1.0}, r"margin must be in \(0, 1\]; got -1.0"),
     ],
 )
 def test_options_of_losses_out_of_range_are_refused(loss, options, message):
@@ -375,5 +375,5 @@ def test_poses_of_another_size_are_refused():
     for norm, created in ((PoseNorm(5, (4, 4)), "5 types and poses of 16"), (PoseNorm(8, 8), "8 types and poses of 8")):
         with pytest.raises(ValueError, match=f"4 types and poses of 4×4, .* for {created} elements: create PoseNorm"):
             norm(matrices)
-    with pytest.raises(TypeError, match="routing_map must be a RoutingMap; got int 6"):
+    with pytest.raises(TypeError, match="routing_map must be a RoutingMap; got 6"):
         CapsuleLayer(6, torch.randn(6, 4, 10, 8, 16), "dynamic")

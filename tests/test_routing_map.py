@@ -63,9 +63,9 @@ def test_huge_logits_give_finite_couplings():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"kernel_size": 0}, "kernel_size must be an integer of at least 1; got int 0"),
-        ({"kernel_size": 2, "padding": 2}, r"padding must be an integer from 0 to kernel_size - 1 = 1; got int 2"),
-        ({"kernel_size": 1, "stride": 0}, "stride must be an integer of at least 1; got int 0"),
+        ({"kernel_size": 0}, "kernel_size must be an integer of at least 1; got 0"),
+        ({"kernel_size": 2, "padding": 2}, r"padding must be an integer from 0 to kernel_size - 1 = 1; got 2"),
+        ({"kernel_size": 1, "stride": 0}, "stride must be an integer of at least 1; got 0"),
     ],
 )
 def test_impossible_conv_maps_are_refused(sizes, message):
@@ -97,9 +97,9 @@ EDGES = torch.tensor([[0, 0, 0], [1, 1, 2]])
         ({"child_sites": 1}, r"edges contain child sites from 0 to 1, but the map has 1.*set child_sites to 2"),
         ({"parent_sites": 1, "parent_grid": (1, 1)}, r"edges contain parent sites .*set parent_sites to 2"),
         ({"transforms": 2}, r"edges contain transforms from 0 to 2.*set transforms to 3"),
-        ({"transforms": 0}, r"transforms must be an integer of at least 1; got int 0"),
-        ({"child_sites": 2.0}, r"child_sites must be an integer of at least 1; got float 2.0"),
-        ({"parent_grid": 2}, r"parent_grid must be a tuple \(height, width\).*; got int 2"),
+        ({"transforms": 0}, r"transforms must be an integer of at least 1; got 0"),
+        ({"child_sites": 2.0}, r"child_sites must be an integer of at least 1; got 2.0"),
+        ({"parent_grid": 2}, r"parent_grid must be a tuple \(height, width\).*; got 2"),
         ({"parent_grid": (2, 2)}, r"parent_grid must be .*parent_sites = 2; got \(2, 2\)"),
         ({"edges": EDGES.to("meta")}, r'edges are on the meta device.*device="cpu"'),
     ],

@@ -75,10 +75,10 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
         ({"routing.iterations": "1", "model": "baseline-cnn"}, "model baseline-cnn has no routing rule"),
         ({"loss.weight": "1"}, "unknown setting 'loss.weight'"),
         ({"epochs": "1.5"}, "must be an integer, such as 10"),
-        ({"epochs": "0"}, "use 1 or more"),
+        ({"epochs": "0"}, "epochs must be an integer of at least 1; got 0"),
         ({"learning_rate": "-1"}, "above 0"),
         ({"learning_rate": "NaN"}, "must be a number"),
-        ({"learning_rate": "1e31"}, "learning_rate is 1e\\+31: use at most 1e\\+30"),
+        ({"learning_rate": "1e31"}, "learning_rate must be at most 1e\\+30; got 1e\\+31"),
         ({"precision": "half"}, "auto, bf16, float32"),
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
         ({"lr": "1"}, "unknown setting 'lr'; did you mean 'learning_rate'"),
@@ -93,7 +93,7 @@ def test_the_order_of_settings_does_not_matter_and_another_loss_starts_with_its_
             "brightness is 0.5, which has no effect with standardise=last",
         ),
         ({"decay_rate": "1", "decay_steps": "50"}, "no effect with decay_rate=1: leave it out, or set decay_rate"),
-        ({"early_iterations": "2"}, "no effect with early_epochs=0: leave it out, or set early_epochs to 1 or more"),
+        ({"early_iterations": "2"}, "no effect with early_epochs=0: leave it out, or set early_epochs to at least 1"),
         ({"model.decoder": "false", "reconstruction_weight": "0.1"}, "because model capsnet has no decoder"),
         ({"model": "matrix-capsnet", "reconstruction_weight": "0.1"}, "because model matrix-capsnet has no decoder"),
         ({"model.decoder": "false", "reconstruction_weight": "0.0005"}, "because model capsnet has no decoder"),
@@ -171,10 +171,10 @@ def test_settings_that_no_machine_can_run_are_refused(refused, images, tmp_path)
     assert "fused" in line
     smoothing = ("--set", "loss.label_smoothing=2")
     line = refused("train", "cnn-images", "--data", images, "--out", tmp_path / "run", *smoothing)
-    assert "loss cross_entropy cannot run with these options: label_smoothing must be at least 0 and at most 1" in line
+    assert "loss cross_entropy cannot run with these options: label_smoothing must be in [0, 1]" in line
     for recipe, setting, message in (
-        ("capsnet-images", "loss.positive_margin=9", "positive_margin must be above 0 and at most 1; got 9"),
-        ("capsnet-images", "loss.negative_margin=-1", "negative_margin must be at least 0 and below 1; got -1"),
+        ("capsnet-images", "loss.positive_margin=9", "positive_margin must be in (0, 1]; got 9"),
+        ("capsnet-images", "loss.negative_margin=-1", "negative_margin must be in [0, 1); got -1"),
         ("cnn-images", "loss=margin", "loss margin needs activations in [0, 1], but the scores of model"),
         ("matrix-capsnet-images", "model=matrix-baseline-cnn", "are logits: set loss=cross_entropy"),
     ):
@@ -203,7 +203,7 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
     assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
     line = refused("train", "capsnet-mnist", "--set", "data.size=3")
-    assert line == "error: unknown setting 'data.size': 'mnist' has no options; leave out this setting"
+    assert line == "error: unknown setting 'data.size', because 'mnist' has no options: leave out this setting"
 
 
 def test_training_is_refused_if_pytorch_creates_parameters_in_another_dtype():

@@ -240,13 +240,13 @@ def test_the_estimator_trains_other_networks(settings):
     [
         ({"model": "capsnett"}, "did you mean 'capsnet'"),
         ({"model_options": {"channel": 3}}, "has no option 'channel'; did you mean 'channels'"),
-        ({"model": "capsnet"}, r"images of 12×12 are too small for CapsNet: its kernels need at least 17×17"),
+        ({"model": "capsnet"}, r"images for CapsNet must be at least 17×17 pixels; got 12×12"),
         ({"model": "baseline-cnn", "routing": "em"}, "has no option 'routing'"),
         ({"routing": "emm"}, "unknown routing 'emm'"),
         ({"loss": "margins"}, "loss must be one of margin"),
-        ({"epochs": 0}, "epochs is 0: use 1 or more"),
-        ({"batch_size": 1}, "batch_size is 1: use 2 or more"),
-        ({"learning_rate": -1}, "learning_rate is -1: use a number above 0"),
+        ({"epochs": 0}, "epochs must be an integer of at least 1; got 0"),
+        ({"batch_size": 1}, "batch_size must be at least 2; got 1"),
+        ({"learning_rate": -1}, "learning_rate must be a finite number above 0; got -1"),
         ({"learning_rate": "fast"}, "learning_rate must be a number"),
         ({"class_weight": "fair"}, "class_weight"),
         ({"model": "baseline-cnn", "loss": "margin"}, "loss margin needs activations in"),
@@ -290,7 +290,7 @@ def test_wrong_images_are_refused_in_one_line():
 
 @pytest.mark.parametrize("weights", [(float("nan"), 1), (-1, 1), (0, 0)])
 def test_class_weights_that_are_not_valid_are_refused(weights):
-    with pytest.raises(BadInput, match=r"class_weight is .*: give finite numbers of at least 0, not all 0"):
+    with pytest.raises(BadInput, match=r"class_weight must be finite numbers of at least 0, not all 0; got "):
         short(class_weight=dict(zip(("left", "right"), weights, strict=True))).fit(*halves())
 
 
@@ -298,9 +298,9 @@ def test_an_image_whose_scores_are_not_finite_is_refused():
     X, y = halves()
     fitted = short(epochs=1).fit(X, y)
     X[3, 0, 0] = 1e36
-    with pytest.raises(Diverged, match="the scores of all 1 images are not finite; scale X as in fit"):
+    with pytest.raises(Diverged, match="the scores of all 1 images are not finite: scale X as in fit"):
         fitted.predict(X[3:4])
-    with pytest.raises(BadInput, match=r"scores of image 3 of X are not finite: its values range from \S+ to 1e\+36"):
+    with pytest.raises(BadInput, match=r"scores of image 3 of X are not finite \(its values range from \S+ to 1e\+36"):
         fitted.predict(X)
 
 

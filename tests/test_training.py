@@ -344,7 +344,9 @@ def test_matrix_capsules_train_evaluate_and_predict_on_cropped_colour_images(cal
     code, predicted, error = call("predict", tmp_path / "run", images / "left" / "000.png")
     assert code == 0, error
     assert "000.png" in predicted
-    assert "crop is 21: use at most 20" in refused(*words, "--out", tmp_path / "other", "--set", "crop=21")
+    assert "crop must be at most 20, the shorter side of the images; got 21" in refused(
+        *words, "--out", tmp_path / "other", "--set", "crop=21"
+    )
 
 
 def test_auto_precision_is_bf16_or_float32():

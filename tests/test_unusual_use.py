@@ -86,7 +86,7 @@ def test_batched_gradients_of_fused_routing_are_refused_and_of_the_reference_com
     layer, pose = DenseCaps(6, 4, 8, 3, 16), torch.randn(1, 6, 4, 1, 8)
     call = lambda x: layer(Capsules(x, torch.ones(1, 6, 4))).pose  # noqa: E731
     jacobian = torch.autograd.functional.jacobian
-    with pytest.raises(RuntimeError, match="does not support batched gradients; use backend="):
+    with pytest.raises(RuntimeError, match="does not support batched gradients: use backend="):
         jacobian(call, pose, vectorize=True)
     layer.routing.backend = "reference"
     torch.testing.assert_close(jacobian(call, pose, vectorize=True), jacobian(call, pose))
@@ -288,7 +288,7 @@ def test_a_target_that_is_not_a_class_index_is_refused(name):
     for target in (torch.tensor([0.9, 1.7]), torch.tensor([[0, 1, 0], [1, 0, 0]]), torch.tensor([1])):
         with pytest.raises(ValueError, match=r"target must be integers \[2\], one class index per sample"):
             LOSSES[name](scores, target)
-    with pytest.raises(ValueError, match=r"target must be in \[0, 3\) for 3 classes; got -100 to 0"):
+    with pytest.raises(ValueError, match="target must be from 0 to 2 for 3 classes; got -100 to 0"):
         LOSSES[name](scores, torch.tensor([0, -100]))
 
 
@@ -307,7 +307,7 @@ def test_im2col_refuses_what_it_does_not_compute(options):
 
 @pytest.mark.usefixtures("untyped")
 def test_a_classifier_checks_its_class_names():
-    with pytest.raises(BadInput, match="class_names must be strings; got int 0"):
+    with pytest.raises(BadInput, match="class_names must be strings; got 0"):
         Classifier(CapsNet(**TINY), (0, 1, 2), (1, 20, 20), Preprocessing())
     with pytest.raises(BadInput, match="class_names has 2 names, but the model has 3 classes"):
         Classifier(CapsNet(**TINY), ("ant", "bee"), (1, 20, 20), Preprocessing())

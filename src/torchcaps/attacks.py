@@ -1,7 +1,6 @@
 """Gradient attacks on any classifier of images in [0, 1], and statistics of the classifier's gradients."""
 
 from collections.abc import Callable
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from torchcaps.checks import check_sizes, described
+from torchcaps.checks import check_number, check_sizes
 
 Classifier = Callable[[Tensor], Tensor]
 """Function of images ``[B, C, H, W]`` in [0, 1] that returns scores ``[B, classes]``."""
@@ -109,8 +108,7 @@ def bim(
 
 
 def _check_epsilon(epsilon: float) -> None:
-    if not isinstance(epsilon, Real) or not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon must be a number from 0 to 1; got {described(epsilon)}")
+    check_number("epsilon", epsilon, "[0, 1]")
 
 
 class GradientHealth(NamedTuple):

@@ -205,7 +205,7 @@ def one_hot(labels: Int[Tensor, "B"], num_classes: int, name: str = "labels") ->
 
 
 def check_labels(labels: Tensor, num_classes: int, name: str = "labels") -> None:
-    """Check that labels are integers [B] in [0, num_classes). Values are not checked while a graph is traced.
+    """Check that labels are integers [B] from 0 to num_classes - 1. Values are not checked while a graph is traced.
 
     Raises:
         ValueError: ``labels`` is not such a tensor.
@@ -215,7 +215,8 @@ def check_labels(labels: Tensor, num_classes: int, name: str = "labels") -> None
     if has_values(labels) and len(labels):
         low, high = bounds(labels.long())
         if low < 0 or high >= num_classes:
-            raise ValueError(f"{name} must be in [0, {num_classes}) for {num_classes} classes; got {low} to {high}")
+            allowed = f"from 0 to {num_classes - 1} for {num_classes} classes"
+            raise ValueError(f"{name} must be {allowed}; got {low} to {high}")
 
 
 def vector_side(columns: int) -> int:

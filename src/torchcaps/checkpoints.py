@@ -64,7 +64,7 @@ def _check_shapes(path: Path, weights: Mapping[str, Any] | None, module: nn.Modu
     if different := different_shapes(weights or {}, module.state_dict()):
         name, there, here = different
         raise BadInput(
-            f"{path} is the checkpoint of another model: {name} is {there} in the checkpoint, but {here} in this model;"
+            f"{path} is the checkpoint of another model ({name} is {there} there, but {here} here):"
             " give the run folder of this recipe with --out, or train in a new folder"
         )
 

@@ -1,7 +1,12 @@
-"""Checks of arguments. Every error message names the argument, the value that was given and the cure."""
+"""Checks of arguments. Every error message names the argument, the value that was given and the cure.
 
+Ranges have one form: "an integer from 1 to 1,000", "an integer of at least 1", "in [0, 1)", "a finite number of at
+least 0", "a finite number above 0".
+"""
+
+import math
 from collections.abc import Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -46,9 +51,11 @@ def described(value: Any) -> str:
     """Describe a value for an error message.
 
     Example:
-        >>> described(torch.zeros(2, 3)), described("em"), described(Tensor)
-        ('a float32 tensor [2, 3]', "str 'em'", 'the class Tensor')
+        >>> described(torch.zeros(2, 3)), described("em"), described(Tensor), described(0.5)
+        ('a float32 tensor [2, 3]', "str 'em'", 'the class Tensor', '0.5')
     """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return str(value)
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{'an' if dtype.startswith('int') else 'a'} {dtype} tensor {list(value.shape)}"
@@ -87,8 +94,46 @@ def check_sizes(**sizes: Any) -> None:
         ValueError: a size is not an integer of at least 1.
     """
     for name, size in sizes.items():
-        if not _is_integer(size) or size < 1:
-            raise ValueError(f"{name} must be an integer of at least 1; got {described(size)}")
+        check_integer(name, size, 1)
+
+
+def check_integer(
+    name: str, value: Any, least: int, most: int | None = None, error: type[ValueError] = ValueError
+) -> None:
+    """Check that a value is an integer of at least ``least`` and, if ``most`` is given, of at most ``most``.
+
+    Raises:
+        ValueError: ``value`` is not such an integer. ``error`` is the class of the error.
+    """
+    if not _is_integer(value) or value < least or (most is not None and value > most):
+        allowed = f"of at least {least:,}" if most is None else f"from {least:,} to {most:,}"
+        raise error(f"{name} must be an integer {allowed}; got {described(value)}")
+
+
+def check_number(name: str, value: Any, interval: str, error: type[ValueError] = ValueError) -> None:
+    """Check that a number is in an interval.
+
+    Arguments:
+        name: name of the argument in the error message.
+        value: the number.
+        interval: the interval, such as ``[0, 1)``, which does not contain 1, or ``(0, inf)``.
+        error: class of the error.
+
+    Raises:
+        ValueError: ``value`` is not in the interval. ``error`` is the class of the error.
+
+    Example:
+        >>> check_number("label_smoothing", 1.5, "[0, 1]")
+        Traceback (most recent call last):
+        ...
+        ValueError: label_smoothing must be in [0, 1]; got 1.5
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    number = isinstance(value, Real) or (isinstance(value, Tensor) and value.ndim == 0)
+    above = number and (value > low or (value == low and interval.startswith("[")))
+    if not above or not (value < high or (value == high and interval.endswith("]"))):
+        one_sided = f"a finite number {'of at least' if interval.startswith('[') else 'above'} {low:g}"
+        raise error(f"{name} must be {one_sided if high == math.inf else f'in {interval}'}; got {described(value)}")
 
 
 def check_padding(padding: Any, most: int | None = None) -> None:
@@ -138,8 +183,7 @@ def check_iterations(iterations: Any) -> None:
     Raises:
         ValueError: ``iterations`` is not an integer from 1 to 1,000.
     """
-    if not _is_integer(iterations) or not 1 <= int(iterations) <= MOST_ITERATIONS:
-        raise ValueError(f"iterations must be an integer from 1 to {MOST_ITERATIONS}; got {described(iterations)}")
+    check_integer("iterations", iterations, 1, MOST_ITERATIONS)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any], error: type[ValueError] = ValueError) -> None:

@@ -42,9 +42,9 @@ def check_best(folder: Path, recipe: Recipe, trained: int) -> None:
     # Losses in metrics.csv are rounded to 1e-6, so a smaller difference does not tell which epoch was better.
     if later and max(later) > ranks[kept - 1] + 2e-6 * WEIGHT_OF_LOSS:
         raise BadInput(
-            f"{folder / 'best.ckpt'} is missing: it contained the weights of the best epoch (epoch "
-            f"{1 + ranks.index(max(later))}). model.safetensors does not contain them: its weights are those of epoch "
-            f"{kept}. Restore best.ckpt from a copy, or train again in another folder with --out"
+            f"{folder / 'best.ckpt'} with the weights of the best epoch (epoch {1 + ranks.index(max(later))}) is "
+            f"missing, and the weights in model.safetensors are those of epoch {kept}: restore best.ckpt from a copy, "
+            "or train again in another folder with --out"
         )
 
 

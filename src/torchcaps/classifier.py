@@ -80,8 +80,8 @@ def check_finite(scores: Tensor, model: nn.Module, cure: str = "train the networ
     if not torch.isfinite(scores).all():
         wrong = (name for name, weights in model.named_parameters() if not torch.isfinite(weights).all())
         raise Diverged(
-            "the network returned scores that are not finite; first weights that are not finite: "
-            f"{next(wrong, 'none')}",
+            f"the network returned scores that are not finite (first weights that are not finite: "
+            f"{next(wrong, 'none')})",
             cure=cure,
         )
 
@@ -223,7 +223,9 @@ class Classifier:
         model = MODELS[config.model].from_pretrained(folder, **changes)  # type: ignore[attr-defined]
         classes, options = len(saved["class_names"]), model.options
         if shape != tuple(options.get("image_shape", shape)) or classes != options.get("num_classes", classes):
-            raise BadInput(f"{path}: image shape or class names do not match the network; save the classifier again")
+            raise BadInput(
+                f"{path} does not match the network in image shape or class names: save the classifier again"
+            )
         return cls(model.eval(), tuple(saved["class_names"]), tuple(saved["shape"]), preprocessing)
 
     @clear_memory_errors("free memory, or move the network from the GPU to the CPU: classifier.model.cpu()")
@@ -292,7 +294,7 @@ class Classifier:
             if image.is_floating_point():
                 return image[None].detach().to(weights)
             if image.dtype != torch.uint8:
-                raise BadInput(f"image has dtype {str(image.dtype).removeprefix('torch.')}: give uint8 or floats")
+                raise BadInput(f"image must be uint8 or floating-point; got {described(image)}")
             return self.preprocessing.plain(image[None]).to(weights)
         return self.preprocessing.plain(self._read(Path(image))[None]).to(weights)
 
@@ -300,8 +302,8 @@ class Classifier:
         if pixels.dtype != torch.uint8 or pixels.shape[1:] != self.image_shape:
             kind = str(pixels.dtype).removeprefix("torch.")
             raise BadInput(
-                f"images has dtype {kind} and shape {list(pixels.shape)}: give uint8 of shape [N, "
-                f"{', '.join(map(str, self.image_shape))}] with pixels from 0 to 255, or paths of image files"
+                f"images must be uint8 [N, {', '.join(map(str, self.image_shape))}] with pixels from 0 to 255, or "
+                f"paths of image files; got {kind} {list(pixels.shape)}"
             )
         return pixels
 

@@ -42,8 +42,8 @@ def warn_of_one_prediction(confusion: Int64[Tensor, "K K"], class_names: Sequenc
     predicted = (confusion.sum(dim=0) > 0).nonzero().flatten().tolist()
     if len(predicted) == 1 and int((confusion.sum(dim=1) > 0).sum()) > 1:
         warnings.warn(
-            f"the network predicts {class_names[predicted[0]]} for every evaluated image: it has not "
-            "learned the classes; train longer or change --lr",
+            f"the network predicts {class_names[predicted[0]]} for every evaluated image, so it has not "
+            "learned the classes: train longer or change --lr",
             DataWarning,
             stacklevel=2,
         )

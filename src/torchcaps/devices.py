@@ -30,12 +30,9 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     if recipe.compile and together > 1:
         raise BadInput(f"compile is true, but devices is {together}: use one device, or set compile=false")
     if together < 1 or recipe.batch_size % together:
-        raise BadInput(
-            f"devices is {together}: use 1 or another number that divides the batch size {recipe.batch_size}"
-        )
+        raise BadInput(f"devices must be a divisor of the batch size {recipe.batch_size}; got {together}")
     if torch.cuda.is_available() and here > (gpus := torch.cuda.device_count()):
-        count = f"{gpus} GPU{'' if gpus == 1 else 's'}"
-        raise BadInput(f"devices is {here}, but this machine has {count}: use at most {gpus}")
+        raise BadInput(f"devices must be at most {gpus}, the number of GPUs of this machine; got {here}")
 
 
 def training_device() -> torch.device:
@@ -54,8 +51,7 @@ def check_shares(splits: Splits, devices: int) -> None:
         if not len(images):
             raise BadInput(f"the {name} split has no images: add images to each class")
         if len(images) < together:
-            count = f"{len(images)} image{'' if len(images) == 1 else 's'}"
-            raise BadInput(f"the {name} split has {count}, but devices is {together}: use at most {len(images)}")
+            raise BadInput(f"devices must be at most {len(images)}, the size of the {name} split; got {together}")
 
 
 @contextmanager

@@ -11,10 +11,10 @@ class BadInput(ValueError):
         message: the error message; line breaks are replaced with spaces.
 
     Example:
-        >>> raise BadInput("photos: no class folders; give a folder that holds one folder per class")
+        >>> raise BadInput("photos has no class folders: give a folder with one subfolder of images per class")
         Traceback (most recent call last):
         ...
-        torchcaps.errors.BadInput: photos: no class folders; give a folder that holds one folder per class
+        torchcaps.errors.BadInput: photos has no class folders: give a folder with one subfolder of images per class
     """
 
     def __init__(self, message: str) -> None:
@@ -26,17 +26,17 @@ class Diverged(BadInput):
 
     Arguments:
         reason: what is not finite; line breaks are replaced with spaces.
-        cure: what the user can do about it. The message is ``reason; cure``.
+        cure: what the user can do about it. The message is ``reason: cure``.
 
     Example:
         >>> raise Diverged("the loss is not finite", cure="lower the learning rate")
         Traceback (most recent call last):
         ...
-        torchcaps.errors.Diverged: the loss is not finite; lower the learning rate
+        torchcaps.errors.Diverged: the loss is not finite: lower the learning rate
     """
 
     def __init__(self, reason: str, cure: str = "") -> None:
-        super().__init__(f"{reason}; {cure}" if cure else reason)
+        super().__init__(f"{reason}: {cure}" if cure else reason)
         self.reason = reason
 
 

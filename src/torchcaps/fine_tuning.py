@@ -65,7 +65,7 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     if before not in (None, recipe.standardise):
         warnings.warn(
             f"{source} was trained with standardise={before}, but {recipe.name} has standardise={recipe.standardise}, "
-            f"so the network receives other pixel values than before; add --set standardise={before} to avoid this",
+            f"so the network receives other pixel values than before: add --set standardise={before} to avoid this",
             DataWarning,
             stacklevel=2,
         )
@@ -75,7 +75,7 @@ def load_matching(model: nn.Module, recipe: Recipe, class_names: Sequence[str]) 
     if rule is not None and rules and rule.name not in rules:
         warnings.warn(
             f"{source} was trained with the routing rule {', '.join(rules)}, but {recipe.name} has {rule.name}, so the "
-            f"capsules compute other poses than before; add --set model.routing={rules[0]} to avoid this",
+            f"capsules compute other poses than before: add --set model.routing={rules[0]} to avoid this",
             DataWarning,
             stacklevel=2,
         )

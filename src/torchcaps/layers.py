@@ -1,6 +1,5 @@
 """Capsule layers made of a routing map, transforms and a routing rule."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from torchcaps.capsules import Capsules, check_capsules, coordinate_addition, vector_side
-from torchcaps.checks import check_shape, check_sizes, described, has_values
+from torchcaps.checks import check_number, check_shape, check_sizes, described, has_values
 from torchcaps.routing import LayerShape, Routing, rule_for
 from torchcaps.routing_map import Constant, RoutingMap
 
@@ -320,8 +319,7 @@ def columns_of(pose_size: tuple[int, int]) -> int:
 
 def truncated_normal_(weights: Tensor, std: float, name: str = "initial_std") -> Tensor:
     """Draw weights in place from a normal distribution truncated at two standard deviations, and return the weights."""
-    if not 0 <= std < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0; got {std}")
+    check_number(name, std, "[0, inf)")
     if std == 0:
         return nn.init.zeros_(weights)
     return nn.init.trunc_normal_(weights, std=std, a=-2 * std, b=2 * std)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from torchcaps.capsules import check_labels, one_hot, wide
-from torchcaps.checks import INTEGERS, bounds, check_choice, described, has_values
+from torchcaps.checks import INTEGERS, bounds, check_choice, check_number, described, has_values
 from torchcaps.errors import BadInput
 
 IGNORE_NONE = -(2**63)
@@ -52,9 +52,9 @@ def margin_loss(
         tensor(0.)
     """
     _check_scores(scores)
-    _check_range("positive_margin", positive_margin, 0 < positive_margin <= 1, "above 0 and at most 1")
-    _check_range("negative_margin", negative_margin, 0 <= negative_margin < 1, "at least 0 and below 1")
-    _check_range("negative_weight", negative_weight, 0 <= negative_weight < math.inf, "at least 0 and finite")
+    check_number("positive_margin", positive_margin, "(0, 1]")
+    check_number("negative_margin", negative_margin, "[0, 1)")
+    check_number("negative_weight", negative_weight, "[0, inf)")
     if not isinstance(target, Tensor) or target.ndim == 1:
         present = one_hot(_classes(target, scores), scores.shape[1], "target").to(scores)
     else:
@@ -128,7 +128,7 @@ def spread_loss(
         tensor(0.0100)
     """
     _check_scores(scores)
-    _check_range("margin", margin, 0 < margin <= 1, "above 0 and at most 1")
+    check_number("margin", margin, "(0, 1]")
     target = _classes(target, scores)
     others = 1 - one_hot(target, scores.shape[1], "target").to(scores)
     of_target = scores.gather(1, target[:, None])
@@ -187,7 +187,7 @@ def cross_entropy(
         tensor(0.6931)
     """
     _check_scores(scores)
-    _check_range("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "at least 0 and at most 1")
+    check_number("label_smoothing", label_smoothing, "[0, 1]")
     reduction = "mean" if weights is None else "none"
     return _mean(
         functional.cross_entropy(
@@ -321,11 +321,6 @@ def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     _check_shape("weights", weights, losses.shape, "the samples")
     _check_values("weights", weights, 0.0, math.inf)
     return (losses * weights.to(losses)).mean()
-
-
-def _check_range(name: str, value: float, valid: bool, range_: str) -> None:
-    if not valid:
-        raise ValueError(f"{name} must be {range_}; got {value}")
 
 
 def _check_scores(scores: Any) -> None:

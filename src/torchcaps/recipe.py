@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchcaps.checks import check_choice
+from torchcaps.checks import MOST_ITERATIONS, check_choice, check_integer, check_number
 from torchcaps.data import Preprocessing
 from torchcaps.data.preprocessing import Standardise
 from torchcaps.errors import BadInput
@@ -79,7 +79,7 @@ class Recipe:
             deviation.
         erase: side in pixels of a square, at a random position, that is set to 0 in each training image; 0 is off.
         elastic: standard deviation, in pixels, of the elastic distortion of training images, in [0, 100]; 0 is off.
-        test_crops: number of crop positions along each side of a test image, 1 to 32. The scores are averaged over
+        test_crops: number of crop positions along each side of a test image, from 1 to 32. The scores are averaged over
             test_crops² evenly spaced crops; 1 uses only the central crop.
         early_iterations: number of routing iterations in the first `early_epochs` epochs of training, in every layer
             whose rule has iterations. Validation and test always use the rule's own number.
@@ -195,17 +195,20 @@ class Recipe:
             check_choice(key, getattr(self, key), allowed, BadInput)
         least_of = {"batch_size": 1, "epochs": 1, "decay_steps": 1, "patience": 0, "seed": 0, "early_epochs": 0}
         for key, least in least_of.items():
-            self._check(key, getattr(self, key) >= least, f"{least} or more", LARGEST)
+            check_integer(key, getattr(self, key), least, error=BadInput)
         for key in ("gradient_clip", "reconstruction_weight", "weight_decay", "warm_up_epochs", "mixup"):
-            self._check(key, getattr(self, key) >= 0, "0 or more", 1e30)
+            check_number(key, getattr(self, key), "[0, inf)", BadInput)
         for key in ("learning_rate", "decay_rate"):
-            self._check(key, getattr(self, key) > 0, "a number above 0", 1e30)
-        images = self.batch_norm_images
-        self._check("batch_norm_images", images == 0 or images >= 2, "0, or 2 or more", LARGEST)
-        if not 1 <= self.early_iterations <= 1000:
-            raise BadInput(f"early_iterations is {self.early_iterations}: use 1 to 1,000")
+            check_number(key, getattr(self, key), "(0, inf)", BadInput)
+        if (images := self.batch_norm_images) < 0 or images == 1:
+            raise BadInput(f"batch_norm_images must be 0 or an integer of at least 2; got {images}")
+        for key, value in vars(self).items():
+            most = LARGEST if isinstance(value, int) else 1e30
+            if isinstance(value, int | float) and value > most:
+                raise BadInput(f"{key} must be at most {most:,}; got {value}")
+        check_integer("early_iterations", self.early_iterations, 1, MOST_ITERATIONS, BadInput)
         if self.early_epochs and self.early_epochs >= self.epochs:
-            raise BadInput(f"early_epochs is {self.early_epochs}: use a smaller number than epochs={self.epochs}")
+            raise BadInput(f"early_epochs must be smaller than epochs={self.epochs}; got {self.early_epochs}")
         if self.mixup and self.reconstruction_weight:
             raise BadInput(
                 "mixup and reconstruction_weight are both above 0, but the decoder reconstructs a single class: "
@@ -230,14 +233,6 @@ class Recipe:
                 "reconstruction_weight is above 0, but standardise, brightness or contrast move pixels out of the "
                 "decoder's range [0, 1]: set reconstruction_weight=0, or standardise=none, brightness=0 and contrast=0"
             )
-
-    def _check(self, key: str, large_enough: bool, right: str, most: int | float) -> None:
-        """Raise `BadInput` if the number ``key`` is not large enough, or is larger than ``most``."""
-        value = getattr(self, key)
-        if not large_enough:
-            raise BadInput(f"{key} is {value}: use {right}")
-        if value > most:
-            raise BadInput(f"{key} is {value}: use at most {most:,}")
 
     def plain(self) -> dict[str, Any]:
         """Return the settings as a dict of JSON values, in which tuples have become lists."""

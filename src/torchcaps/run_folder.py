@@ -176,11 +176,11 @@ def check_run(folder: Path, recipe: Recipe, splits: Splits, module: nn.Module, r
         changed = difference(before.data, data)
         only_test = difference({**before.data, "test": data["test"]}, data) is None
         if changed and (first or (only_test and not evaluated)):
-            message = f"{folder}: {changed}; the training has not used these images yet, so it continues"
+            message = f"{folder}: {changed}, but the training has not used these images yet, so it continues"
             warnings.warn(message, DataWarning, stacklevel=3)
         elif changed:
             raise BadInput(
-                f"{folder} was started with other data: {changed}; resume with the same data, or use another --out"
+                f"{folder} was started with other data ({changed}): resume with the same data, or use another --out"
             )
         earlier = [*before.earlier_environments, before.environment]
     run = Run(recipe, [*splits.train.class_names], splits.train.image_shape, data, environment(), earlier, evaluated)
@@ -265,8 +265,8 @@ def _check_settings(folder: Path, before: Recipe, recipe: Recipe) -> None:
         return
     if recipe.margin_schedule == "linear":
         raise BadInput(
-            f"{folder} was started with epochs={before.epochs}, not {recipe.epochs}: the margin rises linearly over "
-            "all epochs, so the number of epochs cannot change; train again in another folder"
+            f"{folder} was started with epochs={before.epochs}, not {recipe.epochs}, and its margin rises linearly "
+            "over all epochs, so the number of epochs cannot change: train again in another folder"
         )
     trained = len(read_rows(folder / "metrics.csv"))
     if recipe.epochs < trained:

@@ -49,8 +49,9 @@ def seen_in_training(folder: Path, images: Images) -> dict[str, Bool[np.ndarray,
                 seen[name][rest] |= np.isin(found, known[name])
         if files is None and not by_pixels:
             warnings.warn(
-                f"the given images cannot be compared with the training images of {folder}: the run stores checksums of"
-                " image files, but the given images were not read from files; give images that are read from files",
+                f"the given images cannot be compared with the training images of {folder}, because the run stores"
+                " checksums of image files, and the given images were not read from files: give images that are read "
+                "from files",
                 DataWarning,
                 stacklevel=2,
             )
@@ -84,8 +85,8 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images | None = None, val
         )
         if test is not None and counts:
             warnings.warn(
-                f"{counts} images of {folder} are among the {len(test):,} test images: the accuracy on new images can "
-                "be lower; leave them out of the test images",
+                f"{counts} images of {folder} are among the {len(test):,} test images, so the accuracy on new images "
+                "can be lower: leave them out of the test images",
                 DataWarning,
                 stacklevel=2,
             )
@@ -95,8 +96,8 @@ def warn_of_seen_images(folders: Sequence[Path], test: Images | None = None, val
         if trained is not None and trained.any():
             warnings.warn(
                 f"{trained.sum():,} of the {len(trained):,} validation images are among the training images of "
-                f"{folder}: the validation accuracy can be too high; remove copies of images from the data, or use the "
-                "validation images of that run, for example with the same seed",
+                f"{folder}, so the validation accuracy can be too high: remove copies of images from the data, or use "
+                "the validation images of that run, for example with the same seed",
                 DataWarning,
                 stacklevel=2,
             )

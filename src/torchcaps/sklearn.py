@@ -140,7 +140,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             raise BadInput(f"y has only one class, {self.classes_.tolist()[0]!r}: give images of at least two classes")
         weight = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         if not (np.isfinite(weight).all() and weight.min() >= 0 < weight.max()):
-            raise BadInput(f"class_weight is {self.class_weight!r}: give finite numbers of at least 0, not all 0")
+            raise BadInput(f"class_weight must be finite numbers of at least 0, not all 0; got {self.class_weight!r}")
         weights = None if self.class_weight is None else torch.from_numpy(weight[labels]).float()
         X = self._images(X)
         self.image_shape_ = X.shape[1:]
@@ -189,9 +189,9 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
             )
         if not finite.all():
             raise BadInput(
-                f"the scores of image {finite.argmin()} of X are not finite: its values range from "
+                f"the scores of image {finite.argmin()} of X are not finite (its values range from "
                 f"{X[finite.argmin()].min():g} to {X[finite.argmin()].max():g}, and the training images have mean "
-                f"{self.mean_:g} and standard deviation {self.scale_:g}; leave the image out, or scale it as in fit"
+                f"{self.mean_:g} and standard deviation {self.scale_:g}): leave the image out, or scale it as in fit"
             )
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
@@ -227,7 +227,7 @@ class CapsuleClassifier(ClassifierMixin, BaseEstimator):
         settings = {name: value.item() if isinstance(value, np.generic) else value for name, value in settings.items()}
         recipe = Recipe("estimator", data="", schedule="cosine", **settings)
         if recipe.batch_size < 2:
-            raise BadInput("batch_size is 1: use 2 or more, because BatchNorm needs several images")
+            raise BadInput("batch_size must be at least 2; got 1: BatchNorm needs several images")
         return recipe
 
     def _validated(self, X: Any, y: Any = None) -> Any:

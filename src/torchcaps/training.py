@@ -145,7 +145,7 @@ def fit(
             planned = read_run(folder)
             if planned.recipe.epochs != recipe.epochs:  # a longer training was interrupted in its first epoch
                 write_run(folder, replace(planned, recipe=replace(planned.recipe, epochs=recipe.epochs)))
-            print(f"{folder} is finished; to train for more epochs, raise --epochs", flush=True)
+            print(f"{folder} is finished: raise --epochs to train for more epochs", flush=True)
             return done
         check_best(folder, recipe, begun.trained)
         if recipe.compile and done is None:
@@ -187,7 +187,7 @@ def new_module(
         if part.image_shape != splits.train.image_shape and not cast(Pretrained, model).any_size:
             raise BadInput(
                 f"the {name} images have the shape {part.image_shape}, but the training images "
-                f"{splits.train.image_shape}; give all splits the same size"
+                f"{splits.train.image_shape}: give all splits the same size"
             )
     check_loss(recipe.loss, recipe.model, cast(Pretrained, module.model).logits)
     labels = splits.train.labels[:1]

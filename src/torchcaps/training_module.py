@@ -85,11 +85,11 @@ class TrainingModule(lightning.LightningModule):
         loss, scores = self.loss_and_scores(images, labels, train)
         if not torch.isfinite(loss):
             phase = "training" if train else "validation"
-            kept = "the checkpoint of the last complete epoch is kept; " if self.current_epoch else ""
+            kept = " (the checkpoint of the last complete epoch is kept)" if self.current_epoch else ""
             raise Diverged(
-                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); "
-                f"first value that is not finite: {self._first_not_finite(images, labels)}",
-                cure=f"{kept}use a lower --lr, set gradient_clip, or use --precision float32",
+                f"loss is {loss.item()} at step {self.global_step} (epoch {self.current_epoch + 1}, {phase}); the "
+                f"first value that is not finite is {self._first_not_finite(images, labels)}",
+                cure=f"use a lower --lr, set gradient_clip, or use --precision float32{kept}",
             )
         return loss, scores
 
@@ -177,7 +177,7 @@ class TrainingModule(lightning.LightningModule):
             self.loss_and_scores(images, labels, train=False)
         for handle in handles:
             handle.remove()
-        return f"output of module {found[0]}" if found else "the loss itself"
+        return f"the output of module {found[0]}" if found else "the loss itself"
 
     def on_train_epoch_start(self) -> None:
         self.set_iterations(early=self.current_epoch < self.recipe.early_epochs)

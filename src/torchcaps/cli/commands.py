@@ -133,7 +133,7 @@ def train(
     keep_freed_memory()
     chosen = create_recipe(recipe, changes)
     if chosen.data == OWN_IMAGES and "data" not in changes:
-        raise BadInput(f"{recipe} trains on your own images; give the folder of the images with --data FOLDER")
+        raise BadInput(f"{recipe} trains on your own images: give the folder of the images with --data FOLDER")
     folder = out or Path("runs") / f"{chosen.name}-seed{chosen.seed}"
     if pretrained is not None and not pretrained.strip():
         raise BadInput("--from is empty: give a folder with weights, or leave out --from")

@@ -86,7 +86,7 @@ def print_version(asked: bool | None) -> bool:
 def run_folder(text: str) -> Path:
     """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():
-        raise typer.BadParameter("the name of the folder is empty; give a name.")
+        raise typer.BadParameter("the name of the folder is empty: give a name")
     return Path(text)
 
 
@@ -94,7 +94,7 @@ def setting(text: str) -> tuple[str, str]:
     """Parse the value of `--set`, written as key=value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise BadInput(f"--set {text}: give key=value, such as --set shift=0")
+        raise BadInput(f"--set must be key=value, such as --set shift=0; got {text}")
     return key, value
 
 
@@ -135,7 +135,7 @@ def writable(folder: Path, option: str = "--out") -> None:
             shutil.rmtree(probe)
     except OSError as error:
         raise BadInput(
-            f"{option}: the folder {folder} cannot be written to ({error.strerror}); use another folder"
+            f"{option} is {folder}, which cannot be written to ({error.strerror}): use another folder"
         ) from error
 
 
@@ -189,11 +189,11 @@ def splits_for(
     if found.class_names != tuple(classifier.class_names):
         raise BadInput(
             f"{name} has the classes {', '.join(found.class_names)}, but the network was trained on "
-            f"{', '.join(classifier.class_names)}; use --data to choose images with the same classes"
+            f"{', '.join(classifier.class_names)}: use --data to choose images with the same classes"
         )
     if found.image_shape != classifier.image_shape:
         raise BadInput(
-            f"{name} has images of shape {found.image_shape}, but the network was trained on {classifier.image_shape}; "
+            f"{name} has images of shape {found.image_shape}, but the network was trained on {classifier.image_shape}: "
             "use --data to choose images of the same shape"
         )
     return splits

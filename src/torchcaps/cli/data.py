@@ -77,11 +77,11 @@ def data_show(
     changes = dict(setting(text) for text in settings or [])
     for key in changes:
         if not key.startswith("data."):
-            raise BadInput(f"--set {key}: give only options of the data, written as --set data.KEY=VALUE")
+            raise BadInput(f"--set must be an option of the data, such as --set data.KEY=VALUE; got {key}")
     options = create_recipe("capsnet-images", {**changes, "data": name}).data_options
     path = out or Path(f"{os.path.basename(os.path.abspath(name))}.png")
     if out is None and path.exists():
-        raise BadInput(f"{path} exists already; to overwrite it, add --out {path}; to keep it, add --out OTHER.png")
+        raise BadInput(f"{path} exists already: add --out {path} to overwrite it, or --out OTHER.png to keep it")
     writable_file(path, ending=".png", inputs=[] if name in DATASETS else [expanded(name)])
     images = load_splits(name, data_dir, cache="auto", **options).train
     source = None if images.files is None else images.files.source
@@ -106,7 +106,7 @@ def data_verify(name: Dataset, data_dir: DataDir = Path("data")) -> None:
     for file, state in found:
         print(printable(f"{file}: {state}"))
     if any(state != "ok" for _, state in found):
-        cure = f"; `torchcaps data fetch {name}` downloads missing files" if dataset.fetch else ""
+        cure = f": `torchcaps data fetch {name}` downloads missing files" if dataset.fetch else ""
         raise BadInput(f"{name} in {data_dir} has missing or damaged files, listed above{cure}")
 
 

@@ -117,8 +117,8 @@ def evaluate(
     for folder, one in known.items():
         if finished(folder, one.recipe) is None:
             warnings.warn(
-                f"{folder}: the training to epoch {one.recipe.epochs} is not finished, or metrics.json is missing; the "
-                "evaluated weights can be those of an earlier epoch; to complete the run, train with --resume",
+                f"the training of {folder} to epoch {one.recipe.epochs} is not finished, or metrics.json is missing, "
+                "so the evaluated weights can be those of an earlier epoch: complete the run with --resume",
                 DataWarning,
                 stacklevel=1,
             )
@@ -206,9 +206,7 @@ def _images(
     masks = [mask for one in runs for mask in seen_in_training(one, images).values()]
     used = np.any(masks, axis=0) if masks else np.zeros(len(images), bool)
     if used.all():
-        raise BadInput(
-            f"{name}: {folder} used all of these images in training or validation; give new ones with --data"
-        )
+        raise BadInput(f"{folder} used all images of {name} in training or validation: give new ones with --data")
     rest = f"; the run used the other {used.sum():,} in training or validation" if used.any() else ""
     print(f"{name} has no test split: {(~used).sum():,} of {len(images):,} images are evaluated{rest}", flush=True)
     return images.subset(torch.from_numpy(np.flatnonzero(~used)))
@@ -231,12 +229,12 @@ def _split_of(
     changed = difference(run.data, fingerprint(splits, run.data)[0]) if same or moved else None
     if changed and moved:
         raise BadInput(
-            f"--split validation needs the data of {folder}, but {name} is other data: {changed}; give an unchanged "
+            f"--split validation needs the data of {folder}, but {name} is other data ({changed}): give an unchanged "
             "copy of the data"
         )
     if changed:
         warnings.warn(
-            f"{name} has changed since {folder} was trained on it: {changed}; the accuracy cannot be compared with "
+            f"{name} has changed since {folder} was trained on it ({changed}), so the accuracy cannot be compared with "
             "the accuracy of that training",
             DataWarning,
             stacklevel=2,

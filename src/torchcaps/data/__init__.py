@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchcaps.checks import check_choice
+from torchcaps.checks import check_choice, check_integer, check_number
 from torchcaps.data.cifar import (
     fetch_cifar10,
     fetch_cifar100,
@@ -215,11 +215,11 @@ def load_splits(
             contains either one subfolder per class, or `train/` and `test/`, each with one subfolder per class. If a
             dataset and a folder have the same name, the dataset is loaded.
         data_dir: folder of the named datasets; missing files are downloaded to it.
-        validation_fraction: fraction of the training images to hold out, above 0 and at most 0.5.
+        validation_fraction: fraction of the training images to hold out, in (0, 0.5].
         validation_attribute: attribute of a named dataset, such as "instance" (the number of a toy in its class). If
             given, one value is chosen at random for each class, all training images of the class with this value are
             held out, and `validation_fraction` is not used.
-        seed: seed for choosing the validation images, 0 or greater.
+        seed: seed for choosing the validation images, at least 0.
         cache: for a folder or a table. "memory" decodes all images now; "none" decodes images each time they are used;
             "auto" is "memory" if the decoded images take at most half of the free memory, else "none". The choice does
             not change the pixels.
@@ -245,24 +245,22 @@ def load_splits(
         >>> len(splits.train), len(splits.validation), len(splits.test)
         (3600, 400, 1000)
     """
-    if not 0 < validation_fraction <= 0.5:
-        raise BadInput(f"validation_fraction is {validation_fraction}; give a number above 0 and at most 0.5")
-    if seed < 0:
-        raise BadInput(f"seed is {seed}; give 0 or greater")
+    check_number("validation_fraction", validation_fraction, "(0, 0.5]", BadInput)
+    check_integer("seed", seed, 0, error=BadInput)
     check_source(name_or_folder, cache)
     known, table = name_or_folder in DATASETS, is_table(name_or_folder)
     folder = expanded(name_or_folder)
     if not known and not table and not folder.is_dir():
         raise BadInput(
-            f"{name_or_folder}: no dataset has this name, and no folder or table exists at this path; give an existing"
+            f"{name_or_folder} is neither a dataset nor an existing folder or table: give an existing"
             f" path or the name of a dataset{nearest(name_or_folder, DATASETS)}"
         )
     if known and cache == "none":
-        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory; omit cache")
+        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory: omit cache")
     allowed = DATASETS[name_or_folder].options if known else TABLE_OPTIONS if table else FOLDER_OPTIONS
     for option in sorted(options.keys() - set(allowed)):
         accepted = ", ".join(allowed) or "none"
-        raise BadInput(f"{name_or_folder} does not accept the option {option}; remove it. Accepted options: {accepted}")
+        raise BadInput(f"{name_or_folder} does not accept the option {option}: remove it. Accepted options: {accepted}")
     remarks: list[str] = []
     if known:
         train, test = DATASETS[name_or_folder].load(data_dir, **options)
@@ -270,7 +268,7 @@ def load_splits(
         splits = Splits(*(by_attribute or cut(train, validation_fraction, seed)), test)
     elif validation_attribute:
         raise BadInput(
-            f"validation_attribute is {validation_attribute!r}, but your own images have no attributes; remove it"
+            f"validation_attribute is {validation_attribute!r}, but your own images have no attributes: remove it"
         )
     else:
         columns = {name: options.pop(name) for name in ("image_column", "label_column") if name in options}
@@ -285,7 +283,7 @@ def load_splits(
     for split in ("train", "validation", "test"):
         if not len(getattr(splits, split)):
             cure = "give every class more images" + ("" if known else ", or make data.test_fraction smaller")
-            raise BadInput(f"{name_or_folder}: the {split} split has no images; {cure}")
+            raise BadInput(f"the {split} split of {name_or_folder} has no images: {cure}")
     for remark in [*remarks, *_remarks_on_counts(name_or_folder, splits.train)]:
         warnings.warn(remark, DataWarning, stacklevel=2)
     return splits
@@ -329,11 +327,11 @@ def load_test_images(
         images = list_folder(folder / "test" if has_test else folder, least=1)
         chosen = torch.arange(len(images.labels), device="cpu") if has_test else None
     else:
-        raise BadInput(f"{folder_or_table}: no folder or table exists at this path; give an existing path")
+        raise BadInput(f"{folder_or_table} is not an existing folder or table: give an existing path")
     if repeated := [name for name in images.class_names if [*class_names].count(name) > 1]:
         raise BadInput(
-            f"{folder_or_table}: the network has several classes named {repeated[0]}, so the classes of the images are "
-            "ambiguous: give each class of the network its own name"
+            f"the network has several classes named {repeated[0]}, so the classes of {folder_or_table} are ambiguous: "
+            "give each class of the network its own name"
         )
     if unknown := [name for name in images.class_names if name not in class_names]:
         raise BadInput(
@@ -353,7 +351,7 @@ def load_test_images(
 def check_source(name: str, cache: str = "auto") -> None:
     """Refuse an empty name of a dataset, folder or table, and an unknown cache."""
     if not name.strip():
-        raise BadInput("the name of the data is empty; give the name of a dataset, or the path of a folder or table")
+        raise BadInput("the name of the data is empty: give the name of a dataset, or the path of a folder or table")
     check_choice("cache", cache, CACHES, BadInput)
 
 
@@ -364,13 +362,13 @@ def _remarks_on_counts(name: str, train: Images) -> Iterator[str]:
     if absent:
         more = f" and {len(absent) - 3:,} more" if len(absent) > 3 else ""
         yield (
-            f"{name}: no training image of class {', '.join(absent[:3])}{more}, so the network cannot learn it; add"
+            f"{name} has no training image of class {', '.join(absent[:3])}{more}, so the network cannot learn it: add"
             " images or remove the class"
         )
     most, least = int(counts.argmax()), int(counts.where(counts > 0, counts.max()).argmin())
     if counts[most] > IMBALANCE * counts[least]:
         yield (
-            f"{name}: class {train.class_names[most]} has {counts[most]:,} training images, but"
-            f" {train.class_names[least]} only {counts[least]:,}; accuracy can mislead here: look at the recall of each"
-            " class"
+            f"{name} has {counts[most]:,} training images of class {train.class_names[most]}, but only"
+            f" {counts[least]:,} of class {train.class_names[least]}, so the accuracy can mislead: look at the recall "
+            "of each class"
         )

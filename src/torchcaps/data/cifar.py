@@ -172,7 +172,7 @@ def _read(archive: Path, version: Version) -> tuple[Images, Images]:
             def content(file: str) -> bytes:
                 if file not in members:
                     title = version.name.upper()
-                    raise BadInput(f"{archive}: contains no {file}; download the binary version of {title}")
+                    raise BadInput(f"{archive} contains no {file}: download the binary version of {title}")
                 stream = opened.extractfile(members[file])
                 assert stream is not None
                 return stream.read(too_many)
@@ -187,14 +187,14 @@ def _read(archive: Path, version: Version) -> tuple[Images, Images]:
                 labels = np.concatenate([part[:, version.label_bytes - 1] for part in rows]).astype(np.int64)
                 splits.append(Images(torch.from_numpy(pixels), torch.from_numpy(labels), names))
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise BadInput(f"{archive}: cannot be read ({error}); delete it and download it again") from error
+        raise BadInput(f"{archive} cannot be read ({error}): delete it and download it again") from error
     return splits[0], splits[1]
 
 
 def _class_names(content: bytes, count: int, file: str) -> tuple[str, ...]:
     names = tuple(line.strip() for line in content.decode(errors="replace").strip().splitlines())
     if len(names) != count or len({*names} - {""}) != count:
-        raise BadInput(f"{file} does not contain {count} different names, one per line; download the archive again")
+        raise BadInput(f"{file} does not contain {count} different names, one per line: download the archive again")
     return names
 
 
@@ -203,13 +203,14 @@ def _rows(content: bytes, version: Version, file: str) -> np.ndarray:
     length, most = version.label_bytes + PIXEL_BYTES, version.most_images
     if not content or len(content) % length or len(content) > most * length:
         raise BadInput(
-            f"{file} is damaged: it must contain 1 to {most:,} images of {length:,} bytes each, including the "
-            f"{'label' if version.label_bytes == 1 else 'labels'}; download the archive again"
+            f"{file} must contain from 1 to {most:,} images of {length:,} bytes each, including the "
+            f"{'label' if version.label_bytes == 1 else 'labels'}; got {len(content):,} bytes: download the archive "
+            "again"
         )
     rows = np.frombuffer(content, np.uint8).reshape(-1, length)
     largest = rows[:, version.label_bytes - 1].max()
     if largest >= version.classes:
         raise BadInput(
-            f"{file} has the label {largest}; labels are 0 to {version.classes - 1}; download the archive again"
+            f"labels in {file} must be from 0 to {version.classes - 1}; got {largest}: download the archive again"
         )
     return rows

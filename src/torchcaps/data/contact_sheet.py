@@ -28,7 +28,7 @@ def save_contact_sheet(images: Images, path: Path, columns: int = 10, seed: int 
     Arguments:
         images: images to choose from, with one label per image.
         path: file to write.
-        columns: number of images to draw per class, 1 or more. If a class has fewer images, all of them are drawn.
+        columns: number of images to draw per class, at least 1. If a class has fewer images, all of them are drawn.
         seed: seed for choosing the images.
 
     Returns:

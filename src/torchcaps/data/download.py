@@ -51,7 +51,7 @@ def download(
     """
     for url in urls:
         if urlsplit(url).scheme not in ("http", "https"):
-            raise BadInput(f"urls contains {url!r}; give web addresses that start with https:// or http://")
+            raise BadInput(f"urls contains {url!r}: give web addresses that start with https:// or http://")
     part = path.with_name(path.name + ".part")
     reasons = []
     try:
@@ -63,9 +63,9 @@ def download(
                 return
             reasons.append(f"{url}: {reason}")
     except OSError as error:
-        raise BadInput(f"{path}: cannot be written ({error}); choose a data folder that you can write to") from error
+        raise BadInput(f"{path} cannot be written ({error}): choose a data folder that you can write to") from error
     raise BadInput(
-        f"{path.name}: the download failed ({'; '.join(reasons)}); connect to the network and try again, or copy the"
+        f"the download of {path.name} failed ({'; '.join(reasons)}): connect to the network and try again, or copy the"
         f" file to {path} yourself"
     )
 

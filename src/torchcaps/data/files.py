@@ -135,9 +135,9 @@ def verified(folder: Path, md5: Mapping[str, str], cure: str = "", stored: bool 
     for file, right in md5.items():
         path = present(folder / file, stored)
         try:
-            problem = checked(path, right, cure, stored) if path else f"missing from {folder}{cure and f'; {cure}'}"
+            problem = checked(path, right, cure, stored) if path else f"missing from {folder}{cure and f': {cure}'}"
         except BadInput as error:
-            problem = str(error).removeprefix(f"{path}: ")
+            problem = str(error).removeprefix(f"{path} ")
         found.append((file, problem))
     return found
 
@@ -158,7 +158,7 @@ def _compared(seen: str, right: str, cure: str = "", stored: bool = False) -> st
     if seen == right:
         return "ok"
     what = "its md5" if stored else "the md5 of its content"
-    return f"{what} is {seen}, not {right}; {cure or 'delete it to download it again'}"
+    return f"{what} is {seen}, not {right}: {cure or 'delete it to download it again'}"
 
 
 @contextmanager
@@ -243,4 +243,4 @@ def _unreadable(path: Path, error: Exception) -> BadInput:
         if isinstance(error, PermissionError)
         else "delete it and download it again"
     )
-    return BadInput(f"{path}: cannot be read ({error or type(error).__name__}); {cure}")
+    return BadInput(f"{path} cannot be read ({error or type(error).__name__}): {cure}")

@@ -39,7 +39,7 @@ def parse_idx(content: bytes | bytearray, name: str) -> UInt8[np.ndarray, "..."]
     promised = start + math.prod(sizes)
     if len(content) != promised:
         much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name}: the header declares {promised:,} bytes, but the file has {much}; download it again")
+        raise BadInput(f"{name} declares {promised:,} bytes, but the file has {much}: download it again")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(sizes).copy()
 
 
@@ -70,17 +70,16 @@ def _sizes(content: bytes | bytearray, name: str) -> tuple[int, ...]:
     magic = int.from_bytes(content[:4], "big")
     if len(content) < 4 or magic not in DIMENSIONS:
         raise BadInput(
-            f"{name}: not an IDX file of uint8 (it starts with 0x{content[:4].hex()}, not with the magic number"
-            " 0x00000801 or 0x00000803); download it again"
+            f"{name} is not an IDX file of uint8 (it starts with 0x{content[:4].hex()}, not with the magic number"
+            " 0x00000801 or 0x00000803): download it again"
         )
     dimensions = DIMENSIONS[magic]
     if len(content) < 4 + 4 * dimensions:
-        raise BadInput(f"{name}: cut off within its header; download it again")
+        raise BadInput(f"{name} is cut off within its header: download it again")
     sizes = struct.unpack_from(f">{dimensions}I", content, 4)
     if not 0 < math.prod(sizes) <= LARGEST:
         declared = "×".join(map(str, sizes))
         raise BadInput(
-            f"{name}: the header declares an array of {declared} bytes, but an array must have 1 byte to 2 GiB;"
-            " download it again"
+            f"{name} declares an array of {declared} bytes, but an array must have 1 byte to 2 GiB: download it again"
         )
     return sizes

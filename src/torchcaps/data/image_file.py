@@ -99,14 +99,14 @@ def file_bytes(path: Path) -> bytes:
     """
     try:
         if path.is_dir():
-            raise BadInput(f"{path} is a folder; give the path of an image")
+            raise BadInput(f"{path} is a folder: give the path of an image")
         if not path.is_file():
-            raise BadInput(f"{path}: no such file; give the path of an image")
+            raise BadInput(f"{path} does not exist: give the path of an image")
         return path.read_bytes()
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror}); replace or remove it") from error
+        raise BadInput(f"{path} cannot be read ({error.strerror}): replace or remove it") from error
     except MemoryError as error:
-        raise BadInput(f"{path}: does not fit into the free memory; replace or remove it") from error
+        raise BadInput(f"{path} does not fit into the free memory: replace or remove it") from error
 
 
 def decode(
@@ -123,7 +123,7 @@ def decode(
         The pixels and the `Facts` of the file.
     """
     if channels not in (None, 1, 3):
-        raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+        raise BadInput(f"channels must be 1 (grey) or 3 (red, green, blue); got {channels!r}")
     with _opened(content, name) as file:
         from PIL import Image, ImageOps
 
@@ -172,7 +172,7 @@ def header(content: bytes, name: Path | str) -> Facts:
 def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
     """Open an image; any error raised in the `with` block becomes a `BadInput` that names the image."""
     if find_spec("PIL") is None:
-        raise BadInput(f"{name}: reading images needs Pillow: pip install 'torchcaps[train]'")
+        raise BadInput(f"{name} needs Pillow: pip install 'torchcaps[train]'")
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -182,12 +182,12 @@ def _opened(content: bytes, name: Path | str) -> Iterator["ImageFile"]:
             with Image.open(BytesIO(content), formats=tuple(FORMATS.values())) as file:
                 yield file
     except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-        raise BadInput(f"{name}: too many pixels ({error}); make the image smaller") from error
+        raise BadInput(f"{name} has too many pixels ({error}): make the image smaller") from error
     except UnidentifiedImageError as error:
         known = ", ".join(sorted(set(FORMATS.values())))
-        raise BadInput(f"{name}: cannot be read as an image (not one of {known}); replace or remove it") from error
+        raise BadInput(f"{name} cannot be read as an image (not one of {known}): replace or remove it") from error
     except Exception as error:  # Pillow can raise almost any exception on a damaged file
-        raise BadInput(f"{name}: cannot be read as an image ({error}); replace or remove it") from error
+        raise BadInput(f"{name} cannot be read as an image ({error}): replace or remove it") from error
 
 
 def _raw_mode(file: "ImageFile") -> str:
@@ -226,8 +226,8 @@ def height_and_width(image_size: int | Sequence[int] | None) -> tuple[int, int] 
         written = image_size if isinstance(image_size, str) else ""
         example = f"[{written}]" if written.replace(",", "", 1).isdecimal() and "," in written else "[48,24]"
         raise BadInput(
-            f"image_size is {image_size!r}; give one whole number of pixels from 1 to {LONGEST_SIDE:,}, or height and"
-            f" width in brackets: image_size={example}"
+            f"image_size must be an integer from 1 to {LONGEST_SIDE:,}, or height and width in brackets, such as "
+            f"image_size={example}; got {image_size!r}"
         )
     return sides[0], sides[1]
 

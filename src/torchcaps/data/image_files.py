@@ -100,7 +100,7 @@ class ImageFiles:
             if tuple(image.shape) != shape:
                 raise BadInput(
                     f"{name} is {image.shape[2]}×{image.shape[1]} pixels (width×height), but the other images are "
-                    f"{shape[2]}×{shape[1]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
+                    f"{shape[2]}×{shape[1]}: resize all images with --set data.image_size=N (in Python, image_size=N)"
                 )
             pixels[row] = image
         return pixels

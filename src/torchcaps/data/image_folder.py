@@ -49,8 +49,8 @@ def load_image_folder(
         image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
             10,000. None keeps the sizes, which must then be the same for all images.
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all files are greyscale, else 3.
-        seed: without test images, seed for choosing them, 0 or greater.
-        test_fraction: without test images, fraction of each class to hold out, above 0 and below 1.
+        seed: without test images, seed for choosing them, at least 0.
+        test_fraction: without test images, fraction of each class to hold out, in (0, 1).
         progress: draw a progress bar on standard error if there are more than 2,000 files.
 
     Raises:
@@ -80,7 +80,7 @@ def list_folder(root: Path, validation: bool = True, least: int = 2) -> ImageLis
         least: least number of classes.
     """
     if not root.is_dir():
-        raise BadInput(f"{root}: no such folder; give a folder with one subfolder of images per class")
+        raise BadInput(f"{root} is not an existing folder: give a folder with one subfolder of images per class")
     folders, ignored = _layout(root)
     if not validation:
         folders.pop("validation", None)
@@ -105,12 +105,10 @@ def _layout(root: Path) -> tuple[dict[str, Path], list[Path]]:
     if halves == ["test"] or (halves == ["train"] and not held_out):
         other = {"train": "test", "test": "train"}[halves[0]]
         raise BadInput(
-            f"{root}: {halves[0]}/ contains class folders but {other}/ does not; add a folder per class to {other}/"
+            f"{root}/{halves[0]} contains class folders but {root}/{other} does not: add a folder per class to {other}/"
         )
     if len(held_out) > 1:
-        raise BadInput(
-            f"{root}: {' and '.join(f'{folder.name}/' for folder in held_out)} both contain images; keep one of them"
-        )
+        raise BadInput(f"{' and '.join(map(str, held_out))} both contain images: keep one of them")
     known = ("train", "test", *VALIDATION)
     ignored = [folder for folder in folders_in(root) if folder.name not in known and _has_images(folder)]
     folders = {half: root / half for half in halves}
@@ -125,7 +123,7 @@ def _tree(root: Path, skipped: list[Path], least: int) -> Tree:
             folder.name.encode()
             paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
         except UnicodeEncodeError as error:
-            raise BadInput(f"{shown(folder)}: the name of this class is not UTF-8; rename the folder") from error
+            raise BadInput(f"the name of the class folder {shown(folder)} is not UTF-8: rename the folder") from error
         except OSError as error:
             raise _not_readable(error) from error
         tree[folder.name] = [path for path in paths if is_image(path)]
@@ -135,15 +133,15 @@ def _tree(root: Path, skipped: list[Path], least: int) -> Tree:
     if len(tree) < least:
         found = f"only one class folder, {next(iter(tree))}" if tree else "no class folders"
         classes = "class" if least == 1 else f"of at least {least} classes"
-        raise BadInput(f"{root}: {found}; give a folder with one subfolder of images for each {classes}")
+        raise BadInput(f"{root} has {found}: give a folder with one subfolder of images for each {classes}")
     for name in (name for name, members in tree.items() if not members):
         if _has_images(root / name):
             raise BadInput(
-                f"{root / name}: contains images only in subfolders; move them into {root / name}; if {name} is a"
+                f"{root / name} contains images only in subfolders: move them into {root / name}; if {name} is a"
                 " split, name the splits train, val and test"
             )
         if least > 1 or not any(tree.values()):
-            raise BadInput(f"{root / name}: contains no {', '.join(FORMATS)} file; add images or remove the folder")
+            raise BadInput(f"{root / name} contains no {', '.join(FORMATS)} file: add images or remove the folder")
     return tree
 
 
@@ -153,7 +151,7 @@ def _same_classes(folders: Mapping[str, Path], trees: Mapping[str, Tree]) -> Non
             there, absent = folders["train"], folders[split]
             if name in tree:
                 there, absent = absent, there
-            raise BadInput(f"{there / name}: this class is not in {absent}; add {absent / name} or remove this folder")
+            raise BadInput(f"the class {there / name} is not in {absent}: add {absent / name} or remove this folder")
 
 
 def folders_in(root: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from torchcaps.checks import check_number
 from torchcaps.data.image_file import Facts, decode, header, height_and_width
 from torchcaps.data.image_files import ImageFiles, Source, tracked
 from torchcaps.data.images import Images, ImagesOnDisk, Splits, cut_indices
@@ -70,23 +71,22 @@ class ImageList:
             BadInput: there are no training images; there is no test split, and a class has only one image; or
                 `test_fraction` is out of its range.
         """
-        if type(test_fraction) not in (int, float) or not 0 < test_fraction < 1:
-            raise BadInput(f"test_fraction is {test_fraction!r}; give a number above 0 and below 1")
+        check_number("test_fraction", test_fraction, "(0, 1)", BadInput)
         train, test, held_out = self.rows.get("train"), self.rows.get("test"), self.rows.get("validation")
         if train is None or not len(train):
-            raise BadInput(f"{self.name}: has no training images (its splits: {', '.join(self.rows)}); add some")
+            raise BadInput(f"{self.name} has no training images (its splits: {', '.join(self.rows)}): add some")
         if test is None:
             if held_out is not None:
                 self.remarks.append(
-                    f"{self.name}: there are validation images but no test images, so a part of the training images "
-                    "(data.test_fraction) is held out for the test; to choose the test images, add a test split"
+                    f"{self.name} has validation images but no test images, so a part of the training images "
+                    "(data.test_fraction) is held out for the test: add a test split to choose the test images"
                 )
             for label, count in enumerate(self.labels[train].bincount(minlength=len(self.class_names)).tolist()):
                 if count == 1:
                     only = self.source.name(int(train[self.labels[train] == label]))
                     raise BadInput(
                         f"{only} is the only image of class {self.class_names[label]}, but the training and test splits"
-                        " need one image each; add an image"
+                        " need one image each: add an image"
                     )
             rest, chosen = cut_indices(self.labels[train], test_fraction, seed)
             train, test = train[rest], train[chosen]
@@ -126,7 +126,7 @@ def read_list(
     """
     size = height_and_width(image_size)
     if channels not in (None, 1, 3):
-        raise BadInput(f"channels is {channels!r}; give 1 (grey) or 3 (red, green, blue)")
+        raise BadInput(f"channels must be 1 (grey) or 3 (red, green, blue); got {channels!r}")
     remarks = list(images.remarks)
     if cache == "auto":
         needed, free = _decoded_bytes(images.source, channels, size) * processes, free_memory()
@@ -134,9 +134,9 @@ def read_list(
         if free is not None and needed > SHARE * free:
             cache = "none"
             remarks.append(
-                f"{images.name}: {len(images.source):,} decoded images would take {needed / 1e9:,.1f} GB, more than"
-                f" half of the {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch; to hold"
-                " them in memory, use --cache memory or a smaller data.image_size"
+                f"the {len(images.source):,} decoded images of {images.name} would take {needed / 1e9:,.1f} GB, more "
+                f"than half of the {free / 1e9:,.1f} GB of free memory, so images are decoded again in each epoch: use"
+                " --cache memory or a smaller data.image_size to hold them in memory"
             )
     digests = np.zeros(len(images.source), np.uint64)
     used = torch.cat([*splits]).sort().values.tolist()
@@ -184,9 +184,9 @@ def remarks_on_names(name: str, class_names: Sequence[str], cure: str) -> Iterat
             key = "".join(number.groups())
         other = alike.setdefault(key, one)
         if other != one:
-            yield f"{name}: the class names {other!a} and {one!a} look the same; {cure} if they are one class"
+            yield f"{name} has the class names {other!a} and {one!a}, which look alike: {cure} if they are one class"
         if plain in MISSING:
-            yield f"{name}: the class name {one!a} looks like a missing value; remove its images if they have no class"
+            yield f"{name} has the class {one!a}, like a missing value: remove its images if they have no class"
 
 
 def _decoded_bytes(source: Source, channels: int | None, size: tuple[int, int] | None) -> int:
@@ -247,7 +247,7 @@ def _check_size(source: Source, place: int, index: int, size: tuple[int, ...], f
     if size != first:
         raise BadInput(
             f"{source.name(place)} is {first[1]}×{first[0]} pixels (width×height), but {source.name(index)} is "
-            f"{size[1]}×{size[0]}; resize all images with --set data.image_size=N (in Python, image_size=N)"
+            f"{size[1]}×{size[0]}: resize all images with --set data.image_size=N (in Python, image_size=N)"
         )
 
 
@@ -257,7 +257,7 @@ def _room(count: int, channels: int, height: int, width: int, of: int) -> Tensor
     except RuntimeError as error:
         raise BadInput(
             f"{of:,} images of {width}×{height} pixels (width×height) take "
-            f"{of * channels * height * width / 1e9:,.1f} GB, more than the free memory; make them smaller with --set "
+            f"{of * channels * height * width / 1e9:,.1f} GB, more than the free memory: make them smaller with --set "
             "data.image_size=N (in Python, image_size=N), or decode them in each epoch with --cache none (in Python, "
             'cache="none")'
         ) from error
@@ -283,8 +283,8 @@ def _remarks_on_copies(images: ImageList, used: Sequence[int], digests: np.ndarr
         count = np.isin(digests[order], digests[order[conflicts]]).sum()
         first, second = (printable(images.source.name(int(order[conflicts[0] + one]))) for one in (0, 1))
         yield (
-            f"{images.name}: {count:,} images are copies that occur in several classes, for example {first} and"
-            f" {second}; remove the copies in the wrong class"
+            f"{count:,} images of {images.name} are copies that occur in several classes, for example {first} and"
+            f" {second}: remove the copies in the wrong class"
         )
 
 
@@ -298,16 +298,17 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
     largest = max((found.largest for found in facts.values() if found.largest is not None), default=None)
     if largest is not None and largest < 4096:
         yield (
-            f"{images.name}: the largest value of the 16-bit images is {largest:,} of 65,535, as in"
-            f" {largest.bit_length()}-bit data, so these images are nearly black; scale them to the full 16 bits"
+            f"the largest value of the 16-bit images in {images.name} is {largest:,} of 65,535, as in"
+            f" {largest.bit_length()}-bit data, so these images are nearly black: scale them to the full 16 bits"
             f" (multiply by {65_535 // max(largest, 1):,})"
         )
     if black := [index for index, found in facts.items() if found.black]:
-        have = "1 image is" if len(black) == 1 else f"at least {len(black):,} images are"
+        have = "1 image" if len(black) == 1 else f"at least {len(black):,} images"
+        are = "is" if len(black) == 1 else "are"
         first = printable(images.source.name(black[0]))
         yield (
-            f"{images.name}: {have} black everywhere, such as {first}, because transparent pixels become black; paste"
-            " the images on a background of another colour"
+            f"{have} of {images.name} {are} black everywhere, such as {first}, because transparent pixels become black:"
+            " paste the images on a background of another colour"
         )
     if size is not None:
         ratios = [found.width / found.height for found in facts.values()]
@@ -316,7 +317,7 @@ def _remarks_on_files(images: ImageList, facts: Mapping[int, Facts], size: tuple
         seen = " to ".join(dict.fromkeys((f"{min(ratios):.2f}", f"{max(ratios):.2f}")))
         if distorted:
             yield (
-                f"{images.name}: resizing to height {size[0]} and width {size[1]} changes the aspect ratio of"
-                f" {distorted:,} of {len(facts):,} images by more than 5 % (before resizing, width / height is {seen});"
+                f"resizing {images.name} to height {size[0]} and width {size[1]} changes the aspect ratio of"
+                f" {distorted:,} of {len(facts):,} images by more than 5 % (before resizing, width / height is {seen}):"
                 " crop them, or set data.image_size=[height,width] to their aspect ratio"
             )

@@ -79,8 +79,8 @@ def load_image_table(
         image_size: size to which every image is resized: side of a square, or (height, width), in pixels from 1 to
             10,000. None keeps the sizes, which must then be the same for all images.
         channels: 1 for greyscale, 3 for RGB. None uses 1 if all images are greyscale, else 3.
-        seed: seed for choosing the test images if there is no test split, 0 or greater.
-        test_fraction: fraction of each class to hold out if there is no test split, above 0 and below 1.
+        seed: seed for choosing the test images if there is no test split, at least 0.
+        test_fraction: fraction of each class to hold out if there is no test split, in (0, 1).
         progress: draw a progress bar on standard error if there are more than 2,000 images.
         image_column: name of the column of images. If None, `load_image_table` uses the column of type ``Image``. If
             no column has this type, it uses the column with a usual name, such as ``image`` or ``path``.
@@ -117,7 +117,7 @@ def list_table(
     else:
         images = _list_dataset(name, path, image_column, label_column)
     if len(images.class_names) < least:
-        raise BadInput(f"{name}: has only the class {images.class_names[0]}; give images of at least {least} classes")
+        raise BadInput(f"{name} has only the class {images.class_names[0]}: give images of at least {least} classes")
     return images
 
 
@@ -133,46 +133,50 @@ def _list_text(path: Path, image_column: str | None, label_column: str | None) -
                 rows.append(row)
                 numbers.append(reader.line_num)
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror}); give a file that can be read") from error
+        raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that can be read") from error
     except (ValueError, csv.Error) as error:
-        raise BadInput(f"{path}: cannot be read as a table ({error}); save it as UTF-8 text") from error
+        raise BadInput(f"{path} cannot be read as a table ({error}): save it as UTF-8 text") from error
     if len(columns) == 1 and (marks := [mark for mark in ";,\t|" if mark in columns[0]]):
         used = DELIMITERS[path.suffix.lower()]
         if used in marks:
-            raise BadInput(f"{path}: the first line is one quoted column; remove the quotes around whole lines")
-        raise BadInput(f"{path}: the columns are separated by {marks[0]!r}; separate them by {used!r}")
+            raise BadInput(f"the first line of {path} is one quoted column: remove the quotes around whole lines")
+        raise BadInput(f"the columns of {path} are separated by {marks[0]!r}: separate them by {used!r}")
     image_column = _column(path, "image_column", image_column, IMAGE_COLUMNS, columns)
     label_column = _column(path, "label_column", label_column, LABEL_COLUMNS, columns)
     if columns.count("split") > 1:
-        raise BadInput(f"{path}: has several columns named split; rename all but one")
+        raise BadInput(f"{path} has several columns named split: rename all but one")
     splits: dict[str, list[int]] = {}
     lines: dict[str, int] = {}
     files = []
     for index, (row, line) in enumerate(zip(rows, numbers, strict=True)):
         if None in row or None in row.values():
-            raise BadInput(f"{path}, line {line}: the number of columns differs from the first line; correct the line")
+            raise BadInput(
+                f"line {line} of {path} has another number of columns than from the first line: correct the line"
+            )
         for column in (image_column, label_column):
             if not row[column].strip():
                 raise BadInput(
-                    f"{path}, line {line}: column {printable(column)} is empty; fill it in or remove the line"
+                    f"column {printable(column)} is empty in line {line} of {path}: fill it in or remove the line"
                 )
         file = path.parent / row[image_column]
         try:
             file.stat()
         except PermissionError as error:
             cure = "change the permissions of its folder"
-            raise BadInput(f"{path}, line {line}: {file} cannot be read ({error.strerror}); {cure}") from error
+            raise BadInput(f"{file} in line {line} of {path} cannot be read ({error.strerror}): {cure}") from error
         except (OSError, ValueError) as error:
             cure = "correct the path or remove the line"
-            raise BadInput(f"{path}, line {line}: {file} does not exist; {cure}") from error
+            raise BadInput(f"{file} in line {line} of {path} does not exist: {cure}") from error
         files.append(file)
         first = lines.setdefault(os.path.abspath(file), line)
         if first != line:
             twice = f"lines {first} and {line} name the same file {printable(row[image_column])}"
-            raise BadInput(f"{path}: {twice}; remove one of them")
+            raise BadInput(f"{twice} in {path}: remove one of them")
         found = row.get("split", "train").strip().lower()
         if found not in SPLITS:
-            raise BadInput(f"{path}, line {line}: split is {printable(found)!r}; give train, validation or test")
+            raise BadInput(
+                f"split must be train, validation or test; got {printable(found)!r} in line {line} of {path}"
+            )
         splits.setdefault(SPLITS[found], []).append(index)
     labels = [row[label_column].strip() for row in rows]
     return _image_list(str(path), Paths(files), labels, None, splits)
@@ -202,9 +206,9 @@ class Rows:
         try:
             image = self.dataset[index][self.column]
         except Exception as error:  # a damaged file can raise almost any exception
-            raise BadInput(f"{self.name(index)}: cannot be read ({error}); replace the file") from error
+            raise BadInput(f"{self.name(index)} cannot be read ({error}): replace the file") from error
         if image is None or (image["bytes"] is None and not image["path"]):
-            raise BadInput(f"{self.name(index)}: has no image; remove the row")
+            raise BadInput(f"{self.name(index)} has no image: remove the row")
         if image["bytes"] is not None:
             return image["bytes"]
         try:
@@ -215,12 +219,12 @@ class Rows:
 
 def _list_dataset(name: str, path: Path, image_column: str | None, label_column: str | None) -> ImageList:
     if find_spec("datasets") is None:
-        raise BadInput(f"{name}: reading it needs Hugging Face datasets; pip install 'torchcaps[datasets]'")
+        raise BadInput(f"{name} needs Hugging Face datasets: pip install 'torchcaps[datasets]'")
     try:
         import datasets
     except ImportError as error:
         raise BadInput(
-            f"{name}: Hugging Face datasets cannot be imported ({first_line(error)}); pip install -U "
+            f"{name} needs Hugging Face datasets, which cannot be imported ({first_line(error)}): pip install -U "
             "'torchcaps[datasets]'"
         ) from error
 
@@ -244,31 +248,31 @@ def _list_dataset(name: str, path: Path, image_column: str | None, label_column:
             if names_there != class_names:
                 lists = [", ".join(one or ["no names"]) for one in (names_there, class_names)]
                 raise BadInput(
-                    f"{name}: column {label} has different lists of class names in the splits {other} ({lists[0]}) and "
-                    f"{split} ({lists[1]}); save all splits with the same ClassLabel"
+                    f"column {label} of {name} has different lists of class names in the splits {other} ({lists[0]}) "
+                    f"and {split} ({lists[1]}): save all splits with the same ClassLabel"
                 )
         try:
             labels += dataset[label][:]
             part = dataset.select_columns([column]).cast_column(column, datasets.Image(decode=False))
         except Exception as error:  # a damaged file can raise almost any exception
             raise BadInput(
-                f"{name}: column {column} does not contain images, or the file is damaged ({error}); choose another"
+                f"column {column} of {name} does not contain images, or the file is damaged ({error}): choose another"
                 " with --set data.image_column=NAME, or replace the file"
             ) from error
         parts.append(part if column == "image" else part.rename_column(column, "image"))
         splits.setdefault(SPLITS[split], []).extend(range(len(names), len(names) + len(dataset)))
         names += [f"{name}, row {row} of {split}" for row in range(len(dataset))]
     if any("split" in dataset.column_names for dataset in found.values()):
-        remarks.append(f"{name}: the column split is not read; save each split in its own file, such as test.parquet")
+        remarks.append(f"the column split of {name} is not read: save each split in its own file, such as test.parquet")
     if not splits:
         raise BadInput(
-            f"{name}: has no split named train, validation or test (its splits: {', '.join(found)}); rename a split"
+            f"{name} has no split named train, validation or test (its splits: {', '.join(found)}): rename a split"
         )
     for row, one in enumerate(labels):
         if one in (None, "") or (class_names is not None and not 0 <= one < len(class_names)):
-            raise BadInput(f"{names[row]}: has no label; remove the row")
+            raise BadInput(f"{names[row]} has no label: remove the row")
         if not isinstance(one, str | int):
-            raise BadInput(f"{names[row]}: the label is {one!r}; give one string or one whole number per image")
+            raise BadInput(f"the label of {names[row]} is {one!r}: give one string or one whole number per image")
     rows = Rows(datasets.concatenate_datasets(parts), "image", names)
     images = _image_list(name, rows, labels, class_names, splits)
     images.remarks.extend(remarks)
@@ -302,7 +306,7 @@ def _open_dataset(name: str, path: Path) -> dict[str, "Dataset"]:
         reason = error.__cause__ or error  # the error of `datasets` itself may say only that an error occurred
         full = isinstance(reason, OSError) and reason.errno in FULL
         cure = "free disk space, or set HF_HOME to another folder" if full else "check the name or the files"
-        raise BadInput(f"{name}: cannot be opened as a dataset ({reason}); {cure}") from error
+        raise BadInput(f"{name} cannot be opened as a dataset ({reason}): {cure}") from error
     finally:
         datasets.logging.set_verbosity(logged)
         if not bars:
@@ -339,17 +343,17 @@ def _column(
     if given is not None:
         if given not in columns:
             raise BadInput(
-                f"{name}: has no column {given}; rename a column to {given}, or choose {option} from its columns:"
+                f"{name} has no column {given}: rename a column to {given}, or choose {option} from its columns:"
                 f" {known}"
             )
         if [*columns].count(given) > 1:
-            raise BadInput(f"{name}: has several columns named {printable(given)}; rename all but one")
+            raise BadInput(f"{name} has several columns named {printable(given)}: rename all but one")
         return given
     fitting = [column for column in columns if column in usual]
     if len(fitting) != 1:
         raise BadInput(
-            f"{name}: cannot tell which column is the {option.replace('_', ' ')}: rename one column to"
-            f" {usual[0]}, or name it in the training with --set data.{option}=NAME; columns of the table: {known}"
+            f"the {option.replace('_', ' ')} of {name} is unknown: rename one column to {usual[0]}, or name it in the"
+            f" training with --set data.{option}=NAME; columns of the table: {known}"
         )
     return fitting[0]
 
@@ -358,10 +362,12 @@ def _image_list(
     name: str, source: Any, labels: Sequence[Any], class_names: Sequence[str] | None, splits: dict[str, list[int]]
 ) -> ImageList:
     if not labels:
-        raise BadInput(f"{name}: has no images; add rows")
+        raise BadInput(f"{name} has no images: add rows")
     if class_names is None:
         if len({type(label) for label in labels}) > 1:
-            raise BadInput(f"{name}: some labels are text and others are numbers; write all labels the same way")
+            raise BadInput(
+                f"{name} has labels that are text and labels that are numbers: write all labels the same way"
+            )
         known = sorted(set(labels))
         class_names, labels = [str(label) for label in known], np.searchsorted(known, labels).tolist()
     rows = {split: torch.tensor(indices, device="cpu") for split, indices in splits.items()}

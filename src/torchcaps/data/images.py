@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Int64, Shaped, UInt8
 from torch import Tensor
 
-from torchcaps.checks import described
+from torchcaps.checks import check_integer, check_number, described
 from torchcaps.data.image_files import ImageFiles
 from torchcaps.errors import BadInput, nearest
 
@@ -46,18 +46,20 @@ class Images:
             if not isinstance(part, Tensor):
                 raise BadInput(f"{name} must be a torch.Tensor; got {described(part)}: convert it with torch.as_tensor")
         if self.pixels.ndim != 4 or self.pixels.dtype != torch.uint8:
-            raise BadInput(f"pixels is {_kind(self.pixels)}; give uint8 of shape [N, C, H, W]")
+            raise BadInput(f"pixels must be uint8 [N, C, H, W]; got {_kind(self.pixels)}")
         if self.labels.ndim not in (1, 2) or self.labels.dtype != torch.int64:
-            raise BadInput(f"labels is {_kind(self.labels)}; give int64 of shape [N] or [N, k]")
+            raise BadInput(f"labels must be int64 [N] or [N, k]; got {_kind(self.labels)}")
         if len(self.pixels) != len(self.labels):
-            raise BadInput(f"{len(self.pixels)} images but {len(self.labels)} labels; give one label per image")
+            raise BadInput(
+                f"pixels has {len(self.pixels)} images, but labels has {len(self.labels)}: give one label per image"
+            )
         for name, values in self.attributes.items():
             if values.shape != self.labels.shape[:1] or values.dtype != torch.int64:
-                raise BadInput(f"attribute {name} is {_kind(values)}; give int64 of shape [{len(self.labels)}]")
+                raise BadInput(f"attribute {name} must be int64 [{len(self.labels)}]; got {_kind(values)}")
         if len(self.labels) and not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.class_names):
             raise BadInput(
                 f"labels are {int(self.labels.min())} to {int(self.labels.max())}, but there are"
-                f" {len(self.class_names)} class names; number the classes from 0 and give a name for each"
+                f" {len(self.class_names)} class names: number the classes from 0 and give a name for each"
             )
 
     def __len__(self) -> int:
@@ -85,7 +87,7 @@ class Images:
         if chosen.dtype != torch.bool:
             return chosen.to(torch.int64)
         if chosen.shape != (len(self),):
-            raise BadInput(f"the mask is {_kind(chosen)}; give one value for each of the {len(self)} images")
+            raise BadInput(f"a mask must be bool [{len(self)}]; got {_kind(chosen)}: give one value per image")
         return chosen.nonzero().flatten()
 
     def where(self, **allowed: Sequence[int]) -> "Images":
@@ -188,7 +190,7 @@ class Splits:
             if tuple(images.class_names) != tuple(self.train.class_names):
                 raise BadInput(
                     f"the class names of the {name} images are {images.class_names}, but those of the training images "
-                    f"{self.train.class_names}; give all splits the same classes, in the same order"
+                    f"{self.train.class_names}: give all splits the same classes, in the same order"
                 )
 
 
@@ -200,8 +202,8 @@ def cut(images: Images, fraction: float, seed: int) -> tuple[Images, Images]:
 
     Arguments:
         images: images to split, with labels `[N]`.
-        fraction: fraction of each class to hold out, above 0 and below 1.
-        seed: seed for choosing the images, 0 or greater.
+        fraction: fraction of each class to hold out, in (0, 1).
+        seed: seed for choosing the images, at least 0.
 
     Raises:
         BadInput: `fraction` or `seed` is out of its range.
@@ -224,7 +226,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
     Arguments:
         images: images to split, with labels `[N]`.
         attribute: name of the attribute, a key of `images.attributes`.
-        seed: seed for choosing which value of the attribute is held out for each class, 0 or greater.
+        seed: seed for choosing which value of the attribute is held out for each class, at least 0.
 
     Raises:
         BadInput: the images have no attribute of this name, or all images of a class have the same value.
@@ -244,7 +246,7 @@ def cut_by(images: Images, attribute: str, seed: int) -> tuple[Images, Images]:
         values = images.attributes[attribute][members].unique()
         if len(values) < 2:
             raise BadInput(
-                f"class {images.class_names[label]} has only one value of {attribute}, so none can be held out; choose"
+                f"class {images.class_names[label]} has only one value of {attribute}, so none can be held out: choose"
                 " another attribute"
             )
         chosen = values[int(np.random.PCG64([seed, label]).random_raw() % len(values))]
@@ -256,10 +258,8 @@ def cut_indices(
     labels: Int64[Tensor, " N"], fraction: float, seed: int
 ) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " M"]]:
     """Compute two lists of indices, both ascending: the images that `cut` keeps, and the images that it holds out."""
-    if not 0 < fraction < 1:
-        raise BadInput(f"fraction is {fraction}; give a number above 0 and below 1")
-    if seed < 0:
-        raise BadInput(f"seed is {seed}; give 0 or greater")
+    check_number("fraction", fraction, "(0, 1)", BadInput)
+    check_integer("seed", seed, 0, error=BadInput)
     held_out = torch.zeros(len(labels), dtype=torch.bool, device="cpu")
     for label in labels.unique().tolist():
         members = (labels == label).nonzero().flatten()
@@ -299,9 +299,9 @@ def shift_offsets(seed: int, epoch: int, count: int, pixels: int) -> Int64[Tenso
     Row i depends only on `seed`, `epoch`, `pixels` and i, so a larger `count` does not change the first rows.
 
     Arguments:
-        seed, epoch: seeds of the draw, 0 or greater.
+        seed, epoch: seeds of the draw, at least 0.
         count: number of images.
-        pixels: largest shift in each direction, 0 or greater.
+        pixels: largest shift in each direction, at least 0.
 
     Example:
         >>> shift_offsets(seed=0, epoch=0, count=60_000, pixels=2).shape

@@ -90,7 +90,7 @@ def _damage_reported(path: Path) -> Iterator[None]:
         yield
     except (ValueError, LookupError, ArithmeticError, MemoryError, zlib.error) as error:
         raise BadInput(
-            f"{path}: cannot be read ({error or type(error).__name__}); delete it and download it again"
+            f"{path} cannot be read ({error or type(error).__name__}): delete it and download it again"
         ) from error
 
 

@@ -170,10 +170,10 @@ def _pair(one: tuple[Path, np.ndarray], other: tuple[Path, np.ndarray], class_na
     if pixels.ndim != 3 or classes.ndim != 1:
         raise BadInput(
             f"{images} has {pixels.ndim} dimensions (images have 3) and {labels} has {classes.ndim}"
-            " (labels have 1); check whether the two files are swapped"
+            " (labels have 1): check whether the two files are swapped"
         )
     if len(pixels) != len(classes):
-        raise BadInput(f"{images} has {len(pixels)} images but {labels} has {len(classes)} labels; download both again")
+        raise BadInput(f"{images} has {len(pixels)} images but {labels} has {len(classes)} labels: download both again")
     try:
         return Images(torch.from_numpy(pixels)[:, None], torch.from_numpy(classes).long(), class_names)
     except BadInput as error:

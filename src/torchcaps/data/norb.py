@@ -84,7 +84,7 @@ def parse_norb(content: bytes | bytearray, name: str) -> Shaped[np.ndarray, "...
     promised = start + math.prod(sizes) * kind.itemsize
     if len(content) != promised:
         much = "more" if len(content) > promised else f"{len(content):,} bytes"
-        raise BadInput(f"{name}: the header declares {promised:,} bytes, but the file has {much}; download it again")
+        raise BadInput(f"{name} declares {promised:,} bytes, but the file has {much}: download it again")
     return np.frombuffer(content, dtype=kind, offset=start).reshape(sizes).astype(kind.newbyteorder("="), copy=True)
 
 
@@ -118,7 +118,7 @@ def norb_bytes(array: Shaped[np.ndarray, "..."]) -> bytes:
     """
     magic = next((magic for magic, kind in TYPES.items() if kind == array.dtype.newbyteorder("<")), None)
     if magic is None or not 1 <= array.ndim <= MOST_DIMENSIONS:
-        raise BadInput(f"array is {array.dtype} with {array.ndim} dimensions; give uint8 or int32, 1 to 8 dimensions")
+        raise BadInput(f"array must be uint8 or int32 with 1 to 8 dimensions; got {array.dtype} with {array.ndim}")
     sizes = [*array.shape, *[1] * (3 - array.ndim)]
     return struct.pack(f"<2I{len(sizes)}I", magic, array.ndim, *sizes) + array.astype(TYPES[magic]).tobytes()
 
@@ -134,21 +134,21 @@ def load_norb_files(folder: Path, prefix: str, split: str, size: int) -> NorbFil
         path = folder / norb_file(prefix, split, size, kind)
         found = present(path)
         if found is None:
-            raise BadInput(f"neither {path} nor {path.name}.gz exists; give the folder that contains one of them")
+            raise BadInput(f"neither {path} nor {path.name}.gz exists: give the folder that contains one of them")
         paths.append(found)
     images, categories, info = (read_norb(path) for path in paths)
     if images.ndim != 4 or images.dtype != np.uint8:
-        raise BadInput(f"{paths[0]}: contains {_kind(images)}, not uint8 images [N, cameras, H, W]; download it again")
+        raise BadInput(f"{paths[0]} contains {_kind(images)}, not uint8 images [N, cameras, H, W]: download it again")
     if categories.ndim != 1 or categories.dtype != np.int32:
-        raise BadInput(f"{paths[1]}: contains {_kind(categories)}, not int32 categories [N]; download it again")
+        raise BadInput(f"{paths[1]} contains {_kind(categories)}, not int32 categories [N]: download it again")
     if info.ndim != 2 or info.dtype != np.int32 or info.shape[1] < len(ATTRIBUTES):
         raise BadInput(
-            f"{paths[2]}: contains {_kind(info)}, not int32 [N, 4 or more] with the columns {', '.join(ATTRIBUTES)}; "
+            f"{paths[2]} contains {_kind(info)}, not int32 [N, 4 or more] with the columns {', '.join(ATTRIBUTES)}: "
             "download it again"
         )
     for path, array in ((paths[1], categories), (paths[2], info)):
         if len(array) != len(images):
-            raise BadInput(f"{paths[0]} has {len(images)} images but {path} has {len(array)} rows; download both again")
+            raise BadInput(f"{paths[0]} has {len(images)} images but {path} has {len(array)} rows: download both again")
     return NorbFiles(images, categories, info)
 
 
@@ -183,7 +183,7 @@ def as_images(files: NorbFiles, size: int | None, stereo: bool) -> Images:
         if pixels.shape[3] != side:
             raise BadInput(f"size is {size}, but the images are not square: omit size")
         if size < 1 or side % size:
-            raise BadInput(f"size is {size}; give a number that divides {side}, the images' height, or omit size")
+            raise BadInput(f"size must be a divisor of {side}, the height of the images; got {size}")
         pixels = torch.cat([_shrunk(part, side // size) for part in pixels.split(1024)])
     attributes = {name: torch.from_numpy(files.info[:, column]).long() for column, name in enumerate(ATTRIBUTES)}
     return Images(pixels.contiguous(), torch.from_numpy(files.categories).long(), CATEGORIES, attributes)
@@ -207,7 +207,7 @@ def load_smallnorb(data_dir: Path, *, size: int = 48, stereo: bool = True) -> tu
         >>> train, test = load_smallnorb(Path("data"))  # doctest: +SKIP
     """
     if not 1 <= size <= 96 or 96 % size:
-        raise BadInput(f"size is {size}; give a number that divides 96")
+        raise BadInput(f"size must be a divisor of 96; got {size}")
     fetch_smallnorb(data_dir)
     splits = (load_norb_files(data_dir / "smallnorb", "smallnorb", split, 96) for split in PARTS)
     train, test = (as_images(files, size, stereo) for files in splits)
@@ -241,21 +241,19 @@ def _header(content: bytes | bytearray, name: str) -> tuple[np.dtype, tuple[int,
     magic = int.from_bytes(content[:4], "little")
     if len(content) < 4 or magic not in TYPES:
         other = f"elements of {OTHER_TYPES[magic]}" if magic in OTHER_TYPES else f"it starts with 0x{magic:08X}"
-        raise BadInput(f"{name}: not a binary matrix of uint8 or int32 ({other}); download it again")
+        raise BadInput(f"{name} is not a binary matrix of uint8 or int32 ({other}): download it again")
     dimensions = int.from_bytes(content[4:8], "little")
     start = 8 + 4 * max(3, dimensions)
     if len(content) < 8 or not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise BadInput(
-            f"{name}: its header declares {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}; download it again"
-        )
+        raise BadInput(f"{name} declares {dimensions} dimensions, not 1 to {MOST_DIMENSIONS}: download it again")
     if len(content) < start:
-        raise BadInput(f"{name}: cut off within its header; download it again")
+        raise BadInput(f"{name} is cut off within its header: download it again")
     sizes = struct.unpack_from(f"<{dimensions}I", content, 8)
     if not 0 < math.prod(sizes) * TYPES[magic].itemsize <= LARGEST:
         declared = "×".join(map(str, sizes))
         raise BadInput(
-            f"{name}: the header declares an array of {declared} elements, but an array must not be empty and must"
-            " not exceed 16 GiB; download it again"
+            f"{name} declares an array of {declared} elements, but an array must not be empty and must"
+            " not exceed 16 GiB: download it again"
         )
     return TYPES[magic], sizes, start
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 from torch.nn import functional
 
+from torchcaps.checks import check_integer, check_number
 from torchcaps.data.images import shift, shift_offsets
 from torchcaps.errors import BadInput
 from torchcaps.options import check_kind, kinds_of
@@ -69,22 +70,22 @@ class Preprocessing:
         flip: training only; mirror each image left to right with probability 0.5. The two channels of a mirrored stereo
             pair are swapped too, because mirroring exchanges the left and the right camera.
         brightness: training only; a random number from -brightness to brightness is added to all pixels of an image.
-            The range of this option is 0 to 10.
+            This option is in [0, 10].
         contrast: training only; the difference of each pixel from the mean of its image is multiplied by a random
-            factor from 1 - contrast to 1 + contrast. The range of this option is 0 to 1.
-        rotation: training only; largest angle in degrees, 0 to 180. Each image is rotated with probability 0.5. Angles
-            are normally distributed and clipped to the largest angle. The standard deviation is a third of the largest
-            angle.
-        squeeze: training only; largest fraction by which the width of an image is reduced, 0 to 0.9. For
-            each image, the fraction is the absolute value of a normally distributed number, clipped to the largest
+            factor from 1 - contrast to 1 + contrast. This option is in [0, 1].
+        rotation: training only; largest angle in degrees, in [0, 180]. Each image is rotated with probability 0.5.
+            Angles are normally distributed and clipped to the largest angle. The standard deviation is a third of the
+            largest angle.
+        squeeze: training only; largest fraction by which the width of an image is reduced, in [0, 0.9].
+            For each image, the fraction is the absolute value of a normally distributed number, clipped to the largest
             fraction. The standard deviation of this number is a third of the largest fraction.
         erase: training only; height and width, in pixels, of a square that is set to 0. Its position is random, but its
             distance from the border is at least `erase`. 0 erases nothing.
         elastic: training only; standard deviation, in pixels, of a random elastic distortion (Ronneberger, Fischer &
             Brox 2015, arXiv 1505.04597). The points of a 6×6 grid are displaced by normally distributed distances. The
-            displacements of the pixels between these points are interpolated. The range of this option is 0 to 100.
-        test_crops: evaluation only, 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only the
-            centre crop.
+            displacements of the pixels between these points are interpolated. This option is in [0, 100].
+        test_crops: evaluation only, from 1 to 32; scores are averaged over test_crops² evenly spaced crops. 1 uses only
+            the centre crop.
 
     Raises:
         BadInput: a value has the wrong type or is out of its range, or `test_crops` is above 1 and `crop` is 0.
@@ -109,17 +110,12 @@ class Preprocessing:
     def __post_init__(self) -> None:
         for key, kind in kinds_of(type(self)).items():
             check_kind(key, getattr(self, key), kind)
-        ranges = dict.fromkeys(("shift", "crop", "erase"), (0.0, 10000.0)) | {"test_crops": (1.0, 32.0)}
-        ranges |= {
-            "brightness": (0, 10),
-            "contrast": (0, 1),
-            "rotation": (0, 180),
-            "squeeze": (0, 0.9),
-            "elastic": (0, 100),
-        }
-        for key, (least, most) in ranges.items():
-            if not least <= getattr(self, key) <= most:
-                raise BadInput(f"{key} is {getattr(self, key)}: use {least:g} to {most:,g}")
+        for key in ("shift", "crop", "erase"):
+            check_integer(key, getattr(self, key), 0, 10_000, BadInput)
+        check_integer("test_crops", self.test_crops, 1, 32, BadInput)
+        intervals = {"brightness": "[0, 10]", "contrast": "[0, 1]", "rotation": "[0, 180]", "squeeze": "[0, 0.9]"}
+        for key, interval in {**intervals, "elastic": "[0, 100]"}.items():
+            check_number(key, getattr(self, key), interval, BadInput)
         if self.test_crops > 1 and not self.crop:
             raise BadInput(f"test_crops is {self.test_crops}, but crop is 0: set crop too, or test_crops=1")
 
@@ -141,14 +137,15 @@ class Preprocessing:
         channels, height, width = stored
         if self.crop > min(height, width):
             raise BadInput(
-                f"crop is {self.crop}: use at most {min(height, width)}, the shorter side of the images, or crop=0 for "
-                "the whole image"
+                f"crop must be at most {min(height, width)}, the shorter side of the images; got {self.crop}: use a "
+                "smaller crop, or crop=0 for the whole image"
             )
         if self.shift >= min(height, width):
-            raise BadInput(f"shift is {self.shift}: use less than {min(height, width)}, the shorter side of the images")
+            most = min(height, width) - 1
+            raise BadInput(f"shift must be at most {most} for images of {height}×{width} pixels; got {self.shift}")
         if 3 * self.erase > (self.crop or min(height, width)):
             most = (self.crop or min(height, width)) // 3
-            raise BadInput(f"erase is {self.erase}: use at most {most}, a third of the image's shorter side")
+            raise BadInput(f"erase must be at most {most}, a third of the image's shorter side; got {self.erase}")
         return (channels, self.crop, self.crop) if self.crop else stored
 
     def variation(self, seed: int, epoch: int, count: int) -> Variation:

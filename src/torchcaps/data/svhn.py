@@ -78,14 +78,14 @@ def read_svhn(path: Path, md5: str | None = None) -> Images:
     pixels, digits = read_arrays(path, ["X", "y"], md5)
     cure = "delete the file and download it again"
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
-        raise BadInput(f"{path}: X is {_kind(pixels)}, not uint8 of shape [32, 32, 3, N]; {cure}")
+        raise BadInput(f"X in {path} must be uint8 [32, 32, 3, N]; got {_kind(pixels)}: {cure}")
     if digits.dtype not in (np.uint8, np.float64) or digits.ndim != 2 or digits.shape[1] != 1:
-        raise BadInput(f"{path}: y is {_kind(digits)}, not uint8 or float64 of shape [N, 1]; {cure}")
+        raise BadInput(f"y in {path} must be uint8 or float64 [N, 1]; got {_kind(digits)}: {cure}")
     if len(digits) != pixels.shape[3]:
-        raise BadInput(f"{path} has {pixels.shape[3]:,} images but {len(digits):,} labels; {cure}")
+        raise BadInput(f"{path} has {pixels.shape[3]:,} images but {len(digits):,} labels: {cure}")
     wrong = digits[~np.isin(digits, range(1, 11))]
     if len(wrong):
-        raise BadInput(f"{path} has the label {wrong[0]:g}; labels are 1 to 10; {cure}")
+        raise BadInput(f"labels in {path} must be from 1 to 10; got {wrong[0]:g}: {cure}")
     images = torch.from_numpy(pixels.transpose(3, 2, 0, 1).copy(order="C"))
     return Images(images, torch.from_numpy(digits[:, 0].astype(np.int64) % 10), tuple("0123456789"))
 

@@ -267,7 +267,7 @@ def toy(category: str, instance: int, seed: int = 0) -> list[Solid]:
     Arguments:
         category: one of `CATEGORIES`.
         instance: index of the toy in its category.
-        seed: seed of the shapes, 0 or greater.
+        seed: seed of the shapes, at least 0.
 
     Example:
         >>> len(toy("car", 0)) > 4

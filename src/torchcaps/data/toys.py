@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from torchcaps.checks import check_integer
 from torchcaps.data.files import atomically, verified, write_json
 from torchcaps.data.image_files import tracked
 from torchcaps.data.images import Images
@@ -50,7 +51,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
     Arguments:
         data_dir: data folder. The files are written to its subfolder `toys`, or `toys-seedN` for a seed N above 0.
         size: height and width of the images in pixels, 48 or 96.
-        seed: seed of the shapes and the noise, 0 or greater. Each seed gives a different set of fifty toys.
+        seed: seed of the shapes and the noise, at least 0. Each seed gives a different set of fifty toys.
         progress: draw a progress bar on standard error.
 
     Returns:
@@ -64,9 +65,8 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
         PosixPath('data/toys')
     """
     if size not in SIZES:
-        raise BadInput(f"size is {size}; give 48 or 96 pixels")
-    if seed < 0:
-        raise BadInput(f"seed is {seed}; give 0 or greater")
+        raise BadInput(f"size must be 48 or 96; got {size}")
+    check_integer("seed", seed, 0, error=BadInput)
     folder = _folder(data_dir, seed)
     jobs = [
         (split, instance, category) for split in INSTANCES for instance in INSTANCES[split] for category in range(5)
@@ -93,7 +93,7 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
                     stream.write(content)
         write_json(folder / SUMS.format(size), sums)
     except OSError as error:
-        raise BadInput(f"{folder}: cannot be written ({error}); choose a data folder that you can write to") from error
+        raise BadInput(f"{folder} cannot be written ({error}): choose a data folder that you can write to") from error
     return folder
 
 
@@ -101,8 +101,8 @@ def render_toy(category: int, instance: int, *, size: int = 48, seed: int = 0) -
     """Render all views of one toy as uint8 ``[elevations · azimuths · lightings, 2 cameras, size, size]``.
 
     Arguments:
-        category: index in `CATEGORIES`, 0 to 4.
-        instance: index of the toy in its category, 0 to 9.
+        category: index in `CATEGORIES`, from 0 to 4.
+        instance: index of the toy in its category, from 0 to 9.
         size: height and width of the images in pixels.
         seed: seed of shapes and noise.
     """
@@ -130,7 +130,7 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
         data_dir: data folder; the files are in its subfolder `toys`, or `toys-seedN` for a render_seed N above 0.
         size: height and width in pixels, 96 or a divisor of 48.
         stereo: True for both cameras as two channels, False for the first camera only.
-        render_seed: seed of the toys' shapes and of the noise, 0 or greater.
+        render_seed: seed of the toys' shapes and of the noise, at least 0.
 
     Raises:
         BadInput: `size` is neither 96 nor a divisor of 48, `render_seed` is negative, or a file has a wrong checksum,
@@ -141,7 +141,7 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
     """
     rendered = 96 if size == 96 else 48
     if not 1 <= size <= rendered or rendered % size:
-        raise BadInput(f"size is {size}; give 96 or a number that divides 48")
+        raise BadInput(f"size must be 96 or a divisor of 48; got {size}")
     folder = _folder(data_dir, render_seed)
     if not (folder / SUMS.format(rendered)).exists():
         render_toys(data_dir, size=rendered, seed=render_seed)
@@ -159,7 +159,7 @@ def verify_toys(data_dir: Path) -> list[tuple[str, str]]:
         for size in SIZES:
             if (folder / SUMS.format(size)).exists():
                 found += [(f"{folder.name}/{file}", problem) for file, problem in _verified(folder, size)]
-    return found or [("toys", f"no rendered toys in {data_dir}; run `torchcaps data render toys`")]
+    return found or [("toys", f"missing from {data_dir}: run `torchcaps data render toys`")]
 
 
 def _verified(folder: Path, size: int) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchcaps.checks import check_integer
 from torchcaps.data import check_source
 from torchcaps.data.files import write_json, write_picture
 from torchcaps.environment import environment
@@ -239,8 +240,7 @@ def run_experiment(
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
     if budget not in BUDGETS:
         raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
-    if seeds < 1:
-        raise BadInput(f"seeds must be at least 1; got {seeds}")
+    check_integer("seeds", seeds, 1, error=BadInput)
     if data is not None:
         check_source(data)
     label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()

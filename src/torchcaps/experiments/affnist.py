@@ -67,11 +67,11 @@ def read_affnist(path: Path) -> Images:
     pixels, labels = read_struct(path, "affNISTdata", ["image", "label_int"])
     if pixels.dtype != np.uint8 or pixels.ndim != 2 or len(pixels) != SIZE**2 or labels.size != pixels.shape[1]:
         raise BadInput(
-            f"{path}: contains {pixels.dtype} images of shape {pixels.shape} and {labels.size} labels, not uint8"
+            f"{path} contains {pixels.dtype} images of shape {pixels.shape} and {labels.size} labels, not uint8"
             f" images of shape ({SIZE**2}, N) and N labels: download it again"
         )
     if not np.isin(labels, range(10)).all():
-        raise BadInput(f"{path} contains a label that is not a digit from 0 to 9; download the file again")
+        raise BadInput(f"{path} contains a label that is not a digit from 0 to 9: download the file again")
     rows = torch.from_numpy(pixels.T.copy()).view(-1, 1, SIZE, SIZE)
     return Images(rows, torch.from_numpy(labels.flatten().astype(np.int64)), tuple("0123456789"))
 

@@ -50,7 +50,9 @@ def run(study: Study) -> Outcome:
     of_class = {name: right & (test.labels == label) for label, name in enumerate(test.class_names)}
     chosen = {name: int(those.nonzero()[0]) for name, those in of_class.items() if those.any()}
     if not chosen:
-        raise BadInput(f"{study.folder}: the network classifies no test image correctly: train with a larger --budget")
+        raise BadInput(
+            f"the network in {study.folder} classifies no test image correctly: train with a larger --budget"
+        )
     drawings = swept(model, preprocessing.plain(test.pixels[[*chosen.values()]]))
     change = (drawings[:, :, -1] - drawings[:, :, 0]).abs().mean(dim=(0, 2, 3, 4))
     rows = [Row("accuracy", [metrics["test_accuracy_percent"]], "99.75")]

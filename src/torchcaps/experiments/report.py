@@ -64,9 +64,8 @@ def write_pages(results: Path, pages: Sequence[Path]) -> None:
         if not count:
             raise BadInput(f"{page} contains no table: add <!-- table: NAME --> and <!-- end of table --> to it")
         if count != begun:
-            raise BadInput(
-                f"{page}: {begun - count} of {begun} tables lack <!-- end of table -->: add it after each table"
-            )
+            lack = f"{begun - count} of {begun} tables in {page} lack <!-- end of table -->"
+            raise BadInput(f"{lack}: add it after each table")
         written[page] = text
     for page, text in written.items():
         with atomically(page) as stream:
@@ -88,23 +87,25 @@ def _toml(path: Path) -> dict[str, list[Entry]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not valid TOML ({error}): correct the file") from error
     if unknown := entries.keys() - TABLES:
-        raise BadInput(f"{path}: unknown table {min(unknown)!r}{nearest(min(unknown), TABLES)}")
+        raise BadInput(f"unknown table {min(unknown)!r} in {path}{nearest(min(unknown), TABLES)}")
     for name, table in entries.items():
         if not isinstance(table, list) or not all(isinstance(entry, dict) for entry in table):
-            raise BadInput(f"{path}: {name} is not a list of entries: begin each entry with [[{name}]]")
+            raise BadInput(f"{name} in {path} is not a list of entries: begin each entry with [[{name}]]")
         for entry in table:
             required = (*REQUIRED[name], *(("result", "row") if name == "highlights" and "runs" not in entry else ()))
             if missing := [key for key in required if key not in entry]:
-                raise BadInput(f"{path}: an entry of [[{name}]] lacks {missing[0]!r}: add it")
+                raise BadInput(f"an entry of [[{name}]] in {path} lacks {missing[0]!r}: add it")
             if "what" in entry and not isinstance(entry["what"], str):
-                raise BadInput(f"{path}: what={entry['what']!r} in [[{name}]] is not text: put it in quotation marks")
+                raise BadInput(
+                    f"what in [[{name}]] of {path} must be text; got {entry['what']!r}: put it in quotation marks"
+                )
             if "runs" in entry and not (entry["runs"] and fits(entry["runs"], str | list[str | list[str]])):
-                raise BadInput(f"{path}: runs of {entry['what']!r} is {entry['runs']!r}: list at least one run")
+                raise BadInput(f"runs of {entry['what']!r} in {path} must be a list of runs; got {entry['runs']!r}")
     rendered = {entry["what"]: entry["runs"] for entry in entries.get("renderings", [])}
     for entry in entries.get("highlights", []):
         for key in entry.keys() & {"runs", "cnn_runs"}:
             if isinstance(name := entry[key], str) and name not in rendered:
-                raise BadInput(f"{path}: no entry of [[renderings]] has what={name!r}{nearest(name, rendered)}")
+                raise BadInput(f"no entry of [[renderings]] in {path} has what={name!r}{nearest(name, rendered)}")
             entry[key] = rendered[name] if isinstance(name, str) else name
     return entries
 
@@ -189,7 +190,7 @@ def _renderings(entries: Sequence[Entry], results: Path) -> list[str]:
     if any(column != columns[0] for column in columns):
         raise BadInput(
             "every entry of a table of renderings in tables.toml must list runs with the same values of "
-            f"data.render_seed, in the same order; the entries have the values {columns}"
+            f"data.render_seed, in the same order; got {columns}"
         )
     return _lines(
         ("network", *(f"rendering {number}" for number in columns[0]), "mean", "command"),
@@ -253,7 +254,7 @@ def _speed_of(entry: Entry, measured: Sequence[Mapping[str, str]]) -> tuple[str,
         value = f" and value {entry['value']!r}" if "value" in entry else ""
         raise BadInput(
             f"{entry['file']} must have two rows for case {entry['case']!r}{value}: one with implementation "
-            f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing; correct the entry in "
+            f"'fused', and one with {EAGER!r} or 'reference'; at least one is missing: correct the entry in "
             "results/tables.toml"
         )
     ratios = [value and value / found["fused"] for value in (eager, found.get(COMPILED))]

@@ -62,7 +62,7 @@ def chosen_fused(backend: Backend, obstacle: str | None) -> bool:
     """
     check_choice("backend", backend, BACKENDS)
     if backend == "fused" and obstacle is not None:
-        raise ValueError(f'backend "fused" does not support this call: {obstacle}; use "auto" or "reference"')
+        raise ValueError(f'backend "fused" does not support this call ({obstacle}): use "auto" or "reference"')
     fused = backend != "reference" and obstacle is None
     if fused and not torch.compiler.is_compiling():
         let_flops_be_counted()

@@ -102,4 +102,4 @@ def refuse_batched(gradients: Sequence[Any]) -> None:
     functorch = torch._C._functorch
     for x in gradients:
         if isinstance(x, Tensor) and (functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)):
-            raise RuntimeError('fused routing does not support batched gradients; use backend="reference"')
+            raise RuntimeError('fused routing does not support batched gradients: use backend="reference"')

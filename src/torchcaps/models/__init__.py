@@ -133,7 +133,7 @@ def built(name: str, kind: type[nn.Module], options: Mapping[str, Any]) -> nn.Mo
     except (ValueError, TypeError, ArithmeticError, LookupError, RuntimeError, MemoryError) as error:
         reason = first_line(error)
         if isinstance(error, MemoryError) or "allocate memory" in reason:
-            reason = "there is not enough memory for the weights; make the model smaller"
+            reason = "there is not enough memory for the weights, so make the model smaller"
         raise BadInput(f"model {name} cannot be created with these options: {reason}") from error
 
 

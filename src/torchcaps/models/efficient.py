@@ -74,8 +74,8 @@ class EfficientCapsNet(nn.Module, Pretrained):
         )
         if len(channels) != 4 or channels[3] % primary_pose_size:
             raise ValueError(
-                f"channels is {list(channels)}: use four numbers; the last one must be a multiple of primary_pose_size="
-                f"{primary_pose_size}, such as [32, 64, 64, {16 * primary_pose_size}]"
+                f"channels must be four integers, the last one a multiple of primary_pose_size={primary_pose_size}, "
+                f"such as [32, 64, 64, {16 * primary_pose_size}]; got {list(channels)}"
             )
         layers: list[nn.Module] = []
         kernels = (first_kernel_size, first_stride), (3, 1), (3, 1), (3, 2)

@@ -27,8 +27,8 @@ def check_image_shape(network: str, image_shape: Sequence[int], smallest: int) -
     channels, height, width = map(int, image_shape)
     if min(height, width) < smallest:
         raise BadInput(
-            f"images of {height}×{width} are too small for {network}: its kernels need at least "
-            f"{smallest}×{smallest}; make the images larger (with `torchcaps train`: --set data.image_size={smallest})"
+            f"images for {network} must be at least {smallest}×{smallest} pixels; got {height}×{width}: make them "
+            f"larger (with `torchcaps train`: --set data.image_size={smallest})"
         )
     return channels, height, width
 

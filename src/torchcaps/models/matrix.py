@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction, wide
-from torchcaps.checks import check_channels, check_choice, check_sizes
+from torchcaps.checks import check_channels, check_choice, check_integer, check_sizes
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
 from torchcaps.layers import ClassCaps, ConvCaps, truncated_normal_
@@ -110,7 +110,8 @@ class MatrixCapsNet(nn.Module, Pretrained):
         for option, value, allowed in (("size", size, get_args(Size)), ("pose", pose, ("matrix", "vector"))):
             check_choice(option, value, allowed, BadInput)
         if widths is not None and (len(widths) != 4 or min(widths) < 1):
-            raise BadInput(f"widths is {list(widths)}: use four numbers of at least 1, such as {list(WIDTHS[size])}")
+            example = list(WIDTHS[size])
+            raise BadInput(f"widths must be four integers of at least 1, such as {example}; got {list(widths)}")
         features, primary, first, second = WIDTHS[size] if widths is None else widths
         pose_size = (4, 4) if pose == "matrix" else (1, 16)
         routing = class_routing = with_defaults(routing, EM)
@@ -122,10 +123,9 @@ class MatrixCapsNet(nn.Module, Pretrained):
                 )
             inverse_temperature = class_temperature_factor * routing.options["inverse_temperature"]
             class_routing = routing.replace(inverse_temperature=inverse_temperature)
-        if not 0 <= stem <= 100:
-            raise BadInput(f"stem is {stem}: the number of convolutions must be from 0 to 100")
+        check_integer("stem", stem, 0, 100, BadInput)
         if stem_stride not in (1, 2) or stem < stem_stride - 1:
-            raise BadInput(f"stem_stride is {stem_stride} and stem is {stem}: use stem_stride 1, or 2 with stem >= 1")
+            raise BadInput(f"stem_stride must be 1, or 2 with a stem of at least 1; got {stem_stride} and stem={stem}")
         convolutions: list[nn.Module] = [nn.Conv2d(channels, features, 5, stride=2)]
         for index in range(stem):
             below, stride = features, stem_stride if index == stem // 2 else 1

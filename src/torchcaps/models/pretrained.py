@@ -200,7 +200,7 @@ def local_folder(source: str | Path, revision: str | None = None, token: str | N
         return Path(snapshot_download(source, revision=revision, token=token, allow_patterns=files))
     except Exception as error:  # the client of the Hub raises its own errors and errors of three HTTP libraries
         raise BadInput(
-            f"{source}: neither a folder nor a readable repository on the Hub ({first_line(error)}): check the name, "
+            f"{source} is neither a folder nor a readable repository on the Hub ({first_line(error)}): check the name, "
             "the token and the network connection"
         ) from error
 
@@ -308,8 +308,8 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
     if different := different_shapes(weights, again.state_dict()):
         name, here, there = different
         raise BadInput(
-            f"{kind} cannot be saved, because from_pretrained would create a network with other weights: {name} is "
-            f"{here} here, but would be {there}; undo the change of this layer, or save model.state_dict()"
+            f"{kind} cannot be saved, because from_pretrained would create a network with other weights ({name} is "
+            f"{here} here, but would be {there}): undo the change of this layer, or save model.state_dict()"
         )
     here, there = settings_of(model), settings_of(again)
     for setting in [*here, *there]:
@@ -318,8 +318,8 @@ def check_loadable(model: Pretrained) -> tuple[dict[str, Any], dict[str, Any]]:
             foreign = is_foreign(type(model.get_submodule(layer)))
             cure = f"return {attribute} in saved_options of this rule" if foreign else "undo the change of this layer"
             raise BadInput(
-                f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind}: "
-                f"{attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}; {cure}, or save "
+                f"{kind} cannot be saved, because from_pretrained would create another layer {layer or kind} "
+                f"({attribute} is {here.get(setting)!r} here, but would be {there.get(setting)!r}): {cure}, or save "
                 "model.state_dict()"
             )
     return options, routing
@@ -370,7 +370,7 @@ def read_weights(path: Path, checksum: str) -> dict[str, torch.Tensor]:
     except (OSError, LookupError, SafetensorError) as error:
         raise unreadable(path, error, "save the network again") from error
     if spoiled := [name for name, x in weights.items() if x.is_floating_point() and x.float().isnan().any()]:
-        raise BadInput(f"{path}: {spoiled[0]} contains NaN, so the network cannot predict: train it again")
+        raise BadInput(f"{spoiled[0]} in {path} contains NaN, so the network cannot predict: train it again")
     return weights
 
 
@@ -379,14 +379,14 @@ def _set_weights(model: nn.Module, weights: Mapping[str, torch.Tensor], path: Pa
     if different := different_shapes(model.state_dict(), weights):
         name, here, there = different
         raise BadInput(
-            f"the weights in {path} do not fit this {type(model).__name__}: {name} is {here} in the network, but "
-            f"{there} in the file: use the options that the network was saved with"
+            f"the weights in {path} do not fit this {type(model).__name__} ({name} is {here} in the network, but "
+            f"{there} in the file): use the options that the network was saved with"
         )
     for name, tensor in model.state_dict(keep_vars=True).items():
         kinds = [(one.is_floating_point(), one.is_complex()) for one in (weights[name], tensor)]
         if isinstance(tensor, nn.Parameter) and kinds[0] != kinds[1]:
             found, own = (str(one.dtype).removeprefix("torch.") for one in (weights[name], tensor))
-            raise BadInput(f"{path}: {name} has dtype {found}, but {own} in the network: restore the file")
+            raise BadInput(f"{name} in {path} has dtype {found}, but {own} in the network: restore the file")
     # The loaded tensors may be unaligned in memory. The kernels would copy unaligned tensors in every call.
     aligned = {name: tensor.clone() for name, tensor in weights.items()}
     model.load_state_dict(aligned, assign=True)

@@ -116,7 +116,7 @@ def restore_rules(model: nn.Module, saved: Mapping[str, Any], change: Any, path:
     layers = layer_rules(model).keys()
     for layer in sorted(layers ^ saved.keys()):
         problem = "lacks the layer" if layer in layers else "has a layer that the network does not have, namely"
-        raise BadInput(f"{path}: the entry 'routing' {problem} {layer!r}: save the network again")
+        raise BadInput(f"the entry 'routing' in {path} {problem} {layer!r}: save the network again")
     for layer, rule in saved.items():
         entry = f"{path}: routing of {layer!r}"
         check_kind(entry, rule, Mapping[str, Any])

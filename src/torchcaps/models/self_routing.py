@@ -7,7 +7,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from torchcaps.capsules import Prediction
-from torchcaps.checks import check_sizes
+from torchcaps.checks import check_integer, check_sizes
 from torchcaps.convolution import kaiming_
 from torchcaps.decoder import prediction_of
 from torchcaps.errors import BadInput
@@ -73,8 +73,7 @@ class SelfRoutingCapsNet(nn.Module, Pretrained):
         below, height, width_of_image = self.image_shape = check_image_shape(
             "SelfRoutingCapsNet", image_shape, smallest=5
         )
-        if capsule_layers not in range(101):
-            raise BadInput(f"capsule_layers is {capsule_layers}: the number of layers must be from 0 to 100")
+        check_integer("capsule_layers", capsule_layers, 0, 100, BadInput)
         layers: list[nn.Module] = []
         for factor, stride in ((1, 1), (2, 2), (2, 1), (4, 2), (4, 1), (8, 2)):
             convolution = kaiming_(nn.Conv2d(below, factor * width, 3, stride, padding=1, bias=False))

@@ -179,7 +179,7 @@ class TimmCapsNet(nn.Module, Pretrained):
         if ends != size:
             height, width = (math.ceil(side / stride) * stride for side in size)
             option = height if height == width else f"[{height},{width}]"
-            cure = f"; try images of {height}×{width} (data.image_size={option})"
+            cure = f": try images of {height}×{width} (data.image_size={option})"
             warnings.warn(
                 f"the backbone uses only the first {ends[0]}×{ends[1]} pixels of images of {size[0]}×{size[1]}"
                 f"{cure if (height, width) != size else ''}",

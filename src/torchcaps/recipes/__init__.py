@@ -229,7 +229,7 @@ def _without_effect(recipe: Recipe) -> dict[str, tuple[str, str]]:
         ("decay_steps", rate == 1, "with decay_rate=1", "set decay_rate below 1"),
         ("brightness", undone and recipe.brightness, "with standardise=last", "set standardise=first"),
         ("contrast", undone and recipe.contrast, "with standardise=last", "set standardise=first"),
-        ("early_iterations", not early, "with early_epochs=0", "set early_epochs to 1 or more"),
+        ("early_iterations", not early, "with early_epochs=0", "set early_epochs to at least 1"),
         ("reconstruction_weight", no_decoder, f"because model {recipe.model} has no decoder", "set it to 0"),
     ):
         if without_effect:
@@ -291,7 +291,9 @@ def _kind(group: str, chosen: str, option: str) -> tuple[Any, Any]:
         if group == "model" and (routing := routing_of(chosen, {})):
             own += [f"routing.{name}" for name in routing_options(routing.name)]
         if not own:
-            raise BadInput(f"unknown setting '{group}.{option}': {chosen!r} has no options; leave out this setting")
+            raise BadInput(
+                f"unknown setting '{group}.{option}', because {chosen!r} has no options: leave out this setting"
+            )
         meant = f"routing.{option}" if f"routing.{option}" in own else f"{group}.{option}"
         raise BadInput(f"unknown setting '{group}.{option}'{nearest(meant, own)}")
     default = inspect.signature(takes).parameters[option].default
@@ -305,7 +307,7 @@ def _value(key: str, text: str, kind: Any, default: Any) -> Any:
         if fits(each, kind):
             return float(each) if isinstance(default, float) else each
     if isinstance(listed := _parsed(f"[{text}]"), list) and fits(listed, kind):
-        raise BadInput(f"{key} must be {described(kind)}; write {key}=[{text}]")
+        raise BadInput(f"{key} must be {described(kind)}: write {key}=[{text}]")
     example = "" if default is None or get_origin(kind) is Literal else f", such as {json.dumps(default)}"
     raise BadInput(f"{key} must be {described(kind)}{example}; got {text}")
 
