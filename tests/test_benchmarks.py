@@ -129,7 +129,7 @@ def test_the_plot_of_memory_is_written(tmp_path):
 
 def test_unknown_benchmarks_and_heaps_are_refused(refused):
     assert "unknown benchmark 'route'" in refused("bench", "route")
-    assert "unknown heap 'hot'" in refused("bench", "train", "--heap", "hot")
+    assert "--heap must be one of warm, plain; got 'hot'" in refused("bench", "train", "--heap", "hot")
 
 
 @pytest.mark.slow

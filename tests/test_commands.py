@@ -222,7 +222,7 @@ def test_the_results_of_an_experiment_are_in_the_folder_of_its_runs(call, refuse
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path / "out" / "results") in refused("experiment", "report", "--out", tmp_path / "out")
     assert "results contains no result" in refused("experiment", "report")
-    assert "the name of the folder is empty" in refused("experiment", "dimensions", "--out", "")
+    assert "--out must be the name of a folder; got ''" in refused("experiment", "dimensions", "--out", "")
 
 
 def test_recipes_for_own_images_differ_only_in_network_loss_and_learning_rate():

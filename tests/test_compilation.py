@@ -112,7 +112,9 @@ def test_a_network_that_cannot_be_compiled_is_refused():
 
 
 def test_several_devices_do_not_compile():
-    with pytest.raises(BadInput, match="compile is true, but devices is 2: use one device, or set compile=false"):
+    with pytest.raises(
+        BadInput, match="devices must be 1 with compile=true; got 2: use one device, or set compile=false"
+    ):
         check_devices(2, compiling())
 
 

@@ -244,7 +244,9 @@ def test_bad_arguments_of_the_command_are_refused(refused, tmp_path):
     weights = classifier_of("pooled-cnn")
     weights.save_pretrained(tmp_path)
     export = ("export", tmp_path, "--out")
-    assert "unknown format 'pt'; did you mean 'pt2'?" in refused(*export, tmp_path / "x.onnx", "--format", "pt")
+    assert "--format must be one of onnx, pt2, aoti; got 'pt'" in refused(
+        *export, tmp_path / "x.onnx", "--format", "pt"
+    )
     assert "ends in .onnx for the format onnx" in refused(*export, tmp_path / "x.pt2")
     assert "ends in .pt2 for the format aoti" in refused(*export, tmp_path / "x.aoti", "--format", "aoti")
     assert "does not exist" in refused(*export, tmp_path / "none" / "x.onnx")

@@ -142,7 +142,7 @@ def test_unknown_caches_and_named_datasets_are_refused(untyped, tmp_path):
     refused(
         lambda: load_splits("mnist-5k", tmp_path, cache="disk"), "cache must be one of auto, memory, none; got 'disk'"
     )
-    refused(lambda: load_splits("mnist-5k", tmp_path, cache="none"), "mnist-5k is always held in memory")
+    refused(lambda: load_splits("mnist-5k", tmp_path, cache="none"), "cache must be auto or memory for mnist-5k")
 
 
 def test_a_contact_sheet_decodes_only_what_it_draws(tmp_path):

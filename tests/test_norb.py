@@ -288,5 +288,5 @@ def test_attributes_of_another_length_are_refused():
 def test_toys_are_not_rendered_for_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("torchcaps.data.toys.render_toy", None)
-    with pytest.raises(BadInput, match=r"toys cannot be written .*choose a data folder that you can write to"):
+    with pytest.raises(BadInput, match=r"toys cannot be written .*use another folder with --data-dir"):
         render_toys(tmp_path / "file" / "data")

@@ -101,7 +101,7 @@ def test_a_folder_with_other_files_is_refused_and_not_changed(refused, images, t
     (folder / "recipe.json").write_text('{"flour": 500}')
     assert "recipe.json is damaged" in train(refused, images, folder, "--resume")
     monkeypatch.chdir(folder)
-    assert "name of the folder is empty" in train(refused, images, "")
+    assert "--out must be the name of a folder; got ''" in train(refused, images, "")
     assert (folder / "README.md").read_text() == "mine"
     assert (folder / "config.json").read_text() == "{}"
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "recipe.json"}

@@ -201,7 +201,7 @@ def test_a_list_without_brackets_is_refused_with_the_right_notation(refused, ima
     line = refused("train", "capsnet-mnist", "--data", images, "--set", "data.channels=RGB")
     assert line == "error: data.channels must be an integer or null; got RGB"
     assert create_recipe("capsnet-mnist", {"mixup": ".5", "reconstruction_weight": "0"}).mixup == 0.5
-    assert "the name of the data is empty" in refused("train", "capsnet-mnist", "--data", "")
+    assert "--data is empty" in refused("train", "capsnet-mnist", "--data", "")
     line = refused("train", "capsnet-mnist", "--set", "data.size=3")
     assert line == "error: unknown setting 'data.size', because 'mnist' has no options: leave out this setting"
 

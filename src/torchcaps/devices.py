@@ -28,7 +28,7 @@ def check_devices(devices: int, recipe: Recipe) -> None:
     """
     here, together = processes(devices)[0], math.prod(processes(devices))
     if recipe.compile and together > 1:
-        raise BadInput(f"compile is true, but devices is {together}: use one device, or set compile=false")
+        raise BadInput(f"devices must be 1 with compile=true; got {together}: use one device, or set compile=false")
     if together < 1 or recipe.batch_size % together:
         raise BadInput(f"devices must be a divisor of the batch size {recipe.batch_size}; got {together}")
     if torch.cuda.is_available() and here > (gpus := torch.cuda.device_count()):

@@ -8,8 +8,9 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
+from torchcaps.checks import check_choice
 from torchcaps.data.files import FULL
-from torchcaps.errors import BadInput, first_line, nearest
+from torchcaps.errors import BadInput, first_line
 from torchcaps.recipe import Recipe
 
 LoggerName = Literal["tensorboard", "csv", "wandb", "mlflow", "none"]
@@ -25,10 +26,9 @@ def check_logger(name: str) -> None:
         >>> check_logger("tensorbord")
         Traceback (most recent call last):
         ...
-        torchcaps.errors.BadInput: unknown logger 'tensorbord'; did you mean 'tensorboard'? Known: tensorboard, csv, ...
+        torchcaps.errors.BadInput: logger must be one of tensorboard, csv, wandb, mlflow, none; got 'tensorbord'
     """
-    if name not in get_args(LoggerName):
-        raise BadInput(f"unknown logger {name!r}{nearest(name, get_args(LoggerName))}")
+    check_choice("logger", name, get_args(LoggerName), BadInput)
     if name in ("wandb", "mlflow") and find_spec(name) is None:
         raise BadInput(f"the logger {name} needs the package {name}: pip install {name}, or use another --logger")
 

@@ -107,9 +107,23 @@ def _run(interrupt: "_OneInterrupt") -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
             return 2
-        said = error.format_message()
+        said = _complaint(error)
+        if "; got " in said:
+            return _refuse(said)
         said = said if said.endswith((".", "?")) else f"{said}."
         return _refuse(f"{said} See `torchcaps --help` and `torchcaps COMMAND --help`")
+
+
+def _complaint(error: Any) -> str:
+    """Return the message of typer about a wrong argument, with the value that was given."""
+    said = re.sub(r"^Invalid value for '(\S+)': (?=must)", r"\1 ", error.format_message())
+    if not hasattr(error.__cause__, "errors"):
+        return said
+    found = error.__cause__.errors()[0]  # pydantic checks the types
+    allowed = found["msg"].removeprefix("Input should be ").partition(",")[0]
+    allowed = allowed.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+    allowed = allowed.replace("a valid integer", "an integer").replace("a valid number", "a number")
+    return f"{error.param.opts[0]} must be {allowed}; got {found['input']!r}"
 
 
 def _refuse(message: str) -> int:

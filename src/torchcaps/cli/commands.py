@@ -13,6 +13,7 @@ from torchcaps.cli.common import (
     Cache,
     DataDir,
     is_inside,
+    naming_options,
     print_classes,
     print_table,
     print_version,
@@ -52,6 +53,17 @@ app.command()(recipes)
 
 
 @app.command()
+@naming_options(
+    data="--data",
+    epochs="--epochs",
+    batch_size="--batch-size",
+    learning_rate="--lr",
+    seed="--seed",
+    precision="--precision",
+    devices="--devices",
+    cache="--cache",
+    logger="--logger",
+)
 def train(
     recipe: Annotated[str, typer.Argument(help="Name of a recipe; see `torchcaps recipes`.")],
     data: Annotated[
@@ -269,6 +281,7 @@ def bench(
     from torchcaps.benchmarks.routing import bench_routing
     from torchcaps.benchmarks.rules import rule_problems
     from torchcaps.benchmarks.training import bench_training
+    from torchcaps.checks import check_choice
 
     times, state = repeats or 10, heap or ("plain" if what == "memory" else "warm")
     runs: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
@@ -278,9 +291,9 @@ def bench(
         "devices": lambda: bench_devices(times),
         "memory": bench_memory,
     }
-    for kind, name, known in (("benchmark", what, runs), ("heap", state, ("warm", "plain"))):
-        if name not in known:
-            raise BadInput(f"unknown {kind} {name!r}{nearest(name, known)}")
+    if what not in runs:
+        raise BadInput(f"unknown benchmark {what!r}{nearest(what, runs)}")
+    check_choice("--heap", state, ("warm", "plain"), BadInput)
     for option, value in (("--repeats", repeats), ("--heap", heap)):
         if what == "memory" and value is not None:
             raise BadInput(f"{option} is {value}, but `bench memory` does not use it: leave out {option}")

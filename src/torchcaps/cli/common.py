@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,7 @@ def print_version(asked: bool | None) -> bool:
 def run_folder(text: str) -> Path:
     """Parse the path of a run folder. An empty path, most likely an unset shell variable, is rejected."""
     if not text.strip():
-        raise typer.BadParameter("the name of the folder is empty: give a name")
+        raise typer.BadParameter("must be the name of a folder; got ''")
     return Path(text)
 
 
@@ -96,6 +97,34 @@ def setting(text: str) -> tuple[str, str]:
     if not equals or not key:
         raise BadInput(f"--set must be key=value, such as --set shift=0; got {text}")
     return key, value
+
+
+def naming_options(**options: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command, so that errors name the option or the setting that the user typed.
+
+    Arguments:
+        options: for each argument in Python, the option that sets it, such as ``learning_rate="--lr"``.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def named(**given: Any) -> None:
+            try:
+                command(**given)
+            except BadInput as error:
+                keys = [text.partition("=")[0] for text in given.get("settings") or []]
+                typed = {key.rpartition(".")[2]: key for key in keys}
+                for name, option in options.items():
+                    if given.get(option.removeprefix("--").replace("-", "_")) is not None:
+                        typed[name] = option
+                name, _, problem = str(error).partition(" ")
+                if name not in typed:
+                    raise
+                raise BadInput(f"{typed[name]} {problem}") from error
+
+        return named
+
+    return decorated
 
 
 def writable_file(

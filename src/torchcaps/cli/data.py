@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchcaps.cli.common import DataDir, is_inside, print_table, setting, writable_file
+from torchcaps.cli.common import DataDir, is_inside, naming_options, print_table, setting, writable_file
 from torchcaps.errors import BadInput, nearest, printable
 
 Dataset = Annotated[str, typer.Argument(help="Name of a dataset; see `torchcaps data list`.")]
@@ -35,6 +35,7 @@ def data_fetch(name: Dataset, data_dir: DataDir = Path("data")) -> None:
 
 
 @app.command("render")
+@naming_options(size="--size", seed="--seed")
 def data_render(
     name: Annotated[str, typer.Argument(help="Name of the dataset: toys.")],
     data_dir: DataDir = Path("data"),
@@ -58,6 +59,7 @@ def data_render(
 
 
 @app.command("show")
+@naming_options()
 def data_show(
     name: Annotated[str, typer.Argument(help="Name of a dataset, or a folder or table of images.")],
     data_dir: DataDir = Path("data"),

@@ -13,6 +13,7 @@ from torchcaps.cli.common import (
     RUN_FILES,
     Cache,
     DataDir,
+    naming_options,
     print_classes,
     print_table,
     same_data,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torchcaps.run_folder import Run
 
 
+@naming_options(precision="--precision", cache="--cache", data="--data")
 def evaluate(
     runs: Annotated[
         list[Path],

@@ -6,11 +6,12 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli import Interrupted
-from torchcaps.cli.common import print_table, run_folder, writable, writable_file
+from torchcaps.cli.common import naming_options, print_table, run_folder, writable, writable_file
 from torchcaps.errors import BadInput, nearest
 from torchcaps.process_memory import keep_freed_memory
 
 
+@naming_options(budget="--budget", data="--data", seeds="--seeds")
 def experiment(
     name: Annotated[
         str,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchcaps.cli.common import DataDir, splits_for, writable_file
-from torchcaps.errors import BadInput, nearest, printable
+from torchcaps.errors import BadInput, printable
 from torchcaps.process_memory import keep_freed_memory
 
 
@@ -62,12 +62,12 @@ def export(
     data_dir: DataDir = Path("data"),
 ) -> None:
     """Write a classifier to one file for other programs. The file contains the network and the image preprocessing."""
+    from torchcaps.checks import check_choice
     from torchcaps.classifier import Classifier
     from torchcaps.export import BATCH, FORMATS, export_classifier
     from torchcaps.run_folder import read_run
 
-    if format not in FORMATS:
-        raise BadInput(f"unknown format {format!r}{nearest(format, FORMATS)}")
+    check_choice("--format", format, FORMATS, BadInput)
     ending = ".onnx" if format == "onnx" else ".pt2"
     if out.suffix.lower() != ending:
         raise BadInput(f"--out must be a file name that ends in {ending} for the format {format}; got {out}")

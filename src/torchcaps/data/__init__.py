@@ -256,7 +256,7 @@ def load_splits(
             f" path or the name of a dataset{nearest(name_or_folder, DATASETS)}"
         )
     if known and cache == "none":
-        raise BadInput(f"cache is none, but {name_or_folder} is always held in memory: omit cache")
+        raise BadInput(f"cache must be auto or memory for {name_or_folder}, which is always held in memory; got 'none'")
     allowed = DATASETS[name_or_folder].options if known else TABLE_OPTIONS if table else FOLDER_OPTIONS
     for option in sorted(options.keys() - set(allowed)):
         accepted = ", ".join(allowed) or "none"
@@ -351,7 +351,7 @@ def load_test_images(
 def check_source(name: str, cache: str = "auto") -> None:
     """Refuse an empty name of a dataset, folder or table, and an unknown cache."""
     if not name.strip():
-        raise BadInput("the name of the data is empty: give the name of a dataset, or the path of a folder or table")
+        raise BadInput("data is empty: give the name of a dataset, or the path of a folder or table")
     check_choice("cache", cache, CACHES, BadInput)
 
 

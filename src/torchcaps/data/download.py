@@ -63,7 +63,9 @@ def download(
                 return
             reasons.append(f"{url}: {reason}")
     except OSError as error:
-        raise BadInput(f"{path} cannot be written ({error}): choose a data folder that you can write to") from error
+        raise BadInput(
+            f"{path} cannot be written ({error}): use another folder with --data-dir (in Python, data_dir)"
+        ) from error
     raise BadInput(
         f"the download of {path.name} failed ({'; '.join(reasons)}): connect to the network and try again, or copy the"
         f" file to {path} yourself"

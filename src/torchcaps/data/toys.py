@@ -93,7 +93,9 @@ def render_toys(data_dir: Path, *, size: int = 48, seed: int = 0, progress: bool
                     stream.write(content)
         write_json(folder / SUMS.format(size), sums)
     except OSError as error:
-        raise BadInput(f"{folder} cannot be written ({error}): choose a data folder that you can write to") from error
+        raise BadInput(
+            f"{folder} cannot be written ({error}): use another folder with --data-dir (in Python, data_dir)"
+        ) from error
     return folder
 
 
@@ -139,6 +141,7 @@ def load_toys(data_dir: Path, *, size: int = 48, stereo: bool = True, render_see
     Example:
         >>> train, test = load_toys(Path("data"))  # doctest: +SKIP
     """
+    check_integer("render_seed", render_seed, 0, error=BadInput)
     rendered = 96 if size == 96 else 48
     if not 1 <= size <= rendered or rendered % size:
         raise BadInput(f"size must be 96 or a divisor of 48; got {size}")

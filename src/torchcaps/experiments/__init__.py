@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchcaps.checks import check_integer
+from torchcaps.checks import check_choice, check_integer
 from torchcaps.data import check_source
 from torchcaps.data.files import write_json, write_picture
 from torchcaps.environment import environment
@@ -238,14 +238,13 @@ def run_experiment(
     """
     if name not in EXPERIMENTS:
         raise BadInput(f"unknown experiment {name!r}{nearest(name, EXPERIMENTS)}")
-    if budget not in BUDGETS:
-        raise BadInput(f"unknown budget {budget!r}{nearest(budget, BUDGETS)}")
+    check_choice("budget", budget, BUDGETS, BadInput)
     check_integer("seeds", seeds, 1, error=BadInput)
     if data is not None:
         check_source(data)
     label, here = "-".join([name, budget, *([Path(data).name] if data else [])]), environment()
     folder = out / label
-    study = Study(budget, data, seeds, data_dir, folder)
+    study = Study(budget, data, seeds, data_dir, folder)  # type: ignore[arg-type]
     outcome = EXPERIMENTS[name].run(study)
     runs = [read_run(run) for run in study.runs]
     machines = [one for run in runs for one in (*run.earlier_environments, run.environment)]
