@@ -39,13 +39,13 @@ def test_recipes_info_and_data_print_their_lists(call):
 def test_a_dataset_is_shown_in_one_picture(call, refused, images, tmp_path, monkeypatch):
     picture = tmp_path / "sheet.png"
     code, said = call("data", "show", images, "--out", picture, "--columns", 3, "--set", "data.image_size=[10,12]")[:2]
-    assert (code, said.strip()) == (0, f"2 classes in {picture}")
+    assert (code, said.strip()) == (0, f"picture of 2 classes: {picture}")
     with Image.open(picture) as drawn:
         assert 300 < drawn.width < 420
         assert 160 < drawn.height < 220
     assert "did you mean 'data.image_size'?" in refused("data", "show", images, "--set", "data.image_siz=16")
     assert "data.seed" not in refused("data", "show", images, "--set", "data.seed=1").partition("Known")[2]
-    assert "only options of the data" in refused("data", "show", images, "--set", "shift=3")
+    assert "--set must be an option of the data" in refused("data", "show", images, "--set", "shift=3")
     toys = ("data", "show", "toys", "--data-dir", tmp_path, "--set")
     assert "size must be 96 or a divisor of 48; got 50" in refused(*toys, "data.size=50", "--set", "data.render_seed=1")
     assert "did you mean 'data.render_seed'?" in refused(*toys, "data.render_sed=1")
@@ -163,7 +163,7 @@ def test_damaged_image_folders_are_refused(refused, tmp_path):
         for index in range(4):
             Image.fromarray(np.full((5, 5), grey, np.uint8)).save(root / name / f"{index}.png")
         (root / name / "a.png").unlink()
-    assert "5×5 are too small for CapsNet" in refused(
+    assert "images for CapsNet must be at least 17×17 pixels; got 5×5" in refused(
         "train", "capsnet-mnist", "--data", root, "--out", tmp_path / "run"
     )
     (root / "only" / "0.png").write_bytes(b"not an image")
@@ -238,7 +238,7 @@ def test_devices_must_divide_the_batch(refused, tmp_path, images):
     line = refused(
         "train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--devices", 3, *SMALL_CAPSNET
     )
-    assert "divides the batch size" in line
+    assert "a divisor of the batch size" in line
     assert not torch.distributed.is_initialized()
 
 

@@ -147,9 +147,8 @@ def test_an_image_of_a_table_that_cannot_be_read_is_not_called_missing(images, t
     done = unprivileged(tmp_path, "data", "show", table)
     (tmp_path / "new").chmod(0o700)
     image = tmp_path / "new/left/000.png"
-    assert done.stderr == (
-        f"error: {table}, line 2: {image} cannot be read (Permission denied); change the permissions of its folder\n"
-    )
+    cure = "change the permissions of its folder"
+    assert done.stderr == f"error: {image} in line 2 of {table} cannot be read (Permission denied): {cure}\n"
 
 
 LONG = "/home/somebody/projects/bears/" + 10 * "images-of-2024/" + "0001.png"
@@ -191,7 +190,7 @@ def test_a_table_is_written_completely_or_not_at_all(refused, finished, images, 
     assert "contains no images" in refused("predict", finished[0], folder)
     (folder / "b.png").write_text("damaged")
     table.write_text("before")
-    assert "b.png: cannot be read as an image" in refused("predict", finished[0], folder, "--csv", table)
+    assert "b.png cannot be read as an image" in refused("predict", finished[0], folder, "--csv", table)
     gone = refused("predict", finished[0], folder, tmp_path / "gone.png", "--csv", table)
     assert re.search("none of the 2 images can be read; the first: .*b.png", gone)
     assert table.read_text() == "before"
@@ -209,8 +208,8 @@ def test_damaged_images_are_named_and_the_other_images_are_predicted(call, finis
         code, out, error = call("predict", finished[0], folder, *words)
         assert code == 0
         assert re.fullmatch(
-            "warning: no prediction for .*b.png: cannot be .*: replace or remove it\n"
-            "warning: no prediction for .*c.png: cannot be .*: replace or remove it\n",
+            "warning: no prediction for .*b.png cannot be .*: replace or remove it\n"
+            "warning: no prediction for .*c.png cannot be .*: replace or remove it\n",
             error,
         )
         assert "b.png" not in out

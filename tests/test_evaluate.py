@@ -99,7 +99,7 @@ def test_evaluating_on_training_images_causes_a_warning(call, images, finished, 
     shutil.copytree(images, tmp_path / "photos" / "train")
     code, _, error = call("evaluate", finished[0], "--data", tmp_path / "photos")
     assert code == 0, error
-    assert re.search(r"warning: 58 training and 6 validation images of .* are among the 80 test images: ", error)
+    assert re.search(r"warning: 58 training and 6 validation images of .* are among the 80 test images, so ", error)
     for path in (tmp_path / "photos").rglob("*.png"):
         Image.open(path).save(path.with_suffix(".bmp"))  # other files with the same pixels
         path.unlink()
@@ -124,7 +124,7 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     assert evaluated(call, run, "--split", "validation", "--data", images)[:2] == (6, found)
     new = make_images(tmp_path / "new", per_class=7, seed=9)
     line = refused("evaluate", run, "--split", "validation", "--data", new)
-    assert f"--split validation needs the data of {run}, but {new} is other data: " in line
+    assert f"--split validation needs the data of {run}, but {new} is other data (" in line
     moved = shutil.copytree(images, tmp_path / "moved")
     assert evaluated(call, run, "--split", "validation", "--data", moved)[:2] == (6, found)
     line = refused("evaluate", run, "--split", "validation", "--data", "mnist-5k")
@@ -133,7 +133,7 @@ def test_a_run_is_evaluated_on_its_validation_images(call, refused, images, fini
     other = tmp_path / "other"
     code, _, error = train(call, images, other, "--epochs", 1, "--seed", 1)
     assert code == 0, error
-    warning = rf"warning: \d of the 6 validation images are among the training images of {other}: "
+    warning = rf"warning: \d of the 6 validation images are among the training images of {other}, so "
     assert re.search(warning, evaluated(call, run, other, "--split", "validation")[3])
     tuned = tmp_path / "tuned"
     code, _, error = train(call, images, tuned, "--epochs", 1, "--from", other)

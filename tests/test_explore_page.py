@@ -173,4 +173,4 @@ def test_an_upload_that_cannot_be_read_causes_one_sentence(page, tmp_path):
         said = prediction_of(page, "(" if name in ("dot", "cmyk") else f"{name}.png")
         assert "Traceback" not in said
         page.locator("#file").get_by_role("button", name=re.compile("clear|remove", re.I)).first.click()
-        prediction_of(page, "Draw, upload or choose an image.")
+        prediction_of(page, "Draw a digit, or upload an image.")

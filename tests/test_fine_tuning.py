@@ -96,12 +96,14 @@ def test_test_images_that_were_training_images_cause_a_warning(call, finished, i
     code, _, error = train(call, split, run, "--epochs", 1)
     assert code == 0, error
     assert error.count("warning: ") == 1
-    assert re.search(rf"72 training and 8 validation images of {run} are among the 80 test images: the accuracy", error)
+    assert re.search(
+        rf"72 training and 8 validation images of {run} are among the 80 test images, so the accuracy", error
+    )
     code, _, error = train(call, images, more, "--epochs", 1, "--from", run, "--seed", 3)
     assert code == 0, error
     assert error.count("warning: ") == 2
     assert re.search(rf"\d+ training .*images of {run} are among the 16 test images", error)
-    assert re.search(rf"\d+ of the \d+ validation images are among the training images of {run}: the val", error)
+    assert re.search(rf"\d+ of the \d+ validation images are among the training images of {run}, so the val", error)
     for path in (split / "test").rglob("*.png"):
         Image.open(path).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(path)
     code, _, error = train(call, split, tmp_path / "clean", "--epochs", 1)

@@ -1,4 +1,4 @@
-"""The support of classes in an image in each routing pass, and the explorer without its page."""
+"""The support of classes in an image in each routing iteration, and the explorer without its page."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor

@@ -87,7 +87,9 @@ def test_an_mlflow_server_that_cannot_be_reached_causes_an_error_of_one_line(tmp
 
 def test_an_unknown_or_missing_logger_is_refused_before_anything_is_written(refused, images, tmp_path, monkeypatch):
     words = ("train", "capsnet-mnist", "--data", images, "--out", tmp_path / "run", "--logger")
-    assert "did you mean 'tensorboard'" in refused(*words, "tensorbord")
+    assert "--logger must be one of tensorboard, csv, wandb, mlflow, none; got 'tensorbord'" in refused(
+        *words, "tensorbord"
+    )
     for name in ("wandb", "mlflow"):
         if find_spec(name) is None:
             assert f"needs the package {name}: pip install {name}" in refused(*words, name)

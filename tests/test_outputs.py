@@ -169,7 +169,9 @@ def test_an_error_of_the_compiler_of_aotinductor_becomes_one_line(said, cure):
 def test_messages_contain_no_control_characters_and_have_a_limited_length(refused, call, tmp_path):
     table = tmp_path / "photos.csv"
     table.write_text("path,label\n\x1b[2J\0.png,cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
-    assert "\\x1b[2J\\x00.png does not exist" in refused("data", "show", table, "--out", tmp_path / "a.png")
+    assert f"\\x1b[2J\\x00.png in line 2 of {table} does not exist" in refused(
+        "data", "show", table, "--out", tmp_path / "a.png"
+    )
     table.write_text("path,label\n" + "x" * 100_000 + ",cat\nb.png,cat\nc.png,dog\nd.png,dog\n")
     said = refused("data", "show", table, "--out", tmp_path / "a.png")
     assert len(said) < LONGEST + 20

@@ -38,7 +38,7 @@ DISK = ("--cache", "none", "--workers", 0, "--batch-size", 8, "--epochs", 1)
 def test_a_damaged_image_found_in_the_first_epoch_can_be_replaced(call, refused, photos, tmp_path):
     bad, run = photos / "left" / "003.png", tmp_path / "run"
     bad.write_bytes(bad.read_bytes()[:-40])
-    assert f"{bad}: cannot be read as an image" in train(refused, photos, run, *DISK)
+    assert f"{bad} cannot be read as an image" in train(refused, photos, run, *DISK)
     shutil.copy(photos / "left" / "002.png", bad)
     code, _, error = train(call, photos, run, *DISK, "--resume")
     assert code == 0, error
@@ -68,7 +68,7 @@ def test_a_damaged_test_image_found_in_the_final_test_can_be_replaced(call, refu
         path.unlink()  # the other images are not among the training images
     bad = tmp_path / "split" / "test" / "right" / "013.png"
     bad.write_bytes(bad.read_bytes()[:-40])
-    assert f"{bad}: cannot be read as an image" in train(refused, tmp_path / "split", run, *DISK)
+    assert f"{bad} cannot be read as an image" in train(refused, tmp_path / "split", run, *DISK)
     trained = (run / "last.ckpt").read_bytes()
     shutil.copy(photos / "right" / "002.png", bad)
     code, out, error = train(call, tmp_path / "split", run, *DISK, "--resume")

@@ -149,7 +149,7 @@ def test_scores_that_are_not_finite_are_refused():
     with torch.no_grad():
         list(model.parameters())[-1].fill_(math.nan)
     name = [name for name, _ in model.named_parameters()][-1]
-    with pytest.raises(BadInput, match=f"scores that are not finite; first weights that are not finite: {name}"):
+    with pytest.raises(BadInput, match=rf"scores that are not finite \(first weights that are not finite: {name}"):
         evaluate(model, images, precision="float32")
 
 

@@ -185,7 +185,7 @@ def test_a_split_with_fewer_images_than_processes_is_refused(split, refused, ima
     (tmp_path / "table.csv").write_text("\n".join(["path,label,split", *lines]))
     words = ("train", "capsnet-images", "--data", tmp_path / "table.csv", "--out", tmp_path / "run", "--devices", 2)
     for more in ((), ("--dry-run",)):
-        assert "split has 1 image, but devices is 2: use at most 1" in refused(*words, *more)
+        assert "--devices must be at most 1, the size of the" in refused(*words, *more)
     assert not (tmp_path / "run").exists()
 
 

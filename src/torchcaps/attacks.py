@@ -19,7 +19,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def input_gradient(
     classifier: Classifier, images: Float[Tensor, "B C H W"], labels: Int64[Tensor, "B"], loss: Loss
 ) -> Float[Tensor, "B C H W"]:
-    """Return, for each image, the gradient of the loss of this image with respect to its pixels."""
+    """Compute the gradient of each image's loss with respect to its pixels."""
     images = images.detach().requires_grad_()
     with torch.enable_grad():
         total = len(images) * loss(classifier(images), labels)
@@ -112,7 +112,9 @@ def _check_epsilon(epsilon: float) -> None:
 
 
 class GradientHealth(NamedTuple):
-    """Statistics of the gradients of the loss with respect to the images. `fgsm` and `bim` use these gradients.
+    """Statistics of the gradients of the loss with respect to the images.
+
+    `fgsm` and `bim` follow these gradients.
 
     Arguments:
         zero: percentage of pixels with a gradient of exactly 0.

@@ -134,7 +134,7 @@ def squash(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") ->
 
 
 def squashed(pose: Float[Tensor, "*capsules R Q"], form: SquashForm = "sabour") -> Capsules:
-    """Squash each pose. The activation of a capsule is the length of its squashed pose.
+    """Create capsules from poses: squash each pose, and use its length as the activation.
 
     This function computes the length from the length of s, the pose before squashing. For long poses, the float32
     gradient of ``lengths(squash(s))`` would consist of rounding errors only.

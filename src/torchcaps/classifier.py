@@ -92,7 +92,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 class Answer(NamedTuple):
-    """Predictions of a `Classifier`.
+    """Predicted class names and scores of images, as `Classifier.predict` returns them.
 
     Arguments:
         class_names: for each image, the name of the class with the highest score.

@@ -167,6 +167,6 @@ def clear_errors(trainer: lightning.Trainer, cure: str) -> Iterator[None]:
 
 
 def accuracy_on(trainer: lightning.Trainer, module: TrainingModule, batches: DataLoader, cure: str) -> float:
-    """Test the module on batches with Lightning, and return the accuracy in percent."""
+    """Test the module on batches with Lightning, and return the accuracy in per cent."""
     with clear_errors(trainer, cure):
         return trainer.test(module, batches, verbose=False)[0]["test_accuracy_percent"]

@@ -1,4 +1,4 @@
-"""Inspection of a capsule network: which parts of an image support each class in each routing pass."""
+"""Inspection of a capsule network: which parts of an image support each class in each routing iteration."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,9 +29,9 @@ class Inspection:
         image: the network's input ``[C, H, W]``.
         class_names: name of each class.
         scores: ``[classes]``, score of each class.
-        support: ``[passes, classes, H, W]``: for each routing pass and class, the fraction of the support that comes
-            from each pixel. The values of one pass and class sum to 1. If the first capsules have only one site, as in
-            `EfficientCapsNet`, all pixels have the same value.
+        support: ``[passes, classes, H, W]``: for each pass (routing iteration) and class, the fraction of the support
+            that comes from each pixel. The values of one pass and class sum to 1. If the first capsules have only one
+            site, as in `EfficientCapsNet`, all pixels have the same value.
         poses: ``[classes, R, N]``, poses of the class capsules.
         reconstruction: ``[C, H, W]``, reconstructed from the class with the highest score; None for a network without a
             decoder.
@@ -68,7 +68,7 @@ class Inspection:
                 axis.imshow(picture, cmap="gray")
                 axis.imshow(self.support[number, index].numpy(), cmap="inferno", alpha=0.65, vmin=0)
                 if not row:
-                    axis.set_title(f"pass {number + 1}", fontsize=9)
+                    axis.set_title(f"iteration {number + 1}", fontsize=9)
             name = f"{caption(self.class_names[index])}: {self.scores[index]:.2f}"
             axes[row, 2].set_ylabel(name, fontsize=9, parse_math=False)
         axes[0, 0].imshow(picture, cmap="gray")

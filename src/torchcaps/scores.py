@@ -63,7 +63,7 @@ def probabilities(scores: Float[Tensor, "N K"], logits: bool | None = None, loss
 def calibration_error_percent(
     scores: Float[Tensor, "N K"], labels: Int64[Tensor, " N"], logits: bool | None = None, loss: str = ""
 ) -> float:
-    """Compute the expected calibration error in percent. `probabilities` converts the scores to probabilities first.
+    """Compute the expected calibration error in per cent. `probabilities` converts the scores to probabilities first.
 
     Guo, Pleiss, Sun & Weinberger 2017 (arXiv 1706.04599), equation 3. The confidence of a prediction is the highest
     probability of the image. The images are divided into 15 bins by confidence. In each bin, the mean confidence is

@@ -373,7 +373,7 @@ def validation_rank(reached_percent: float, loss: float) -> float:
 
 
 def mean_recall_percent(confusion: Int64[Tensor, "K K"]) -> Tensor:
-    """Return the mean recall in percent, over the classes that have images."""
+    """Return the mean recall in per cent, over the classes that have images."""
     images = confusion.sum(dim=1)
     return 100 * (confusion.diagonal().float() / images.clamp_min(1)).sum() / (images > 0).sum()
 

@@ -236,9 +236,9 @@ def publish(
     from torchcaps.model_card import publish as publish_run
 
     writable(folder, "FOLDER")
-    card = publish_run(run, folder)
+    publish_run(run, folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
-    print(f"{folder}: {size / 2**20:.2f} MiB; model card: {card}")
+    print(f"weights and model card, {size / 2**20:.2f} MiB: {folder}")
 
 
 app.command()(experiment)

@@ -31,7 +31,7 @@ def data_fetch(name: Dataset, data_dir: DataDir = Path("data")) -> None:
         print(f"{name} needs no download")
         return
     dataset.fetch(data_dir)
-    print(f"{name} is complete in {data_dir / name}")
+    print(f"complete dataset: {data_dir / name}")
 
 
 @app.command("render")
@@ -55,7 +55,7 @@ def data_render(
 
     if name != "toys":
         raise BadInput(f"{name!r} is not a dataset that can be rendered{nearest(name, ['toys'])}")
-    print(f"the rendered toys are in {render_toys(data_dir, size=size, seed=seed)}")
+    print(f"rendered toys: {render_toys(data_dir, size=size, seed=seed)}")
 
 
 @app.command("show")
@@ -93,7 +93,7 @@ def data_show(
         inside = is_inside(path, name) and folder != expanded(name).resolve()
         if inside or (not is_table(name) and folder in {one.resolve() for one in folders}):
             raise BadInput(f"--out is {path}, where it would be read as an image of {name}: use another folder")
-    print(f"{save_contact_sheet(images, path, columns)} in {path}")
+    print(f"picture of {save_contact_sheet(images, path, columns)}: {path}")
 
 
 @app.command("verify")

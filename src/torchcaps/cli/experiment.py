@@ -72,10 +72,10 @@ def experiment(
     if name == "report":
         report = Path("docs/experiments.md") if report is None else report
         writable_file(report, "--report", new_folder=True)
-        print(f"results of experiments in {report}: {write_report(results, report, EXPERIMENTS)}")
+        print(f"page with {write_report(results, report, EXPERIMENTS)} results: {report}")
         if page:
             write_pages(results, page)
-            print(f"tables written to {', '.join(map(str, page))}")
+            print(f"tables: {', '.join(map(str, page))}")
         return
     budget, seeds, data_dir = "quick" if budget is None else budget, seeds or 1, data_dir or Path("data")
     keep_freed_memory()

@@ -16,7 +16,7 @@ def inspect(
     image: Annotated[Path, typer.Argument(help="Image file.")],
     out: Annotated[Path, typer.Option(help="Picture to write, a .png file.")] = Path("inspection.png"),
 ) -> None:
-    """Draw which parts of an image support each class, in each routing pass."""
+    """Draw which parts of an image support each class, in each routing iteration."""
     from torchcaps.classifier import Classifier
     from torchcaps.data.files import write_picture
     from torchcaps.inspection import about_crops
@@ -27,7 +27,7 @@ def inspect(
     found = look(classifier, image)
     write_picture(out, found.figure())
     best = f"{printable(found.class_names[found.best])} ({found.scores[found.best]:.3f}{about_crops(classifier)})"
-    print(f"{best}; picture: {out}")
+    print(f"{best}\npicture: {out}")
 
 
 def report(
@@ -79,7 +79,7 @@ def export(
         recipe = read_run(run).recipe if (run / "recipe.json").exists() else None
         images = splits_for(classifier, recipe, data, data_dir).validation
     found = export_classifier(classifier, out, format, images)  # type: ignore[arg-type]
-    print(f"{out}: {out.stat().st_size / 2**20:.2f} MiB")
+    print(f"exported network, {out.stat().st_size / 2**20:.2f} MiB: {out}")
     kind = "random" if images is None else "validation"
     print(
         f"{found.runtime}, {found.images:,} {kind} images: the scores of the exported network differ from the "

@@ -210,7 +210,7 @@ class View(NamedTuple):
         return enlarged(self.found.image)
 
     def pose(self) -> UInt8[np.ndarray, "H W 3"]:
-        """Draw the pose of the winning capsule: negative numbers are blue, positive numbers are red."""
+        """Draw the pose of the predicted class: negative numbers are blue, positive numbers are red."""
         from matplotlib import colormaps
 
         pose = self.found.poses[self.found.best]
@@ -219,7 +219,7 @@ class View(NamedTuple):
         return enlarged(colours, spread_out=False, side=80 if len(pose) == 1 else SIDE)
 
     def support(self, number: int, index: int) -> UInt8[np.ndarray, "H W 3"]:
-        """Draw the support of class `index` in colour over the picture. The first routing pass has the `number` 1."""
+        """Draw the support of class `index` in colour over the picture. The first iteration has the `number` 1."""
         from matplotlib import colormaps
 
         maps = self.found.support[min(number, len(self.found.support)) - 1, index]

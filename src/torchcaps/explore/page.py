@@ -110,7 +110,7 @@ def build(explorer: Explorer) -> Any:
             rules = explorer.rules(network)
             pixels = pixels_of(network, source, drawing, file, toy)
             if pixels is None:
-                return nothing("Draw, upload or choose an image.")
+                return nothing("Draw a digit, or upload an image.")
             view = viewed(network, pixels, rule, int(iterations or 1) if rules.iterations else 0, epsilon or 0.0)
             pose = view.found.poses[view.found.best].flatten().tolist()
             drawable = view.found.reconstruction is not None
@@ -198,7 +198,7 @@ def build(explorer: Explorer) -> Any:
         iterations = whole("iterations", rules.iterations, range(1, max(8, rules.iterations + 1)))
         number = whole("pass", 3, range(1, 8))
         return [
-            "Draw, upload or choose an image.",
+            "Draw a digit, or upload an image.",
             network,
             gr.Dropdown(choices=rules.fitting, value=rule if rule in rules.fitting else rules.own),
             of_iterations(rules, iterations),
@@ -215,7 +215,8 @@ def build(explorer: Explorer) -> Any:
     saved: dict[str, Any] = {"buttons": ["download"], "format": "png"}
     with gr.Blocks(title="torchcaps", analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(
-            "# torchcaps\nDraw a digit, upload an image or rotate a rendered toy. The network runs on this machine."
+            "# torchcaps\nDraw a digit or upload an image. The network predicts its class, and the pictures show which "
+            "parts of the image support the class. Everything runs on this machine."
         )
         source, state = gr.State("draw"), gr.State(None)
         with gr.Row():
@@ -230,33 +231,44 @@ def build(explorer: Explorer) -> Any:
                         elem_id="drawing",
                     )
                 with gr.Tab("Upload") as file_tab:
-                    file = gr.File(label="bmp, gif, jpeg, png, tiff or webp", type="filepath", elem_id="file")
+                    file = gr.File(label="Image (bmp, gif, jpeg, png, tiff or webp)", type="filepath", elem_id="file")
                 with gr.Tab("Toy", visible=False) as toy_tab:
-                    category = gr.Dropdown(list(CATEGORIES), value=CATEGORIES[0], label="Category")
-                    instance = gr.Slider(0, 9, 0, step=1, label="Instance")
-                    elevation = gr.Slider(0, 8, 4, step=1, label="Elevation", elem_id="elevation")
+                    category = gr.Dropdown(list(CATEGORIES), value=CATEGORIES[0], label="Category of the toy")
+                    instance = gr.Slider(0, 9, 0, step=1, label="Number of the toy in its category")
+                    elevation = gr.Slider(0, 8, 4, step=1, label="Elevation (0 to 8: 30° to 70°)", elem_id="elevation")
                     azimuth = gr.Slider(0, 34, 0, step=2, label="Azimuth (× 10°)", elem_id="azimuth")
-                    lighting = gr.Slider(0, 5, 0, step=1, label="Lighting")
+                    lighting = gr.Slider(0, 5, 0, step=1, label="Lighting (0 to 5)")
                 rule = gr.Dropdown(label="Routing rule", elem_id="rule")
-                iterations = gr.Slider(1, 7, 3, step=1, label="Iterations", elem_id="iterations")
-                epsilon = gr.Slider(0, 0.3, 0, step=0.01, label="Attack (FGSM): ε", elem_id="epsilon")
+                iterations = gr.Slider(1, 7, 3, step=1, label="Routing iterations", elem_id="iterations")
+                label = "Attack (FGSM): largest change of a pixel, ε (0: no attack)"
+                epsilon = gr.Slider(0, 0.3, 0, step=0.01, label=label, elem_id="epsilon")
             with gr.Column(scale=2):
                 message = gr.Markdown(elem_id="message")
                 with gr.Row():
-                    picture = gr.Image(label="What the network sees", elem_id="picture", **saved)
-                    support = gr.Image(label="Support of the class", elem_id="support", **saved)
+                    picture = gr.Image(label="Input of the network", elem_id="picture", **saved)
+                    support = gr.Image(label="Parts of the image that support the class", elem_id="support", **saved)
                 with gr.Row():
-                    class_name = gr.Dropdown(label="Class", elem_id="class")
-                    number = gr.Slider(1, 3, 3, step=1, label="Routing pass", elem_id="pass")
-                bars = gr.Label(label="Class capsules", num_top_classes=10, elem_id="bars")
+                    class_name = gr.Dropdown(label="Class whose support is shown", elem_id="class")
+                    number = gr.Slider(1, 3, 3, step=1, label="Iteration whose support is shown", elem_id="pass")
+                bars = gr.Label(label="Score of each class", num_top_classes=10, elem_id="bars")
                 with gr.Row():
-                    pose = gr.Image(label="Pose of the winning capsule", elem_id="pose", **saved)
+                    pose = gr.Image(
+                        label="Pose of the predicted class (blue: negative, red: positive)", elem_id="pose", **saved
+                    )
                     reconstruction = gr.Image(
                         label="Reconstruction from this pose", elem_id="reconstruction", visible=False, **saved
                     )
-                with gr.Accordion("Change the pose (networks with a decoder)", open=False):
+                with gr.Accordion("Change the pose, and see the reconstruction (networks with a decoder)", open=False):
                     poses = [
-                        gr.Slider(-1, 1, 0, step=0.01, label=f"{index + 1}", visible=False, elem_id=f"pose-{index}")
+                        gr.Slider(
+                            -1,
+                            1,
+                            0,
+                            step=0.01,
+                            label=f"Pose element {index + 1}",
+                            visible=False,
+                            elem_id=f"pose-{index}",
+                        )
                         for index in range(SLIDERS)
                     ]
         toy = [category, instance, elevation, azimuth, lighting]
