@@ -42,7 +42,7 @@ def test_a_damaged_image_found_in_the_first_epoch_can_be_replaced(call, refused,
     shutil.copy(photos / "left" / "002.png", bad)
     code, _, error = train(call, photos, run, *DISK, "--resume")
     assert code == 0, error
-    assert re.match(r"warning: .*run: the \w+ images, .* have changed; .* has not used these images yet", error)
+    assert re.match(r"warning: .*run: the \w+ images, .* have changed, but .* has not used these images yet", error)
     shutil.copy(photos / "left" / "004.png", bad)
     assert "was started with other data" in train(refused, photos, run, *DISK[:-1], 2, "--resume")
 
