@@ -204,7 +204,7 @@ def test_a_run_whose_best_weights_are_lost_is_not_resumed_from_an_earlier_epoch(
     for name, content in earlier.items():
         (run / name).write_bytes(content)
     with pytest.raises(
-        BadInput, match=r"best\.ckpt is missing: .* best epoch \(epoch 3\)\. model\.safetensors .* epoch 1"
+        BadInput, match=r"best\.ckpt .* best epoch \(epoch 3\) is missing, .* model\.safetensors .* epoch 1"
     ):
         fit(tiny(4), SPLITS, run, resume=True)
     assert fit(replace(tiny(1), name="other", choose="last"), SPLITS, tmp_path / "last")["best_epoch"] == 1

@@ -215,7 +215,7 @@ def test_two_processes_train_together(command, tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_module(refused, images, tmp_path):
     line = train(refused, images, tmp_path / "run", "--epochs", 2, "--lr", 1e30)
-    assert "not finite: " in line
+    assert "not finite is the output of module " in line
     assert " at step 1 (epoch 1" in line
 
 
