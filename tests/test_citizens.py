@@ -22,6 +22,7 @@ from torchcaps import (
     ConvCaps,
     Prediction,
     Routing,
+    Rule,
     SharedCaps,
     create_model,
     dynamic_routing,
@@ -184,8 +185,8 @@ def test_a_model_in_double_precision_never_rounds_to_single_precision(name):
     """The derivative in a random direction equals a finite difference, to more digits than single precision has."""
     model, batch = varied(name).double(), images().double()
     for module in model.modules():
-        if "backend" in getattr(module, "options", {}):
-            module.options["backend"] = "reference"
+        if isinstance(module, Rule):
+            module.backend = "reference"
     direction = torch.randn_like(batch)
 
     def scores(images):

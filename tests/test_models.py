@@ -315,7 +315,7 @@ def test_a_routing_is_an_immutable_name_with_options():
     routing.options["iterations"] = 5
     assert routing == Routing("em", iterations=2, variance_floor=0.5) == pickle.loads(pickle.dumps(routing))
     assert routing.replace(iterations=1) == Routing("em", iterations=1, variance_floor=0.5) != routing
-    assert copy.deepcopy(MatrixCapsNet(routing=routing)).class_capsules.routing.options["iterations"] == 2
+    assert copy.deepcopy(MatrixCapsNet(routing=routing)).class_capsules.routing.iterations == 2
 
 
 @pytest.mark.parametrize(

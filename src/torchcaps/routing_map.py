@@ -307,7 +307,7 @@ class RoutingMap:
                 raise ValueError(
                     f"every dimension of {name} after the first must be at least 1; got {list(tensor.shape)}"
                 )
-        check_device("transform", transform, pose)
+        check_device("transform", transform, pose.device)
         if pose.shape[1] != self.child_sites:
             raise ValueError(
                 f"pose has {pose.shape[1]} child sites (dimension 1), but the routing map has {self.child_sites}: "

@@ -23,9 +23,9 @@ from torchcaps.convolution import use_channels_last
 from torchcaps.data import Images
 from torchcaps.errors import BadInput, Diverged
 from torchcaps.losses import LOSSES, balanced_weights, reconstruction_loss, spread_margin
-from torchcaps.models.saved_rules import layer_rules
 from torchcaps.pictures import save_reconstructions
 from torchcaps.recipe import FUSED, OPTIMIZERS, Recipe
+from torchcaps.routing import Rule
 from torchcaps.scores import calibration_error_percent
 
 WEIGHT_OF_LOSS = 1e-5
@@ -62,13 +62,8 @@ class TrainingModule(lightning.LightningModule):
         self.steps = steps
         use_channels_last(model)
         self.recipe = recipe
-        of_layers = layer_rules(model).values()
-        rules = [
-            module
-            for module in model.modules()
-            if (hasattr(module, "for_layer") or module in of_layers)
-            and isinstance(getattr(module, "iterations", None), int)
-        ]
+        modules = [module for module in model.modules() if isinstance(module, Rule)]
+        rules = [rule for rule in modules if isinstance(getattr(rule, "iterations", None), int)]
         self._iterations = [(rule, cast(int, rule.iterations)) for rule in rules]
         if recipe.early_epochs and not rules:
             raise BadInput(
