@@ -73,7 +73,10 @@ fit(tiny(1), SPLITS, Path(sys.argv[1]) / "second", logger=logger)
 """
 
 
-@pytest.mark.parametrize(("logger", "at_exit", "error"), [("none", "closed", ""), ("wrong", "open", "unknown logger")])
+@pytest.mark.parametrize(
+    ("logger", "at_exit", "error"),
+    [("none", "closed", ""), pytest.param("wrong", "open", "unknown logger", marks=pytest.mark.slow)],
+)
 def test_the_process_group_is_closed_at_exit_unless_the_last_training_failed(logger, at_exit, error, tmp_path):
     words = [sys.executable, "-c", PROCESS_GROUP, tmp_path, logger]
     folder = Path(__file__).parent

@@ -174,6 +174,12 @@ class TrainingModule(lightning.LightningModule):
             handle.remove()
         return f"output of module {found[0]}" if found else "the loss itself"
 
+    def on_train_start(self) -> None:
+        """Set the learning rate of the first step, because a resumed run can have more epochs than its checkpoint."""
+        schedule = cast(torch.optim.lr_scheduler.LambdaLR, self.lr_schedulers())
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, strict=True):
+            group["lr"] = rate * self._rate(schedule.last_epoch)
+
     def on_train_epoch_start(self) -> None:
         self.set_iterations(early=self.current_epoch < self.recipe.early_epochs)
 

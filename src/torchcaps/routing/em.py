@@ -165,7 +165,7 @@ def em_routing(
         >>> parents.pose.shape, parents.activation.shape
         (torch.Size([2, 4, 6, 4, 4]), torch.Size([2, 4, 6]))
     """
-    options = EMOptions(
+    options = _Options(
         iterations,
         variance_floor,
         normalise_data,
@@ -188,7 +188,7 @@ def em_routing(
     return parents if passes is None else (parents, passes)
 
 
-class EMOptions(NamedTuple):
+class _Options(NamedTuple):
     """The options of EM routing that do not concern the votes."""
 
     iterations: int
@@ -202,7 +202,7 @@ class EMOptions(NamedTuple):
 
 
 def _parents(
-    votes: Votes, beta_u: Tensor, beta_a: Tensor, options: EMOptions, passes: list[EMPass] | None = None
+    votes: Votes, beta_u: Tensor, beta_a: Tensor, options: _Options, passes: list[EMPass] | None = None
 ) -> Capsules:
     """Compute the parents by EM routing. Append the result of every iteration to ``passes``."""
     _, parent_sites, parent_types, rows, columns = votes.parent_shape
@@ -264,7 +264,7 @@ def _check_betas(beta_u: Tensor, beta_a: Tensor, votes: Votes) -> None:
         check_device(name, beta, votes.device)
 
 
-def _check(options: EMOptions) -> None:
+def _check(options: _Options) -> None:
     check_iterations(options.iterations)
     if not 0 <= options.variance_floor < math.inf:
         raise ValueError(f"variance_floor must be a finite number of at least 0; got {options.variance_floor}")
@@ -370,8 +370,8 @@ class EMRouting(Rule):
         return cls(layer.parent_types, **options)
 
     @property
-    def _options(self) -> EMOptions:
-        return EMOptions(*(getattr(self, name) for name in EMOptions._fields))
+    def _options(self) -> _Options:
+        return _Options(*(getattr(self, name) for name in _Options._fields))
 
     def route(self, votes: Votes) -> Capsules:
         """Compute the means and the activations of the last iteration."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchcaps.capsules import Capsules, check_capsules
 from torchcaps.checks import described
 from torchcaps.kernels import Backend
+from torchcaps.kernels.memory import statistics_dtype
 from torchcaps.routing.agreement import Competition
 from torchcaps.routing.votes import Votes, check_activation, in_dtype, without_autocast
 from torchcaps.routing_map import RoutingMap, check_children
@@ -149,7 +150,7 @@ class Rule(nn.Module):
             dtype = torch.promote_types(dtype, activation.dtype)
         with without_autocast(pose.device):
             if type(self).prepare is not Rule.prepare:  # the kernels convert each number when they read it
-                computed = torch.promote_types(dtype, torch.float32)
+                computed = statistics_dtype(dtype)
                 pose, transform = self.prepare(pose.to(computed), transform.to(computed), routing_map)
             votes = Votes(
                 pose,
